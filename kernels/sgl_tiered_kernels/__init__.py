@@ -1,0 +1,1 @@
+"""sgl_tiered_kernels: see README.md."""

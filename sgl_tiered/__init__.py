@@ -1,0 +1,1 @@
+"""sgl_tiered: see README.md."""

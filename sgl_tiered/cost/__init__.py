@@ -1,0 +1,1 @@
+"""cost: see README.md."""

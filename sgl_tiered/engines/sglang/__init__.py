@@ -1,0 +1,1 @@
+"""sglang: see README.md."""

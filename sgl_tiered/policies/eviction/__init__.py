@@ -1,0 +1,1 @@
+"""eviction: see README.md."""

@@ -1,0 +1,1 @@
+"""sgl_tiered_workloads: see README.md."""
