@@ -119,6 +119,7 @@ class FakeTier:
         self.gate.set()
         self.started = threading.Semaphore(0)
         self.usable = True
+        self._closed = False
 
     @property
     def tier_id(self) -> TierId:
@@ -183,10 +184,11 @@ class FakeTier:
 
     def health(self) -> TierHealth:
         """Return what ``usable`` says."""
-        return TierHealth(usable=self.usable)
+        return TierHealth(usable=self.usable and not self._closed)
 
     def close(self) -> None:
         """Let everybody go."""
+        self._closed = True
         self.gate.set()
 
     def _result(
