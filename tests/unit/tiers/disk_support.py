@@ -78,7 +78,7 @@ def page_of(seed):
     return np.random.default_rng(seed).integers(0, 256, PAGE_BYTES, np.uint8)
 
 
-def store(tier, addresses, seeds):
+def store(tier, addresses, seeds, namespace=b"0123456789abcdef"):
     """Store the page of each seed; its key and tokens say the seed as well."""
     slots = np.asarray(addresses, np.int64)
     buffer = aligned_buffer(len(slots), SLOT_BYTES)
@@ -87,7 +87,7 @@ def store(tier, addresses, seeds):
         buffer[i, :PAGE_BYTES] = page_of(seed)
         keys[i, :8] = np.frombuffer(int(seed).to_bytes(8, "little"), np.uint8)
     records = PageRecords(
-        namespace=b"0123456789abcdef",
+        namespace=namespace,
         keys=keys,
         parents=keys + np.uint8(1),
         tokens=np.asarray(seeds, np.int32)[:, None]

@@ -50,8 +50,19 @@ def test_nothing_is_served_before_recover(path):
     tier.close()
 
 
-def test_namespaces_are_kept_apart_and_ordered_by_age(path):
-    """``recover`` gives one value per namespace, pages in the order of their stores."""
+def test_namespaces_are_kept_apart(path):
+    """The same key under two namespaces is two pages, each in its own value."""
+    tier = open_tier(path)
+    store(tier, [1, 2, 3], [7, 8, 9], namespace=b"a" * 16)
+    store(tier, [4, 5], [8, 10], namespace=b"b" * 16)
+    store(tier, [6], [7], namespace=b"a" * 16)
+    found = {group.namespace: group.addresses.tolist() for group in tier.recover()}
+    assert found == {b"a" * 16: [2, 3, 6], b"b" * 16: [4, 5]}
+    tier.close()
+
+
+def test_pages_are_recovered_by_age(path):
+    """``recover`` gives pages in the order of their stores, oldest first."""
     tier = open_tier(path)
     for address, seed in ((20, 1), (4, 2), (11, 3)):
         store(tier, [address], [seed])
