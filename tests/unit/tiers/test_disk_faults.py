@@ -61,6 +61,21 @@ def test_full_disk_is_a_value(tier, calls, path):
     assert recovered(tier) == {0: 1, 1: 2}
 
 
+def test_a_slab_that_cannot_grow_keeps_its_pages(path, calls):
+    """A tier that grew on a full disk serves the old pages and takes no space."""
+    small = open_tier(path, num_slots=12)
+    store(small, [8], [1])
+    small.close()
+    size = (path / slab_name(1)).stat().st_size
+    calls.allocate_error = ENOSPC
+    large = open_tier(path, calls=calls)
+    assert recovered(large) == {8: 1}
+    assert not store(large, [14], [2]).ok.any()
+    assert_holds(large, {8: 1})
+    large.close()
+    assert (path / slab_name(1)).stat().st_size == size
+
+
 def test_full_disk_rests_writes_and_not_reads(tier, calls, clock):
     """After repeated failures stores are refused at once; loads still work."""
     store(tier, [0], [1])
