@@ -222,6 +222,8 @@ class DiskTier:
             batch = self._payload.batch(io, sums)
             self._payload.read(batch, np.flatnonzero(known))
             self._reads.record(batch.error)
+            if batch.error:
+                logger.warning("disk tier: a read failed: %s", batch.error)
             return self._result(batch, started_s, "not stored or not as stored")
         finally:
             self._leave()

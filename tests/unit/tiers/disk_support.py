@@ -50,7 +50,7 @@ class FailingCalls(SystemCalls):
     def fallocate(self, fd, offset, num_bytes):
         """Set space aside, or fail after a part of it, as a full disk does."""
         if self.allocate_error:
-            os.ftruncate(fd, offset + num_bytes // 2)
+            os.ftruncate(fd, offset + 3 * num_bytes // 4)
             raise OSError(self.allocate_error, os.strerror(self.allocate_error))
         super().fallocate(fd, offset, num_bytes)
 
