@@ -3,6 +3,8 @@
 The last line is one JSON object. Reads are cold: O_DIRECT does not use the page cache,
 and where the file system refuses it the slabs are synced and dropped before each read.
 Every page read is verified by the tier, and the bytes are compared once more here.
+Bare preadv of the same file, by as many threads and in turn with the tier's loads, says
+what the disk gave at that moment. The first repeat of each is a warm-up and left out.
 
     python benchmarks/micro/disk.py [--path DIR] [--pages N] [--page-bytes B]
 """
@@ -14,7 +16,9 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +27,7 @@ from sgl_tiered.core.layout import ALIGNMENT_BYTES
 from sgl_tiered.core.plans import PageRecords
 from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.checks import expected_checksums
-from sgl_tiered.tiers.disk import DiskTier
+from sgl_tiered.tiers.disk import MAX_IO_BYTES, DiskTier
 from sgl_tiered.tiers.memory import aligned_buffer
 
 PAGE_TOKENS = 16
@@ -47,6 +51,32 @@ def drop_cache(path: Path) -> None:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+def bare_read_s(path: Path, target: np.ndarray, threads: int, direct: bool) -> float:
+    """Seconds to fill ``target`` from the first slab by preadv and nothing else."""
+    flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
+    fd = os.open(path / "tiered-slab-000000.kv", flags)
+    view = target.reshape(-1).data
+    starts = deque(range(0, len(view), MAX_IO_BYTES))
+
+    def work_off() -> None:
+        while starts:
+            try:
+                start = starts.popleft()
+            except IndexError:
+                return
+            os.preadv(fd, [view[start : start + MAX_IO_BYTES]], start)
+
+    workers = [threading.Thread(target=work_off) for _ in range(threads)]
+    started = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    seconds = time.perf_counter() - started
+    os.close(fd)
+    return seconds
 
 
 def median(values: list[float]) -> float:
@@ -83,7 +113,7 @@ def measure(path: Path, num_pages: int, page_bytes: int, repeats: int, threads: 
         addresses = rows.copy()
         if order == "random":
             addresses = rng.permutation(tier.num_slots)[:num_pages]
-        writes, reads = [], []
+        writes, reads, bare = [], [], []
         for _ in range(repeats):
             started = time.perf_counter()
             stored = tier.store(
@@ -100,9 +130,15 @@ def measure(path: Path, num_pages: int, page_bytes: int, repeats: int, threads: 
             if not loaded.ok.all() or not np.array_equal(source, target):
                 raise SystemExit(f"load failed: {loaded.error}")
             target[:] = 1
+            if order == "sequential":
+                drop_cache(path)
+                seconds = bare_read_s(path, target, threads, tier.direct)
+                bare.append(total / seconds / 1e9)
         result[f"write_{order}_gb_per_s"] = round(median(writes[1:]), 3)
         result[f"read_{order}_cold_gb_per_s"] = round(median(reads[1:]), 3)
         result[f"read_{order}_cold_ms"] = round(total / median(reads[1:]) / 1e6, 2)
+        if bare:
+            result["read_bare_preadv_cold_gb_per_s"] = round(median(bare[1:]), 3)
         print(order, "write", np.round(writes, 2), "read", np.round(reads, 2))
     tier.close()
     return result

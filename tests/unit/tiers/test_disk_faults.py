@@ -4,7 +4,9 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -183,6 +185,17 @@ def test_direct_refused_at_the_first_write(path, calls):
     calls.pwritev = refuses
     assert not takes_direct_io(calls, path)
     assert list(path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
+def test_tmpfs():
+    """A file system in memory works, with O_DIRECT or without, and says which."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        tier = open_tier(Path(directory) / "tier")
+        assert store(tier, [0, 9], [1, 2]).ok.all()
+        assert_holds(tier, {0: 1, 9: 2})
+        assert tier.health().detail.startswith("O_DIRECT" if tier.direct else "buff")
+        tier.close()
 
 
 def test_misaligned_buffer_is_refused_under_direct_io(tier):
