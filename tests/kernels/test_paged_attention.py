@@ -20,9 +20,12 @@ class Case:
     def __init__(self, lengths, heads, head_dim, dtype, *, page_size=16, seed=0):
         gen = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads = heads
-        tables, pages = [], torch.randperm(
-            sum(-(-n // page_size) for n, _ in lengths) + 3, generator=gen
-        ).tolist()
+        tables, pages = (
+            [],
+            torch.randperm(
+                sum(-(-n // page_size) for n, _ in lengths) + 3, generator=gen
+            ).tolist(),
+        )
         for kv_len, _ in lengths:
             mine = [pages.pop() for _ in range(-(-kv_len // page_size))]
             slots = [p * page_size + i for p in mine for i in range(page_size)]
