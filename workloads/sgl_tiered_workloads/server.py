@@ -1,9 +1,9 @@
 """Starts an SGLang server as a subprocess and stops all of it.
 
-The server runs in a process group of its own, so that its children end with it
-and a Ctrl-C in the terminal reaches us first: we end the group in order (SIGTERM to the
-root, then SIGKILL to whatever is left after a grace period). Every running server is also ended at
-interpreter exit. Flags are data: a list of strings that goes to
+The server runs in a process group of its own, so that a Ctrl-C in the terminal
+reaches us first and we end it in order: SIGTERM to the root, then SIGKILL to
+whatever is left of the group. Servers still running at interpreter exit are
+ended too. Flags are data: a list of strings that goes to
 ``sglang.launch_server`` as it is. Not thread-safe; one owner per server.
 """
 
