@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-
 from sgl_tiered_workloads.client import StreamingClient, run_chat
 from sgl_tiered_workloads.gate import (
     GateResult,
