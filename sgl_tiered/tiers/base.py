@@ -28,7 +28,8 @@ class TierIO:
         buffer: uint8 [num_rows, >= slot_bytes], C-contiguous, page aligned.
         rows: int64 [n], the row of ``buffer`` for each page.
         records: for a store, what to keep beside the bytes; for a load, the checksums
-            and keys that the bytes must agree with (None: nothing to compare).
+            that the bytes must agree with (0: unknown; None: nothing to compare). A
+            load looks at checksums only; keys, parents and tokens may have no rows.
     """
 
     addresses: npt.NDArray[np.int64]
@@ -96,6 +97,16 @@ class MemoryTier(Tier, Protocol):
     @property
     def region(self) -> npt.NDArray[np.uint8]:
         """The slots themselves: uint8 [num_slots, slot_bytes], page aligned."""
+        ...
+
+    def read_view(
+        self, addresses: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """Return an array, and its rows at which these slots can be read in place.
+
+        Normally ``(region, addresses)``. Loads to the device go through it, so that a
+        wrapper can show them other bytes; everything else uses ``region``.
+        """
         ...
 
     def charge(self, num_bytes: int) -> None:
