@@ -28,7 +28,7 @@ _NS = NS("tiered")
 
 # SGLang reads these annotations at run time with its own small parser, which knows
 # Optional[...] but not every spelling of a union.
-class TieredServerArgs(ServerArgs, dict=True):
+class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     """SGLang's arguments and ours; all of ours are None where they are not given."""
 
     tiered_config: A[
@@ -38,7 +38,7 @@ class TieredServerArgs(ServerArgs, dict=True):
     ] = None
     tiered_host_size: A[
         Optional[str],  # noqa: UP045
-        Arg(help="Size of the host tier, e.g. 32GB; default auto, half of free memory."),
+        Arg(help="Size of the host tier, e.g. 32GB; default half of free memory."),
         _NS,
     ] = None
     tiered_disk_path: A[
@@ -117,7 +117,7 @@ class TieredServerArgs(ServerArgs, dict=True):
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="For tests only: load one wrong page (needs SGL_TIERED_ALLOW_FAULTS=1).",
+            help="For tests: load a wrong page (needs SGL_TIERED_ALLOW_FAULTS=1).",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,

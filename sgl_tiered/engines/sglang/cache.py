@@ -86,9 +86,7 @@ class TieredRadixCache(UnifiedRadixCache):
             full_kv_hit_length=result.device_prefix_len + num_tokens,
         )
 
-    def prefetch_from_storage(
-        self, request: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Start reading from disk as soon as the request is queued."""
         self.check_prefetch_progress(request)
 
@@ -104,7 +102,7 @@ class TieredRadixCache(UnifiedRadixCache):
         return ready
 
     def pop_prefetch_loaded_span(self, request: Any) -> tuple[int, int | None]:
-        """Return how many of the loadable tokens come from disk, for SGLang's report."""
+        """Return how many of the loadable tokens come from disk; SGLang reports them."""
         state = self.tiered.coordinator.state(request.rid)
         if state is None or state.plan is None:
             return 0, None
@@ -159,7 +157,6 @@ class TieredRadixCache(UnifiedRadixCache):
             return []
         ticket, self._ticket = self._ticket, None
         landed = ticket.wait()
-        self.tiered.observe_load(ticket)
         failed = []
         for req in in_flight:
             self._private.pop(req.rid, None)
@@ -191,8 +188,10 @@ class TieredRadixCache(UnifiedRadixCache):
         """Publish the request's pages in the tree, then offload the new ones."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         state = self.tiered.coordinator.state(req.rid)
-        if state is not None and state.started:
-            self.tiered.coordinator.settle(state, landed=True)
+        if state is not None:
+            self._count(req, state)
+            if state.started:
+                self.tiered.coordinator.settle(state, landed=True)
         if not self.disable and req.positional_embed_overrides is None:
             self._offload(req, state, min(req.kv.cache_protected_len, up_to))
 
@@ -251,7 +250,7 @@ class TieredRadixCache(UnifiedRadixCache):
             self.tiered.drop(tier)
 
     def clear_storage_backend(self) -> bool:
-        """Forget what is on disk (SGLang's call to clear the storage behind a cache)."""
+        """Forget what is on disk: SGLang's call to clear a cache's storage."""
         self.drop(TierId.DISK)
         return True
 
@@ -275,7 +274,7 @@ class TieredRadixCache(UnifiedRadixCache):
     # -- Private ---------------------------------------------------------------
 
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
-        """Note the prompt of ``req``; None where the tiers have nothing to do with it."""
+        """Note the prompt of ``req``; None where the tiers cannot serve it."""
         if req is None or self.disable or req.session is not None:
             return None
         max_pages = len(key) // self.page_size
@@ -317,6 +316,17 @@ class TieredRadixCache(UnifiedRadixCache):
         if not self.tiered.offload(plan, slots // self.page_size):
             self._unlock_offload(plan.plan_id)
 
+    def _count(self, req: Any, state: RequestState) -> None:
+        """Count a request once, when its first pages are published."""
+        if not state.counted:
+            state.counted = True
+            self.tiered.count_request(
+                len(req.origin_input_ids),
+                req.cached_tokens_device,
+                req.cached_tokens_host,
+                req.cached_tokens_storage,
+            )
+
     def _unlock_offload(self, plan_id: int) -> None:
         node, lock = self._locks.pop(plan_id)
         self.dec_lock_ref(node, lock)
@@ -347,7 +357,9 @@ class TieredRadixCache(UnifiedRadixCache):
     def _fail(self, reqs: list[Any], reason: str) -> None:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-        logger.error("sgl-tiered: %d load(s) to the device broke: %s", len(reqs), reason)
+        logger.error(
+            "sgl-tiered: %d load(s) to the device broke: %s", len(reqs), reason
+        )
         for req in reqs:
             req.skip_radix_cache_insert = True
             req.discard_output_reason = FINISH_ABORT(
@@ -359,8 +371,8 @@ class TieredRadixCache(UnifiedRadixCache):
 def _tokens(token_ids: Any, num_tokens: int) -> npt.NDArray[np.int32] | None:
     """Return the first tokens as int32; None where they are not plain token ids.
 
-    Images and the like stand in a prompt as hashes of up to 64 bits. Cut to 32 bits, two
-    of them could look alike, so such prompts stay out of the tiers.
+    Images and the like stand in a prompt as hashes of up to 64 bits. Cut to 32 bits,
+    two of them could look alike, so such prompts stay out of the tiers.
     """
     wide = np.frombuffer(token_ids, dtype=np.int64, count=num_tokens)
     if len(wide) and (wide.max() > _MAX_TOKEN_ID or wide.min() < 0):

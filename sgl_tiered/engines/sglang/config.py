@@ -1,12 +1,13 @@
 """The settings of a tiered server: flags and file in, one frozen value out.
 
-Flags and environment are read here, once. A key of the file stands for the flag of the
-same name without its prefix (``host-size`` or ``host_size`` for ``--tiered-host-size``);
-a flag that is given wins over the file.
+Flags and environment are read here, once. A key of the file stands for the flag of
+the same name without its prefix (``host-size`` or ``host_size`` stand for
+``--tiered-host-size``); a flag that is given wins over the file.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -67,7 +68,7 @@ class Emulation:
     """A tier made slower than it is, for experiments.
 
     Attributes:
-        bandwidth_bytes_per_s: 0 for the real one.
+        bandwidth_bytes_per_s: infinite for the real one.
         latency_s: added to every operation.
     """
 
@@ -144,9 +145,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         fault_corrupt=_fault(settings),
     )
     if config.staging_bytes <= 0:
-        raise ConfigError(
-            "--tiered-staging-size", "is 0", "give a size such as 256MiB"
-        )
+        raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
     return config
 
 
@@ -274,7 +273,11 @@ def _whole(
     settings: Mapping[str, Any], name: str, default: int, *, low: int, high: int
 ) -> int:
     value = settings.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or not low <= value <= high
+    ):
         raise ConfigError(
             _flag(name),
             f"{value!r} is out of range",
@@ -307,9 +310,14 @@ def _emulation(value: object) -> dict[TierId, Emulation]:
             latency = float(pairs.get("latency", 0.0))
         except ValueError:
             raise ConfigError(setting, f"{part!r} is not understood", remedy) from None
-        emulate[tiers[name]] = Emulation(
-            float(parse_size(setting, pairs.get("bandwidth", 0))), latency
+        bandwidth = (
+            float(parse_size(setting, pairs["bandwidth"]))
+            if "bandwidth" in pairs
+            else math.inf
         )
+        if bandwidth <= 0 or latency < 0:
+            raise ConfigError(setting, f"{part!r} is not positive", remedy)
+        emulate[tiers[name]] = Emulation(bandwidth, latency)
     return emulate
 
 

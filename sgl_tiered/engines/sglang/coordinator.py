@@ -14,7 +14,6 @@ tree holds the pages, so that no second request moves them again meanwhile.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,8 +56,8 @@ class RequestState:
         waiting_since_s: when waiting for another request's load began.
         memory_only: the disk was given up for this request.
         started: the layer-wise load was handed out.
-        loaded: pages loaded by tier.
         num_offloaded: pages of the prompt already given to the offload.
+        counted: it is in the statistics.
         reason: one clause about the last decision, for reports.
     """
 
@@ -74,8 +73,8 @@ class RequestState:
     waiting_since_s: float | None = None
     memory_only: bool = False
     started: bool = False
-    loaded: Counter[TierId] = field(default_factory=Counter)
     num_offloaded: int = 0
+    counted: bool = False
     reason: str = ""
 
 
@@ -204,7 +203,9 @@ class LoadCoordinator:
         for rid in list(self._states):
             self.release(rid)
 
-    def stage_finished(self, plan: LoadPlan, positions: Int32s, result: TransferResult) -> None:
+    def stage_finished(
+        self, plan: LoadPlan, positions: Int32s, result: TransferResult
+    ) -> None:
         """Take the end of a read from disk: pages up to the first bad one are good."""
         state = self._staging.pop(plan.plan_id, None)
         if state is None or state.plan is not plan:
@@ -221,7 +222,7 @@ class LoadCoordinator:
             state.digest,
             state.tokens,
             device_pages,
-            max_pages=state.max_pages,
+            max_pages=max(state.max_pages - device_pages, 0),
             tiers_allowed=_MEMORY_TIERS if memory_only else None,
         )
         state.decision = decision
@@ -239,7 +240,7 @@ class LoadCoordinator:
                 state.digest,
                 state.tokens,
                 decision.first_page,
-                max_pages=decision.first_page + int(disk[largest]),
+                max_pages=int(disk[largest]),
             )
             disk = np.flatnonzero(decision.tiers == TierId.DISK).astype(np.int32)
             if len(disk) == 0 or len(disk) > largest:
@@ -302,23 +303,12 @@ class LoadCoordinator:
         for tier, memory in self._memory.items():
             chosen = wanted[tiers == tier]
             if len(chosen):
-                segments.append(
-                    Segment(
-                        memory.region,
-                        plan.addresses[chosen],
-                        (chosen - skip).astype(np.int64),
-                        memory.charge,
-                    )
-                )
-                state.loaded[tier] += len(chosen)
-        if state.staged is not None:
-            rows = state.staged.rows_of(wanted)
-            chosen = wanted[tiers == TierId.DISK]
-            if len(chosen):
-                segments.append(
-                    Segment(
-                        state.staged.region, rows, (chosen - skip).astype(np.int64), None
-                    )
-                )
-                state.loaded[TierId.DISK] += len(chosen)
+                addresses = plan.addresses[chosen]
+                segments.append(Segment.of_tier(memory, addresses, chosen - skip))
+        staged = state.staged
+        if staged is not None:
+            kept = (staged.positions >= skip) & (staged.positions < state.num_good)
+            if kept.any():
+                positions = staged.positions[kept] - skip
+                segments.append(Segment(staged.region, staged.rows[kept], positions))
         return tuple(segments)

@@ -35,7 +35,7 @@ from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.disk import DiskTier
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import FaultPlan, FaultyTier, ThrottledTier
+from sgl_tiered.tiers.wrappers import Faults, FaultyTier, ThrottledTier
 
 __all__ = ["build_cache", "refuse_unsupported"]
 
@@ -156,7 +156,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         stager = StagingReader(
             disk, num_rows, completions, clock, metrics, register=register
         )
-        demoter = DemoteWorker(host, disk, completions, clock, metrics, stager=stager)
+        reader = stager
+        demoter = DemoteWorker(
+            host, disk, completions, clock, metrics, busy=lambda: reader.busy
+        )
     parts = Parts(
         config=config,
         namespace=namespace,
@@ -179,9 +182,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
 
 
-def _open_host(
-    config: TieredConfig, layout: PageLayout, register: Any
-) -> MemoryTier:
+def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> MemoryTier:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots == 0:
         raise ConfigError(
@@ -193,12 +194,10 @@ def _open_host(
         layout.slot_bytes, num_slots, register=register, page_bytes=layout.page_bytes
     )
     if config.fault_corrupt is not None:
-        host = FaultyTier(host, FaultPlan(corrupt=config.fault_corrupt))
+        host = FaultyTier(host, Faults(corrupt=config.fault_corrupt))
     emulation = config.emulate.get(TierId.HOST)
     if emulation is not None:
-        host = ThrottledTier(
-            host, emulation.bandwidth_bytes_per_s, emulation.latency_s
-        )
+        host = ThrottledTier(host, emulation.bandwidth_bytes_per_s, emulation.latency_s)
     return host
 
 
@@ -218,9 +217,7 @@ def _open_disk(
     )
     emulation = config.emulate.get(TierId.DISK)
     if emulation is not None:
-        disk = ThrottledTier(
-            disk, emulation.bandwidth_bytes_per_s, emulation.latency_s
-        )
+        disk = ThrottledTier(disk, emulation.bandwidth_bytes_per_s, emulation.latency_s)
     return disk
 
 

@@ -1,4 +1,4 @@
-"""SGLang's KV pool as the pipelines see it: layers of pages that bytes go in and out of.
+"""SGLang's KV pool as the pipelines see it: layers of pages, as bytes.
 
 Two forms: `CpuDevicePool` copies with the page_copy kernel, without the interpreter
 lock, on the transfer thread; `CudaDevicePool` copies on a stream of its own and waits
@@ -53,8 +53,8 @@ def make_device_pool(pool: Any, layout: PageLayout, forward_stream: Any) -> Any:
     if device == "cuda":
         return CudaDevicePool(pool, layout, forward_stream)
     raise EngineCompatibilityError(
-        f"sgl-tiered moves KV on CPU and CUDA devices, not on {device!r}; serve without "
-        "--radix-cache-backend tiered."
+        f"sgl-tiered moves KV on CPU and CUDA devices, not on {device!r}; serve "
+        "without --radix-cache-backend tiered."
     )
 
 
@@ -112,8 +112,8 @@ class CpuDevicePool:
 class CudaDevicePool:
     """The device pool on CUDA: one stream per direction, synchronised per call.
 
-    A load waits on its own stream only, so the forward goes on; the layer's event is set
-    once the copy is done, and the forward never reads a layer before.
+    A load waits on its own stream only, so the forward goes on; the layer's event is
+    set once the copy is done, and the forward never reads a layer before.
     """
 
     def __init__(self, pool: Any, layout: PageLayout, forward_stream: Any) -> None:
@@ -145,7 +145,8 @@ class CudaDevicePool:
     ) -> None:
         """Copy one layer of pages from rows of ``region`` to the pool."""
         begin = self._layout.key_offset(layer)
-        part = torch.from_numpy(region[rows, begin : begin + 2 * self._part]).pin_memory()
+        end = begin + self._layout.layer_page_bytes
+        part = torch.from_numpy(region[rows, begin:end]).pin_memory()
         with torch.cuda.stream(self._load_stream):
             moved = part.to(self._device, non_blocking=True)
             pages = torch.from_numpy(device_pages).to(self._device)

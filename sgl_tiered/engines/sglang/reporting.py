@@ -43,7 +43,7 @@ def _tiered(cache: Any) -> Any:
 
 
 def _attach_scheduler(result: Any, scheduler: Any) -> None:
-    """Make the scheduler call the events of our cache, and let us see whether it idles."""
+    """Make the scheduler call our cache's events, and let us see whether it idles."""
     del result
     runtime = _tiered(scheduler.tree_cache)
     if runtime is None:
@@ -64,7 +64,7 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
     if _tiered(scheduler.tree_cache) is None:
         return base
 
-    class TieredOutputStreamer(base):  # type: ignore[misc]
+    class TieredOutputStreamer(base):  # type: ignore[misc, valid-type]
         """Names the disk tier in ``cached_tokens_details``."""
 
         __slots__ = ()

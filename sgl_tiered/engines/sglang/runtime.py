@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,19 @@ from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator
-from sgl_tiered.metrics.registry import Metrics
+from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
-from sgl_tiered.pipelines.completions import CompletionQueue
-from sgl_tiered.pipelines.demote import DemoteFinished, DemoteWorker
-from sgl_tiered.pipelines.layerwise_load import (
-    LayerwiseLoader,
+from sgl_tiered.pipelines.completions import (
+    CompletionQueue,
+    DemoteFinished,
     LoadFinished,
-    LoadTicket,
+    OffloadFinished,
+    StageFinished,
 )
-from sgl_tiered.pipelines.offload import OffloadFinished, OffloadWorker
-from sgl_tiered.pipelines.staging import StageFinished, StagingReader
+from sgl_tiered.pipelines.demote import DemoteWorker
+from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadTicket
+from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.tiers.base import MemoryTier, Tier
 
 __all__ = ["LayerCounter", "TieredRuntime"]
@@ -77,13 +79,14 @@ class Parts:
 
     config: TieredConfig
     namespace: Namespace
+    fingerprint: Callable[[], str]
     clock: Clock
     cost: CostModel
     cache: TieredCache
     device: DevicePool
     host: MemoryTier
     disk: Tier | None
-    metrics: Metrics
+    metrics: MetricsRegistry
     completions: CompletionQueue
     loader: LayerwiseLoader
     offloader: OffloadWorker
@@ -97,19 +100,17 @@ class TieredRuntime:
 
     Args:
         parts: as put together by the factory.
-        engine_idle: says whether the engine has nothing to compute.
         wait_whole: wait for a whole load before the forward begins (needed where the
             forward does not ask layer by layer, as in a captured graph).
     """
 
-    def __init__(
-        self, parts: Parts, *, engine_idle: Callable[[], bool], wait_whole: bool
-    ) -> None:
+    def __init__(self, parts: Parts, *, wait_whole: bool) -> None:
         self._parts = parts
         self.cache = parts.cache
         self.loader = parts.loader
         self.completions = parts.completions
-        self.engine_idle = engine_idle
+        # Says whether the engine has nothing to compute; the scheduler sets it.
+        self.engine_idle: Callable[[], bool] = lambda: False
         self.wait_whole = wait_whole
         self.counter = LayerCounter()
         self.coordinator = LoadCoordinator(
@@ -121,9 +122,10 @@ class TieredRuntime:
         self._waits: dict[str, float] = {}
         self._logged_at_s = parts.clock.now()
         self._logged: dict[str, int] = {}
+        self._evicted: dict[TierId, int] = {}
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> MetricsRegistry:
         """Counters of edges and tiers."""
         return self._parts.metrics
 
@@ -154,7 +156,7 @@ class TieredRuntime:
         parts = self._parts
         if parts.offloader.try_submit(plan, device_pages, parts.device.mark()):
             return True
-        self.metrics.count_dropped_offload(len(plan.pages))
+        self.metrics.add("offload_dropped_pages", len(plan.pages))
         failed = TransferResult.failed(len(plan.pages), 0.0, "the queue is full")
         self.cache.finish_offload(plan, failed)
         return False
@@ -170,24 +172,19 @@ class TieredRuntime:
                 case DemoteFinished(plan, result):
                     self._demoting = False
                     self.cache.finish_demote(plan, result)
-                case StageFinished(plan, positions, result):
+                case StageFinished(plan, positions, _, result):
                     self.coordinator.stage_finished(plan, positions, result)
                     if result.num_bytes:
                         self._parts.cost.observe_load(
                             TierId.DISK, result.num_bytes, result.seconds
                         )
                 case LoadFinished():
-                    pass
+                    self._observe_load(event)
                 case _:
                     raise AssertionError(f"unknown completion {event!r}")
         self._demote()
         self._forget_on_disk()
         return offloaded
-
-    def observe_load(self, ticket: LoadTicket) -> None:
-        """Refine the host's link cost from a load that has ended."""
-        if ticket.num_bytes and ticket.busy_s > 0:
-            self._parts.cost.observe_load(TierId.HOST, ticket.num_bytes, ticket.busy_s)
 
     def observe_prefill(self, prefix: int, new: int, seconds: float) -> None:
         """Refine the recompute cost from a prefill that has ended."""
@@ -198,16 +195,32 @@ class TieredRuntime:
         if waiting:
             self._waits.setdefault(rid, self._parts.clock.now())
         elif rid in self._waits:
-            self.metrics.count_wait(self._parts.clock.now() - self._waits.pop(rid))
+            waited_s = self._parts.clock.now() - self._waits.pop(rid)
+            self.metrics.add("requests_waited_for_pages")
+            self.metrics.add("wait_for_pages_s", waited_s)
 
     def forget_request(self, rid: str) -> None:
         """End what is known of a request."""
         self._waits.pop(rid, None)
         self.coordinator.release(rid)
 
-    def count_request(self, details: dict[str, int], num_computed: int) -> None:
+    def count_request(self, num_tokens: int, device: int, host: int, disk: int) -> None:
         """Count where the prompt of a request came from, in tokens."""
-        self.metrics.count_request(details, num_computed)
+        left = num_tokens
+        hits = {TierId.DEVICE: device, TierId.HOST: host, TierId.DISK: disk}
+        for tier, tokens in hits.items():
+            if tier is TierId.DISK and self._parts.disk is None:
+                continue
+            pages = tokens // self.page_tokens
+            left -= tokens
+            self.metrics.record_lookup(
+                tier,
+                pages_hit=pages,
+                pages_missed=left // self.page_tokens,
+                page_tokens=self.page_tokens,
+            )
+        self.metrics.add("tokens_computed", left)
+        self.metrics.add("tokens_total", num_tokens)
 
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier."""
@@ -227,6 +240,11 @@ class TieredRuntime:
         """Forget every page of every tier; no transfer may run."""
         self.coordinator.release_all()
         self._waits.clear()
+        # The weights may have changed, which is why SGLang resets.
+        parts = self._parts
+        parts.namespace = replace(
+            parts.namespace, model_fingerprint=parts.fingerprint()
+        )
         self.cache.reset()
         self.namespaces.clear()
         self._demoting = False
@@ -252,30 +270,41 @@ class TieredRuntime:
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture of the tiers, for ``GET /tiered/stats``."""
         parts = self._parts
-        tiers: dict[str, Any] = {}
+        media = {}
         for tier in (parts.host, parts.disk):
-            if tier is None:
-                continue
-            occupancy = self.cache.occupancy(tier.tier_id)
-            health = tier.health()
-            tiers[tier.tier_id.label] = {
-                "capacity_pages": occupancy.capacity_slots,
-                "used_pages": occupancy.used_slots,
-                "pinned_pages": occupancy.pinned_slots,
-                "capacity_bytes": occupancy.capacity_slots * occupancy.slot_bytes,
-                "used_bytes": occupancy.used_slots * occupancy.slot_bytes,
-                "usable": health.usable,
-                "emulated": health.emulated,
-                "detail": health.detail,
-            }
+            if tier is not None:
+                health = tier.health()
+                media[tier.tier_id.label] = {
+                    "slot_bytes": tier.slot_bytes,
+                    "usable": health.usable,
+                    "emulated": health.emulated,
+                    "detail": health.detail,
+                }
         return {
             "page_tokens": self.page_tokens,
-            "tiers": tiers,
-            "counters": self.metrics.snapshot(),
-            "cache": self.cache.stats.as_dict(),
+            "media": media,
+            **self.metrics_snapshot(),
+            "cache": asdict(self.cache.stats),
             "cost": parts.cost.snapshot(),
             "probe": parts.probe,
         }
+
+    def metrics_snapshot(self) -> dict[str, Any]:
+        """Return the counters and the occupancy, for exporters."""
+        parts = self._parts
+        evicted = self.cache.stats.pages_evicted
+        for tier, num_pages in evicted.items():
+            self.metrics.record_evictions(tier, num_pages - self._evicted.get(tier, 0))
+            self._evicted[tier] = num_pages
+        occupancy = {}
+        for tier_id in [t.tier_id for t in (parts.host, parts.disk) if t is not None]:
+            slots = self.cache.occupancy(tier_id)
+            occupancy[tier_id.label] = {
+                "capacity": slots.capacity_slots,
+                "used": slots.used_slots,
+                "pinned": slots.pinned_slots,
+            }
+        return {**self.metrics.snapshot(), "occupancy": occupancy}
 
     def log_if_due(self) -> None:
         """Write one line per interval in which something happened."""
@@ -284,7 +313,9 @@ class TieredRuntime:
         if interval_s == 0 or now - self._logged_at_s < interval_s:
             return
         self._logged_at_s = now
-        tokens = self.metrics.token_totals()
+        snapshot = self.metrics.snapshot()
+        tokens = {name: int(t["tokens_hit"]) for name, t in snapshot["tiers"].items()}
+        tokens["computed"] = int(snapshot["counters"].get("tokens_computed", 0))
         if tokens == self._logged:
             return
         new = {name: tokens[name] - self._logged.get(name, 0) for name in tokens}
@@ -300,6 +331,11 @@ class TieredRuntime:
         logger.info(
             "sgl-tiered: %d prompt tokens (%s); %s", total, served, ", ".join(fill)
         )
+
+    def _observe_load(self, event: LoadFinished) -> None:
+        """Refine the link cost; a load from staging memory runs at the host's speed."""
+        if event.landed and event.num_bytes:
+            self._parts.cost.observe_load(TierId.HOST, event.num_bytes, event.seconds)
 
     def _demote(self) -> None:
         demoter, disk = self._parts.demoter, self._parts.disk

@@ -136,8 +136,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "per-tier report",
-        _SRT
-        + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
+        _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
         attributes=("get_cached_tokens_details",),
     ),
     Seam(
