@@ -127,7 +127,7 @@ class Evictor:
             num_pages -= len(rows)
             if not is_all:
                 continue
-            above = node.parent
+            above: Node | None = node.parent
             while above is not None:
                 gone[above] = gone.get(above, 0) + len(rows)
                 if above.resident[tier] and above.below[tier] == gone[above]:

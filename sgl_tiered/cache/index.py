@@ -168,7 +168,7 @@ class RadixIndex:
             self._num_tiers,
         )
         parent.children[first] = node
-        self._table.node[rows] = node
+        self._table.bind(rows, node)
         return node
 
     def split(self, node: Node, num_pages: int) -> Node:
@@ -202,7 +202,7 @@ class RadixIndex:
         node.parent = upper
         upper.children[node.raw[: self._page_bytes]] = node
         parent.children[upper.raw[: self._page_bytes]] = upper
-        self._table.node[upper.rows] = upper
+        self._table.bind(upper.rows, upper)
         for tier in range(self._num_tiers):
             if node.resident[tier]:
                 column = self._table.entry_of[tier]

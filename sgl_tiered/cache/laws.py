@@ -76,12 +76,14 @@ def _check_entries(
     loading = np.zeros(table.rows.capacity, np.bool_)
     for entries in loads:
         loading[table.entry_row[entries]] = True
-    detached = np.equal(table.node, None)
+    detached = ~table.in_index
+    unbound = [node is None for node in table.node]
+    assert (detached == unbound).all(), "in_index and node differ"
     flagged = (table.flags & LOADING) != 0
     assert (flagged == (loading & ~detached)).all(), "pages marked loading differ"
     for number, column in enumerate(table.entry_of):
         rows = np.flatnonzero(column >= 0)
-        entries = column[rows]
+        entries = column[rows].astype(np.int64)
         assert (table.entry_row[entries] == rows).all(), "entry of another page"
         assert (table.tier[entries] == number).all(), "entry of another tier"
         assert (table.state[entries] != FREE).all(), "entry that is free"

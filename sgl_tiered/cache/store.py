@@ -155,7 +155,7 @@ class PageStore:
         self._unsettled += self.index.change(tier, rows, -1)
         # Pages that were reset away are in no tree: their rows go with the copies.
         table = self.table
-        detached = np.equal(table.node[rows], None) & (table.copies[rows] == 0)
+        detached = ~table.in_index[rows] & (table.copies[rows] == 0)
         if detached.any():
             table.free_rows(rows[detached])
 
@@ -168,7 +168,7 @@ class PageStore:
         """Forget every page; slots in use stay taken until their users end."""
         table = self.table
         live = np.flatnonzero(~table.rows.is_free(np.arange(table.rows.capacity)))
-        table.node[live] = None
+        table.bind(live, None)
         table.flags[live] = 0
         self._unsettled.clear()
         self.index.clear()
@@ -202,7 +202,8 @@ class PageStore:
             return node.digest
         row = parent.rows[-1]
         assert self.table.key_known[row], "keys are derived from the root on"
-        return self.table.keys[row].tobytes()
+        key: bytes = self.table.keys[row].tobytes()
+        return key
 
     def _push_leaf(self, tier: int, node: Node) -> None:
         self.evictors[tier].push(node)

@@ -46,6 +46,7 @@ class CacheTable:
         flags: uint8 per row, see ``LOADING``.
         copies: uint8 per row, its entries in all tiers and states.
         node: object per row, the node of the radix index that holds it, or None.
+        in_index: bool per row, whether a node holds it.
         born: int64 per row, ``version`` when it was allocated.
         keys, key_known: page key per row, once derived.
         entry_of: per tier, int32 per row, -1 for none.
@@ -73,6 +74,7 @@ class CacheTable:
         self.flags: UInt8s = np.zeros(n, np.uint8)
         self.copies: UInt8s = np.zeros(n, np.uint8)
         self.node: npt.NDArray[Any] = np.full(n, None, dtype=object)
+        self.in_index: Bools = np.zeros(n, np.bool_)
         self.born: Int64s = np.zeros(n, np.int64)
         self.keys: UInt8s = np.zeros((n, KEY_BYTES), np.uint8)
         self.key_known: Bools = np.zeros(n, np.bool_)
@@ -107,10 +109,15 @@ class CacheTable:
         """Give back rows without copies."""
         num_copies = int(self.copies[rows].sum())
         assert num_copies == 0, f"{len(rows)} rows freed with {num_copies} copies"
-        self.node[rows] = None
+        self.bind(rows, None)
         self.flags[rows] = 0
         self.version += 1
         self.rows.free(rows.astype(np.int64))
+
+    def bind(self, rows: Int32s | Int64s, node: object) -> None:
+        """Note which node of the index holds the rows; None for none."""
+        self.node[rows] = node
+        self.in_index[rows] = node is not None
 
     # Entries.
 
@@ -284,6 +291,7 @@ class CacheTable:
         self.flags = _grown(self.flags, more, 0)
         self.copies = _grown(self.copies, more, 0)
         self.node = _grown(self.node, more, None)
+        self.in_index = _grown(self.in_index, more, False)
         self.born = _grown(self.born, more, 0)
         self.keys = _grown(self.keys, more, 0)
         self.key_known = _grown(self.key_known, more, False)

@@ -499,7 +499,7 @@ class TieredCache:
         table, rows = self._table, decision.pages
         if (table.born[rows] > decision.version).any():
             return False
-        if np.equal(table.node[rows], None).any():
+        if not table.in_index[rows].all():
             return False
         flags = table.flags[rows]
         if (flags & LOADING).any():
