@@ -16,10 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +28,7 @@ from sgl_tiered.core.plans import PageRecords, TransferResult
 from sgl_tiered.errors import ConfigError, TierUnavailableError
 from sgl_tiered.tiers.base import TierHealth, TierIO
 from sgl_tiered.tiers.breaker import CircuitBreaker
-from sgl_tiered.tiers.checks import check_io, checksum
+from sgl_tiered.tiers.checks import check_io
 from sgl_tiered.tiers.disk_directory import DiskDirectory
 from sgl_tiered.tiers.disk_files import IndexFile, SlabFiles, takes_direct_io
 from sgl_tiered.tiers.disk_format import (
@@ -42,13 +38,8 @@ from sgl_tiered.tiers.disk_format import (
     group_by_namespace,
     record_dtype,
 )
-from sgl_tiered.tiers.disk_io import (
-    Extent,
-    SystemCalls,
-    plan_extents,
-    read_extent,
-    write_extent,
-)
+from sgl_tiered.tiers.disk_io import SystemCalls
+from sgl_tiered.tiers.disk_payload import Batch, PayloadIO
 
 __all__ = ["DiskTier"]
 
@@ -57,18 +48,6 @@ SLAB_BYTES = 256 << 20
 MAX_SLABS = 256
 """A large tier gets larger slabs: each one costs a file descriptor."""
 MAX_IO_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Batch:
-    """One load or store while its extents are worked off."""
-
-    io: TierIO
-    buffer: memoryview
-    row_bytes: int
-    ok: npt.NDArray[np.bool_]
-    checksums: npt.NDArray[np.uint64]
-    errors: deque[str] = field(default_factory=deque)
 
 
 class DiskTier:
@@ -89,10 +68,7 @@ class DiskTier:
         self._directory = directory
         self._meta = meta
         self._num_slots = num_slots
-        self._num_threads = num_threads
-        self._max_io_bytes = max_io_bytes
         self._clock = clock
-        self._calls = calls
         self._direct = takes_direct_io(calls, directory.path)
         self._slabs = SlabFiles(
             directory.path,
@@ -108,7 +84,14 @@ class DiskTier:
         self._slabs.open_existing()
         self._reads = CircuitBreaker(clock, rest_s=rest_s)
         self._writes = CircuitBreaker(clock, rest_s=rest_s)
-        self._threads = ThreadPoolExecutor(num_threads, "tiered-disk")
+        self._payload = PayloadIO(
+            self._slabs,
+            calls,
+            meta,
+            direct=self._direct,
+            num_threads=num_threads,
+            max_io_bytes=max_io_bytes,
+        )
         # Guards the arrays below and the index file; never held during payload I/O.
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -235,9 +218,9 @@ class DiskTier:
             if io.records is not None:
                 wanted = io.records.checksums
                 known &= (wanted == 0) | (wanted == sums)
-            batch = self._batch(io, sums)
-            self._run(batch, self._extents(io, np.flatnonzero(known)), self._read)
-            self._reads.record(batch.errors[0] if batch.errors else "")
+            batch = self._payload.batch(io, sums)
+            self._payload.read(batch, np.flatnonzero(known))
+            self._reads.record(batch.error)
             return self._result(batch, started_s, "not stored or not as stored")
         finally:
             self._leave()
@@ -251,14 +234,13 @@ class DiskTier:
         try:
             if not self._writes.allows():
                 return self._refused(io, started_s, self._resting(self._writes))
-            batch = self._batch(io, np.zeros(len(io.addresses), np.uint64))
-            positions = self._prepare(batch)
-            self._run(batch, self._extents(io, positions), self._write)
+            sums = np.zeros(len(io.addresses), np.uint64)
+            batch = self._payload.batch(io, sums)
+            self._payload.write(batch, self._prepare(batch))
             self._commit(batch)
-            error = batch.errors[0] if batch.errors else ""
-            self._writes.record(error)
-            if error:
-                logger.warning("disk tier: a write failed: %s", error)
+            self._writes.record(batch.error)
+            if batch.error:
+                logger.warning("disk tier: a write failed: %s", batch.error)
             return self._result(batch, started_s, "not written")
         finally:
             self._leave()
@@ -303,7 +285,7 @@ class DiskTier:
             with self._lock:
                 self._valid[addresses] = False
                 self._forgotten[addresses] = self._recorded[addresses]
-            self._threads.submit(self._void_in_background)
+            self._payload.submit(self._void_in_background)
         finally:
             self._leave()
 
@@ -330,7 +312,7 @@ class DiskTier:
             self._closed = True
             while self._num_running:
                 self._idle.wait()
-        self._threads.shutdown(wait=True)
+        self._payload.close()
         self._void_in_background()
         self._slabs.close()
         self._index.close()
@@ -350,94 +332,7 @@ class DiskTier:
             if self._num_running == 0:
                 self._idle.notify_all()
 
-    def _batch(self, io: TierIO, sums: npt.NDArray[np.uint64]) -> _Batch:
-        row_bytes = io.buffer.shape[1]
-        aligned = (io.buffer.ctypes.data | row_bytes) % ALIGNMENT_BYTES == 0
-        if self._direct and not aligned and len(io.addresses):
-            raise ValueError(f"the buffer's rows are not at {ALIGNMENT_BYTES} B bounds")
-        return _Batch(
-            io=io,
-            buffer=io.buffer.reshape(-1).data,
-            row_bytes=row_bytes,
-            ok=np.zeros(len(io.addresses), np.bool_),
-            checksums=sums,
-        )
-
-    def _extents(self, io: TierIO, positions: npt.NDArray[np.int64]) -> list[Extent]:
-        return plan_extents(
-            io.addresses,
-            positions,
-            self._meta.slots_per_slab,
-            self.slot_bytes,
-            self._max_io_bytes,
-            self._num_threads,
-        )
-
-    def _run(
-        self,
-        batch: _Batch,
-        extents: list[Extent],
-        work: Callable[[_Batch, Extent], None],
-    ) -> None:
-        """Work off the extents on up to ``num_threads`` threads; wait for all."""
-        queue = deque(extents)
-
-        def work_off() -> None:
-            while queue:
-                try:
-                    extent = queue.popleft()
-                except IndexError:
-                    return
-                try:
-                    work(batch, extent)
-                except OSError as error:
-                    batch.errors.append(f"{error.strerror} (slab {extent.slab})")
-
-        if len(extents) <= 1:
-            work_off()
-            return
-        count = min(self._num_threads, len(extents))
-        for future in [self._threads.submit(work_off) for _ in range(count)]:
-            future.result()
-
-    def _views(self, batch: _Batch, extent: Extent) -> list[memoryview]:
-        """Return the pieces of the buffer for an extent; neighbours as one."""
-        width = self.slot_bytes
-        rows = batch.io.rows
-        views: list[memoryview] = []
-        begin = end = -1
-        for position in extent.positions:
-            start = int(rows[position]) * batch.row_bytes
-            if start != end:
-                if end > begin:
-                    views.append(batch.buffer[begin:end])
-                begin = start
-            end = start + width
-        views.append(batch.buffer[begin:end])
-        return views
-
-    def _page(self, batch: _Batch, position: int) -> memoryview:
-        start = int(batch.io.rows[position]) * batch.row_bytes
-        return batch.buffer[start : start + self._meta.page_bytes]
-
-    def _read(self, batch: _Batch, extent: Extent) -> None:
-        fd = self._slabs.fd(extent.slab)
-        views = self._views(batch, extent)
-        num_bytes = read_extent(self._calls, fd, views, extent.offset)
-        num_whole = num_bytes // self.slot_bytes
-        for position in extent.positions[:num_whole]:
-            found = checksum(self._page(batch, position))
-            batch.ok[position] = found == int(batch.checksums[position])
-
-    def _write(self, batch: _Batch, extent: Extent) -> None:
-        for position in extent.positions:
-            batch.checksums[position] = checksum(self._page(batch, position))
-        fd = self._slabs.fd(extent.slab)
-        views = self._views(batch, extent)
-        write_extent(self._calls, fd, views, extent.offset)
-        batch.ok[extent.positions] = True
-
-    def _prepare(self, batch: _Batch) -> npt.NDArray[np.int64]:
+    def _prepare(self, batch: Batch) -> npt.NDArray[np.int64]:
         """Set space aside and void old records; return the positions to write."""
         addresses = batch.io.addresses
         slabs = addresses // self._meta.slots_per_slab
@@ -462,7 +357,7 @@ class DiskTier:
             self._forgotten[old] = False
         return positions
 
-    def _commit(self, batch: _Batch) -> None:
+    def _commit(self, batch: Batch) -> None:
         """Write the records of the pages that are whole on disk."""
         positions = np.flatnonzero(batch.ok)
         if len(positions) == 0:
@@ -517,13 +412,13 @@ class DiskTier:
         return TransferResult.failed(len(io.addresses), seconds, error)
 
     def _result(
-        self, batch: _Batch, started_s: float, unexplained: str
+        self, batch: Batch, started_s: float, unexplained: str
     ) -> TransferResult:
         num_ok = int(batch.ok.sum())
         num_bad = len(batch.ok) - num_ok
         error = ""
         if num_bad:
-            reason = batch.errors[0] if batch.errors else unexplained
+            reason = batch.error or unexplained
             error = f"{num_bad} of {len(batch.ok)} pages: {reason}"
         return TransferResult(
             ok=batch.ok,

@@ -21,7 +21,13 @@ import numpy.typing as npt
 
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["MemoryRegion", "Register", "aligned_buffer", "available_memory_bytes"]
+__all__ = [
+    "MemoryRegion",
+    "Register",
+    "aligned_buffer",
+    "available_memory_bytes",
+    "check_available",
+]
 
 Register = Callable[[int, int], Callable[[], None]]
 """Pins (address, num_bytes) for a device and returns what undoes it."""
