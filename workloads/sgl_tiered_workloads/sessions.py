@@ -28,6 +28,7 @@ __all__ = [
     "random_tokens",
     "replay",
     "shared_prefix",
+    "swap_page",
 ]
 
 _FIRST_PLAIN_TOKEN = 7
@@ -224,3 +225,23 @@ def replay(records: Iterable[RequestRecord]) -> list[PlannedRequest]:
         PlannedRequest(record.key, record.prompt, len(record.output))
         for record in records
     ]
+
+
+def swap_page(
+    request: PlannedRequest, donor: Sequence[int], page: int, page_size: int
+) -> PlannedRequest:
+    """Return the request with one page of its prompt taken from ``donor``.
+
+    Sent to any server, it gives the answer of a cache that served a wrong page.
+
+    Raises:
+        ValueError: either prompt lacks that page, or the pages are equal.
+    """
+    begin, end = page * page_size, (page + 1) * page_size
+    if end > min(len(request.prompt), len(donor)):
+        raise ValueError(f"page {page} of {page_size} tokens is beyond a prompt")
+    wrong = tuple(donor[begin:end])
+    if wrong == request.prompt[begin:end]:
+        raise ValueError(f"page {page} is the same in both prompts")
+    prompt = request.prompt[:begin] + wrong + request.prompt[end:]
+    return PlannedRequest(request.key, prompt, request.max_new_tokens, request.start_s)
