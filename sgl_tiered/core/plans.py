@@ -1,0 +1,194 @@
+"""Frozen values that pass between the cache, the pipelines and the engine.
+
+All arrays have one element (or row) per page of the plan, in token order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.ids import Lookup, TierId
+
+__all__ = [
+    "Decision",
+    "DemotePlan",
+    "LoadPlan",
+    "OffloadPlan",
+    "PageRecords",
+    "TierOccupancy",
+    "TransferResult",
+]
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+UInt8s = npt.NDArray[np.uint8]
+UInt64s = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRecords:
+    """What must be known of pages besides their bytes, to find and to trust them again.
+
+    Attributes:
+        namespace: digest of the namespace, 16 bytes.
+        keys: uint8 [n, 16], page keys.
+        parents: uint8 [n, 16], key of the page before; the namespace's digest for the
+            first page of a sequence.
+        tokens: int32 [n, page_tokens].
+        checksums: uint64 [n], xxh3-64 of the page's ``page_bytes`` (zeros until known).
+        addresses: int64 [n], the slot in its tier (where the records come from a tier).
+    """
+
+    namespace: bytes
+    keys: UInt8s
+    parents: UInt8s
+    tokens: Int32s
+    checksums: UInt64s
+    addresses: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What the planner says about the part of a prompt that is not on the device.
+
+    Attributes:
+        lookup: HIT where ``num_pages`` > 0, PENDING where another request's load of the
+            same pages is under way, else MISS.
+        first_page: number of pages that the device already has.
+        num_pages: pages to load, from ``first_page`` on; 0 means recompute.
+        num_found: pages found in some tier (``num_pages`` <= ``num_found``).
+        pages: int32 [num_pages], rows in the page table.
+        tiers: uint8 [num_pages], the ``TierId`` to load each page from.
+        load_s: predicted time of the load in seconds.
+        recompute_s: predicted time to compute the same tokens, in seconds.
+        reason: one clause that says why, for reports.
+        version: state of the table that it was made from.
+    """
+
+    lookup: Lookup
+    first_page: int
+    num_pages: int
+    num_found: int
+    pages: Int32s
+    tiers: UInt8s
+    load_s: float
+    recompute_s: float
+    reason: str
+    version: int
+
+    def num_from(self, tier: TierId) -> int:
+        """Return how many pages are to come from ``tier``."""
+        return int(np.count_nonzero(self.tiers == tier))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """A committed load: its sources are pinned until ``TieredCache.finish_load``.
+
+    Attributes:
+        plan_id: handle for ``finish_load``.
+        first_page: pages of the prompt before the first one of the plan.
+        pages: int32 [n], rows in the page table.
+        tiers: uint8 [n], the ``TierId`` of each source.
+        addresses: int64 [n], slot of each source in its tier.
+        checksums: uint64 [n], expected checksum (0 where the tier keeps none: host).
+        predicted_s: predicted time of the load in seconds.
+    """
+
+    plan_id: int
+    first_page: int
+    pages: Int32s
+    tiers: UInt8s
+    addresses: Int64s
+    checksums: UInt64s
+    predicted_s: float
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the plan."""
+        return len(self.pages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OffloadPlan:
+    """Pages to copy from the device to a memory tier.
+
+    Attributes:
+        plan_id: handle for ``finish_offload``.
+        tier: destination.
+        positions: int32 [n], index of each page in its prompt (0 = first page).
+        pages: int32 [n], rows in the page table.
+        addresses: int64 [n], slots set aside in ``tier``.
+    """
+
+    plan_id: int
+    tier: TierId
+    positions: Int32s
+    pages: Int32s
+    addresses: Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DemotePlan:
+    """Pages to copy from one tier to a slower one; sources are pinned meanwhile.
+
+    Attributes:
+        plan_id: handle for ``finish_demote``.
+        source, target: the tiers.
+        pages: int32 [n], rows in the page table.
+        source_addresses, target_addresses: int64 [n], slots.
+        records: what the target keeps beside the bytes; checksums are filled by it.
+    """
+
+    plan_id: int
+    source: TierId
+    target: TierId
+    pages: Int32s
+    source_addresses: Int64s
+    target_addresses: Int64s
+    records: PageRecords
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferResult:
+    """How a transfer ended; it may have succeeded for some pages only.
+
+    Attributes:
+        ok: bool [n].
+        num_bytes: bytes moved.
+        seconds: time from start to end of the transfer.
+        checksums: uint64 [n], as computed while moving (zeros where none was).
+        error: one sentence, empty when all pages are ok.
+    """
+
+    ok: Bools
+    num_bytes: int
+    seconds: float
+    checksums: UInt64s = field(default_factory=lambda: np.zeros(0, np.uint64))
+    error: str = ""
+
+    @classmethod
+    def failed(cls, num_pages: int, seconds: float, error: str) -> TransferResult:
+        """Return the result of a transfer of which nothing arrived."""
+        return cls(
+            ok=np.zeros(num_pages, np.bool_),
+            num_bytes=0,
+            seconds=seconds,
+            checksums=np.zeros(num_pages, np.uint64),
+            error=error,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierOccupancy:
+    """Slots of a tier: ``used_slots + free_slots == capacity_slots`` always holds."""
+
+    capacity_slots: int
+    used_slots: int
+    free_slots: int
+    pinned_slots: int
+    slot_bytes: int

@@ -1,0 +1,58 @@
+"""What the pipelines need of the engine's device memory.
+
+The engine room implements it for its pools; the pipelines know neither tensors nor
+streams. ``device_pages`` are page numbers of the device pool (slot // page_tokens).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.layout import PageLayout
+
+__all__ = ["DevicePool"]
+
+
+class DevicePool(Protocol):
+    """The device's KV pool, as seen by a transfer thread."""
+
+    @property
+    def layout(self) -> PageLayout:
+        """Shape of one page."""
+        ...
+
+    def mark(self) -> object:
+        """Return a token for all work that the engine has queued so far.
+
+        Called on the engine's thread; ``store_pages`` waits for it.
+        """
+        ...
+
+    def load_layer(
+        self,
+        layer: int,
+        region: npt.NDArray[np.uint8],
+        rows: npt.NDArray[np.int64],
+        device_pages: npt.NDArray[np.int64],
+    ) -> None:
+        """Copy one layer of pages from rows of ``region`` to the device.
+
+        Returns when the engine may read the layer.
+        """
+        ...
+
+    def store_pages(
+        self,
+        region: npt.NDArray[np.uint8],
+        rows: npt.NDArray[np.int64],
+        device_pages: npt.NDArray[np.int64],
+        after: object,
+    ) -> None:
+        """Copy all layers of pages from the device to rows of ``region``.
+
+        Starts after the work marked by ``after``; returns when the rows are whole.
+        """
+        ...

@@ -1,0 +1,121 @@
+"""Copies from the device to a memory tier, off the critical path.
+
+The queue is bounded: an engine that produces faster than the copies run is told so and
+drops the write, which costs a later miss and no waiting now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.plans import OffloadPlan, TransferResult
+from sgl_tiered.metrics.registry import MetricsRegistry
+from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.pipelines.completions import CompletionQueue, OffloadFinished
+from sgl_tiered.pipelines.worker import Worker
+from sgl_tiered.tiers.base import MemoryTier
+
+__all__ = ["OffloadWorker"]
+
+MAX_QUEUED = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    plan: OffloadPlan
+    device_pages: npt.NDArray[np.int64]
+    after: object
+
+
+class OffloadWorker:
+    """Stores pages of the device into ``tier.region`` on one thread of its own.
+
+    Args:
+        pool: the device's memory.
+        tier: the destination of all plans.
+        completions: gets one ``OffloadFinished`` per plan.
+        clock: times the copies.
+        metrics: counts the edge from the device to the tier.
+        max_queued: plans that may wait.
+    """
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        tier: MemoryTier,
+        completions: CompletionQueue,
+        clock: Clock,
+        metrics: MetricsRegistry,
+        *,
+        max_queued: int = MAX_QUEUED,
+    ) -> None:
+        self._pool = pool
+        self._tier = tier
+        self._completions = completions
+        self._clock = clock
+        self._metrics = metrics
+        self._worker: Worker[_Job] = Worker(
+            "tiered-offload", self._store, self._give_up, max_queued=max_queued
+        )
+
+    @property
+    def busy(self) -> bool:
+        """True while a plan waits or runs."""
+        return self._worker.busy
+
+    def try_submit(
+        self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64], after: object
+    ) -> bool:
+        """Queue a copy; False if the queue is full, and then nothing is posted.
+
+        Args:
+            plan: what goes where.
+            device_pages: int64 [n], page numbers in the device pool, not to be reused
+                before the completion.
+            after: ``DevicePool.mark()`` of the work that writes them.
+        """
+        return self._worker.try_put(_Job(plan, device_pages, after))
+
+    def submit(
+        self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64], after: object
+    ) -> None:
+        """Queue a copy; with a full queue it is posted as failed. Never blocks."""
+        job = _Job(plan, device_pages, after)
+        if not self._worker.try_put(job):
+            self._give_up(job, "the offload queue is full or closed")
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until no copy waits or runs; return False after the timeout."""
+        return self._worker.drain(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fail the waiting copies and let the running one end."""
+        self._worker.close(timeout_s)
+
+    def _store(self, job: _Job) -> None:
+        addresses = job.plan.addresses
+        num_bytes = len(addresses) * self._pool.layout.page_bytes
+        started_s = self._clock.now()
+        self._pool.store_pages(
+            self._tier.region, addresses, job.device_pages, job.after
+        )
+        self._tier.charge(num_bytes)
+        result = TransferResult(
+            ok=np.ones(len(addresses), np.bool_),
+            num_bytes=num_bytes,
+            seconds=self._clock.now() - started_s,
+            checksums=np.zeros(len(addresses), np.uint64),
+        )
+        self._finish(job, result)
+
+    def _give_up(self, job: _Job, error: str) -> None:
+        self._finish(job, TransferResult.failed(len(job.plan.pages), 0.0, error))
+
+    def _finish(self, job: _Job, result: TransferResult) -> None:
+        self._metrics.record_result(TierId.DEVICE, self._tier.tier_id, result)
+        self._completions.post(OffloadFinished(job.plan, result))

@@ -1,0 +1,151 @@
+"""The directory of a disk tier: whose it is, who uses it, and what may be kept.
+
+Nothing that is not ours is ever deleted: a directory with any other file in it is
+refused. Slabs written under another fingerprint, layout or version are discarded with
+one log line, never served.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+from pathlib import Path
+
+from sgl_tiered.errors import TierUnavailableError
+from sgl_tiered.tiers.disk_format import (
+    INDEX_NAME,
+    LOCK_NAME,
+    META_NAME,
+    DiskMeta,
+    is_ours,
+)
+
+__all__ = ["DiskDirectory"]
+
+logger = logging.getLogger(__name__)
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+TOLERATED = frozenset({"lost+found"})
+
+
+class DiskDirectory:
+    """An opened and locked directory; ``close`` releases the lock.
+
+    Raises:
+        TierUnavailableError: in use by another process, holding foreign files, or not
+            to be created or entered.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+        try:
+            path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            self._refuse_foreign_files()
+            path.chmod(DIRECTORY_MODE)
+            self._lock_fd = self._take_lock()
+        except TierUnavailableError:
+            raise
+        except OSError as error:
+            raise TierUnavailableError(
+                f"the disk tier cannot use {path}: {error.strerror}; give another path."
+            ) from error
+
+    def adopt(self, wanted: DiskMeta) -> DiskMeta:
+        """Keep what fits ``wanted`` and discard the rest; return the meta in force.
+
+        ``slots_per_slab`` may differ: then the one on disk stays in force.
+        """
+        stored = self._read_meta()
+        if stored is None:
+            reason = "it has no readable meta file"
+        else:
+            in_force = DiskMeta(
+                fingerprint=wanted.fingerprint,
+                slot_bytes=wanted.slot_bytes,
+                page_bytes=wanted.page_bytes,
+                page_tokens=wanted.page_tokens,
+                slots_per_slab=stored.slots_per_slab,
+            )
+            reason = in_force.difference(stored)
+            if not reason and stored.slots_per_slab > 0:
+                return in_force
+        self._discard(reason)
+        self._write_meta(wanted)
+        return wanted
+
+    def close(self) -> None:
+        """Release the lock; may be called twice."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _refuse_foreign_files(self) -> None:
+        for entry in os.scandir(self.path):
+            ours = is_ours(entry.name) and entry.is_file(follow_symlinks=False)
+            if not ours and entry.name not in TOLERATED:
+                raise TierUnavailableError(
+                    f"the disk tier does not use {self.path}, because it holds "
+                    f"{entry.name!r}, which sgl-tiered did not write; give an empty "
+                    f"or a new directory."
+                )
+
+    def _take_lock(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.path / LOCK_NAME, flags, FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            pid = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise TierUnavailableError(
+                f"the disk tier at {self.path} is in use by process {pid}; stop that "
+                f"server or give this one another path."
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        return fd
+
+    def _read_meta(self) -> DiskMeta | None:
+        try:
+            return DiskMeta.from_json((self.path / META_NAME).read_text())
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    def _write_meta(self, meta: DiskMeta) -> None:
+        """Replace the meta file in one step, so that it is never half written."""
+        new = self.path / (META_NAME + ".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = os.open(new, flags, FILE_MODE)
+        try:
+            os.write(fd, meta.to_json().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        new.rename(self.path / META_NAME)
+
+    def _discard(self, reason: str) -> None:
+        """Delete our data files; the index first, so that no half is ever served."""
+        names = sorted(
+            (entry.name for entry in os.scandir(self.path) if is_ours(entry.name)),
+            key=lambda name: name != INDEX_NAME,
+        )
+        names = [name for name in names if name not in (LOCK_NAME, META_NAME)]
+        num_bytes = 0
+        for name in names:
+            info = os.lstat(self.path / name)
+            assert stat.S_ISREG(info.st_mode), f"{name} is not a regular file"
+            num_bytes += info.st_blocks * 512
+            (self.path / name).unlink()
+        if names:
+            logger.warning(
+                "disk tier at %s: discarded %.1f MiB of an earlier server, because %s",
+                self.path,
+                num_bytes / 2**20,
+                reason,
+            )

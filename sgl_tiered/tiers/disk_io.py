@@ -1,0 +1,129 @@
+"""Reads and writes of runs of slots, and the operating system calls they stand on.
+
+Slots that are neighbours on disk are moved in one vectored I/O, whatever rows of the
+buffer they belong to. Errors leave as ``OSError``; ``DiskTier`` turns them into values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.layout import ALIGNMENT_BYTES
+
+__all__ = ["Extent", "SystemCalls", "plan_extents", "read_extent", "write_extent"]
+
+MIN_SPLIT_BYTES = 256 << 10
+"""Below this an I/O is dominated by its latency (154 us), so a run is not split."""
+MAX_VIEWS = 1024
+"""IOV_MAX of Linux."""
+
+
+class SystemCalls:
+    """The calls that can fail; tests put failures in by overriding them."""
+
+    def open(self, path: str, flags: int, mode: int = 0o600) -> int:
+        """Open a file and return its descriptor."""
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Read into the views; return the bytes read."""
+        return os.preadv(fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Write the views; return the bytes written."""
+        return os.pwritev(fd, views, offset)
+
+    def fallocate(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Set space aside; afterwards a write there cannot run out of space."""
+        os.posix_fallocate(fd, offset, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One I/O: consecutive slots of one slab.
+
+    Attributes:
+        slab: number of the slab.
+        offset: first byte in the slab.
+        positions: indices into the arrays of the ``TierIO``, in slot order.
+    """
+
+    slab: int
+    offset: int
+    positions: list[int]
+
+
+def plan_extents(
+    addresses: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    slots_per_slab: int,
+    slot_bytes: int,
+    max_io_bytes: int,
+    num_threads: int,
+) -> list[Extent]:
+    """Group the slots at ``addresses[positions]`` into I/Os.
+
+    Runs are cut at ``max_io_bytes``, and finer for small batches, so that every thread
+    gets a share; never below ``MIN_SPLIT_BYTES``.
+    """
+    if len(positions) == 0:
+        return []
+    share = -(-len(positions) // num_threads)
+    at_least = -(-MIN_SPLIT_BYTES // slot_bytes)
+    max_pages = max(1, min(max_io_bytes // slot_bytes, max(share, at_least), MAX_VIEWS))
+    order = positions[np.argsort(addresses[positions], kind="stable")]
+    slots = addresses[order]
+    slabs = slots // slots_per_slab
+    breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(slabs) != 0)) + 1
+    bounds = [0, *breaks.tolist(), len(slots)]
+    extents = []
+    for begin, end in itertools.pairwise(bounds):
+        for start in range(begin, end, max_pages):
+            slab = int(slabs[start])
+            offset = (int(slots[start]) - slab * slots_per_slab) * slot_bytes
+            chosen = order[start : min(start + max_pages, end)].tolist()
+            extents.append(Extent(slab, offset, chosen))
+    return extents
+
+
+def read_extent(
+    calls: SystemCalls, fd: int, views: list[memoryview], offset: int
+) -> int:
+    """Fill the views from ``offset`` on; return the bytes read, fewer at file end."""
+    wanted = sum(len(view) for view in views)
+    done = 0
+    while done < wanted:
+        count = calls.preadv(fd, _after(views, done), offset + done)
+        done += count
+        # After an odd count O_DIRECT could not go on, and only a cut file gives one.
+        if count == 0 or done % ALIGNMENT_BYTES:
+            break
+    return done
+
+
+def write_extent(
+    calls: SystemCalls, fd: int, views: list[memoryview], offset: int
+) -> None:
+    """Write all views from ``offset`` on, or raise OSError."""
+    wanted = sum(len(view) for view in views)
+    done = 0
+    while done < wanted:
+        done += calls.pwritev(fd, _after(views, done), offset + done)
+
+
+def _after(views: list[memoryview], skip: int) -> list[memoryview]:
+    """Return the views without their first ``skip`` bytes."""
+    if skip == 0:
+        return views
+    rest = []
+    for view in views:
+        if skip < len(view):
+            rest.append(view[skip:])
+        skip = max(0, skip - len(view))
+    return rest
