@@ -173,6 +173,14 @@ def test_one_member_of_a_forced_batch_takes_the_others_out_of_exactness() -> Non
     assert (result.num_exact, result.num_near) == (1, 2)
 
 
+def test_batch_mates_that_share_new_pages_do_not_spoil_them() -> None:
+    """Of two copies made in one batch the tree keeps one, on both servers alike."""
+    mates = [record("a", 0), record("b", 0), record("c", 1, cached=12)]
+    result = check_equality(mates, mates, page_size=PAGE)
+    assert result.passed, result.summary()
+    assert result.num_exact == 3
+
+
 def test_too_little_compared_exactly_is_red() -> None:
     """A run that recomputes everything cannot pass as an equal one."""
     candidate = [COLD, record("b", 1, cached=4)]
