@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sgl_tiered_workloads.server import ServerSpec
 
-__all__ = ["Device", "Tiers", "plain_spec", "tiered_spec"]
+__all__ = ["Device", "Tiers", "faulty_spec", "plain_spec", "tiered_spec"]
 
 MB = 1_000_000
 
@@ -94,3 +94,20 @@ def tiered_spec(
     """Return SGLang with tiers below the device."""
     every = (*_shared_flags(device), *tiers.flags, *flags)
     return ServerSpec(name, device.model, every, env or {})
+
+
+def faulty_spec(device: Device, tiers: Tiers, corruption: str) -> ServerSpec:
+    """Return a tiered server that loads one wrong page, for the negative control.
+
+    Args:
+        device: as for the server under test.
+        tiers: as for the server under test.
+        corruption: ``zero`` (one page of KV zeroed) or ``swap`` (another prompt's).
+    """
+    return tiered_spec(
+        device,
+        tiers,
+        name=f"faulty-{corruption}",
+        flags=("--tiered-fault-corrupt", corruption),
+        env={"SGL_TIERED_ALLOW_FAULTS": "1"},
+    )

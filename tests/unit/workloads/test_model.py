@@ -45,6 +45,17 @@ def test_the_same_preset_gives_the_same_bytes_elsewhere(
         assert (again / name).read_bytes() == (tiny / name).read_bytes(), name
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the tokenizer out: training it is most of a tiny model's time."""
+
+    def no_tokenizer(folder: Path, max_positions: int) -> None:
+        (folder / "tokenizer.json").write_text(str(max_positions))
+
+    monkeypatch.setattr(model_module, "train_tokenizer", no_tokenizer)
+
+
+@pytest.mark.usefixtures("quick")
 def test_another_scale_or_seed_is_another_model(tiny: Path, tmp_path: Path) -> None:
     """Whatever shapes the weights is part of the folder's name."""
     small = replace(PRESETS["tiny"], num_layers=1)
@@ -55,6 +66,7 @@ def test_another_scale_or_seed_is_another_model(tiny: Path, tmp_path: Path) -> N
     assert len(names | {tiny.name}) == 4
 
 
+@pytest.mark.usefixtures("quick")
 def test_concurrent_makers_leave_one_whole_model(tmp_path: Path) -> None:
     """Whoever is first wins; nothing half-made and nothing temporary stays."""
     small = replace(PRESETS["tiny"], num_layers=1)
@@ -65,6 +77,7 @@ def test_concurrent_makers_leave_one_whole_model(tmp_path: Path) -> None:
     assert (made[0] / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_failed_maker_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
