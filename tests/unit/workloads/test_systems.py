@@ -42,7 +42,6 @@ def test_a_faulty_server_is_the_tiered_one_with_the_fault_allowed() -> None:
 
 def test_a_larger_pool_changes_nothing_else() -> None:
     """The reference that holds everything shares all but the pool."""
-    larger = plain_spec(DEVICE.with_pool(65536)).flags
-    assert [
-        a for a, b in zip(larger, plain_spec(DEVICE).flags, strict=True) if a != b
-    ] == ["65536"]
+    small, large = plain_spec(DEVICE), plain_spec(DEVICE.with_pool(65536))
+    pairs = zip(small.flags, large.flags, strict=True)
+    assert [pair for pair in pairs if pair[0] != pair[1]] == [("4096", "65536")]
