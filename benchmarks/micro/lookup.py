@@ -119,9 +119,7 @@ def time_hits(
         plan = watch.time("commit_load", lambda d=decision: cache.commit_load(d))
         assert plan is not None, "the decision still holds"
         watch.time("finish_load", lambda p=plan: cache.finish_load(p, landed=True))
-        watch.time(
-            "plan_offload_known", lambda p=prompt: cache.plan_offload(digest, p)
-        )
+        watch.time("plan_offload_known", lambda p=prompt: cache.plan_offload(digest, p))
         watch.time("derive_256_keys", lambda p=prompt: page_keys(digest, p, 16))
     for prompt in parting:
         cache.lookup(digest, prompt, 0)
