@@ -37,12 +37,15 @@ def exact_orders(pairs: Sequence[Pair], page_size: int) -> frozenset[int]:
         alike = all(_alike(pair, page_size, tainted) for pair in batch)
         if alike:
             exact.add(order)
-        for pair in batch:
-            for record, seen in zip(pair, computed, strict=True):
-                reused = record.cached_tokens // page_size
-                fresh = _page_keys(record, page_size)[reused:]
-                tainted.update(key for key in fresh if key in seen or not alike)
-                seen.update(fresh)
+        # Within one batch the same new page may be computed by several requests;
+        # the tree keeps one, and the tiers copy what the tree keeps, so that
+        # counts once. A page computed again later has two copies that may differ.
+        for side, seen in enumerate(computed):
+            fresh = {
+                key for pair in batch for key in _fresh_keys(pair[side], page_size)
+            }
+            tainted |= fresh if not alike else fresh & seen
+            seen |= fresh
     return frozenset(exact)
 
 
@@ -52,6 +55,11 @@ def _alike(pair: Pair, page_size: int, tainted: set[bytes]) -> bool:
         return False
     reused = -(-ours.cached_tokens // page_size)
     return tainted.isdisjoint(_page_keys(ours, page_size)[:reused])
+
+
+def _fresh_keys(record: RequestRecord, page_size: int) -> list[bytes]:
+    """Keys of the pages that the request computed itself."""
+    return _page_keys(record, page_size)[record.cached_tokens // page_size :]
 
 
 def _page_keys(record: RequestRecord, page_size: int) -> list[bytes]:

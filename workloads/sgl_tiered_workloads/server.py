@@ -39,6 +39,8 @@ _HOST = "127.0.0.1"
 _LOG_TAIL_LINES = 40
 _POLL_S = 0.25
 _PROGRESS_S = 5.0
+_KILL_S = 5.0
+"""A killed process frees its memory first: seconds, for a large pool."""
 
 Say = Callable[[str], None]
 
@@ -169,6 +171,10 @@ class SglangServer:
         """Process id of the server's root process; None when not running."""
         return None if self._process is None else self._process.pid
 
+    def exit_code(self) -> int | None:
+        """Return how the root process ended; None while it runs or was stopped."""
+        return None if self._process is None else self._process.poll()
+
     def start(self) -> None:
         """Start the process and wait until it answers.
 
@@ -267,6 +273,9 @@ class SglangServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        deadline = time.monotonic() + _KILL_S
+        while _group_runs(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def get(self, path: str, timeout_s: float = 30.0) -> Any:
         """GET ``path`` and return its JSON, or its text where it is not JSON."""
@@ -330,3 +339,19 @@ class SglangServer:
         """Return what the server says of its flags and state."""
         info: dict[str, Any] = self.get("/server_info")
         return info
+
+
+def _group_runs(group: int) -> bool:
+    """Whether a process of the group still runs; zombies do not count.
+
+    Orphans are reaped by the system's first process, which in a container may
+    never do it, so asking the group itself would not tell.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(process_group) == group and state not in "ZX":
+            return True
+    return False
