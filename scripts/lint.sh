@@ -16,7 +16,7 @@ check() { # check NAME COMMAND...
 check "ruff check" "$bin/python" -m ruff check .
 check "ruff format --check" "$bin/python" -m ruff format --check .
 check "mypy --strict" "$bin/python" -m mypy
-check "lint-imports" "$bin/lint-imports"
+check "lint-imports" "$bin/lint-imports" --no-logo
 if [ "${#failed[@]}" -gt 0 ]; then
   say lint "FAILED: ${failed[*]}"
   exit 1

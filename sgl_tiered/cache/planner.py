@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import UInt8s
@@ -66,8 +64,6 @@ class Planner:
             first_page: pages of the prompt that the device already has.
             num_tokens: tokens of the whole prompt.
         """
-        ends = np.flatnonzero(tiers[1:] != tiers[:-1]).tolist()
-        ends.append(len(tiers) - 1)
         page_tokens = self._layout.page_tokens
         page_bytes = self._layout.page_bytes
         first_token = first_page * page_tokens
@@ -80,9 +76,8 @@ class Planner:
         start = 0
         best = Choice(0, 0.0, 0.0, CHEAPER_RECOMPUTE)
         last = best
-        for end in ends:
-            tier = TierId(int(tiers[end]))
-            num_pages = end + 1
+        for num_pages in _run_ends(tiers):
+            tier = TierId(int(tiers[num_pages - 1]))
             bytes_from[tier] = (
                 bytes_from.get(tier, 0) + (num_pages - start) * page_bytes
             )
@@ -102,3 +97,14 @@ class Planner:
         if not best.num_pages:
             return Choice(0, last.load_s, last.recompute_s, CHEAPER_RECOMPUTE)
         return best
+
+
+def _run_ends(tiers: UInt8s) -> list[int]:
+    """Return after how many pages each run of equal tiers ends."""
+    # bytes.lstrip finds the end of a run in C, faster than array comparisons.
+    rest = tiers.tobytes()
+    ends = []
+    while rest:
+        rest = rest.lstrip(rest[:1])
+        ends.append(len(tiers) - len(rest))
+    return ends

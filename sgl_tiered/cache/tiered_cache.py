@@ -148,7 +148,8 @@ class TieredCache:
             rows = rows[:max_pages]
         if not len(rows):
             return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
-        tiers = self._sources_for(tiers_allowed)[table.flags[rows]]
+        # take() does the same as indexing, in half the time.
+        tiers = self._sources_for(tiers_allowed).take(table.flags.take(rows))
         stops = tiers >= _BUSY
         num_found = int(stops.argmax())
         if not stops[num_found]:
@@ -223,10 +224,10 @@ class TieredCache:
         bad = np.zeros(len(entries), np.bool_)
         if bad_pages is not None:
             bad[bad_pages] = True
-        sources = table.tier[entries]
-        for number in np.unique(sources).tolist():
-            mine = sources == number
-            tier = self._tiers[number]
+        for number, tier in enumerate(self._tiers):
+            mine = plan.tiers == tier
+            if not mine.any():
+                continue
             if bad_pages is not None:
                 # Doomed while still pinned, so that unpinning drops them.
                 store.discard(number, entries[mine & bad])

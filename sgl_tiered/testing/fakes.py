@@ -29,6 +29,7 @@ class FakeDevicePool:
         fail_layer: ``load_layer`` of this layer raises; -1 for none.
         fail_store: ``store_pages`` raises while True.
         copies: (layer, number of pages) of each ``load_layer`` that ended.
+        store_started: a semaphore, released when a ``store_pages`` begins.
         marks: tokens handed to ``store_pages``.
     """
 
@@ -39,6 +40,7 @@ class FakeDevicePool:
         )
         self.gates = [threading.Event() for _ in range(layout.num_layers)]
         self.store_gate = threading.Event()
+        self.store_started = threading.Semaphore(0)
         self.open_gates()
         self.fail_layer = -1
         self.fail_store = False
@@ -90,6 +92,7 @@ class FakeDevicePool:
         self, region: UInt8s, rows: Int64s, device_pages: Int64s, after: object
     ) -> None:
         """Copy all layers out, once the gate is open."""
+        self.store_started.release()
         self.store_gate.wait()
         if self.fail_store:
             raise RuntimeError("the store was told to fail")
@@ -119,6 +122,7 @@ class FakeTier:
         self.gate.set()
         self.started = threading.Semaphore(0)
         self.usable = True
+        self._closed = False
 
     @property
     def tier_id(self) -> TierId:
@@ -183,10 +187,11 @@ class FakeTier:
 
     def health(self) -> TierHealth:
         """Return what ``usable`` says."""
-        return TierHealth(usable=self.usable)
+        return TierHealth(usable=self.usable and not self._closed)
 
     def close(self) -> None:
         """Let everybody go."""
+        self._closed = True
         self.gate.set()
 
     def _result(

@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 SLAB_BYTES = 256 << 20
 MAX_SLABS = 256
 """A large tier gets larger slabs: each one costs a file descriptor."""
-MAX_IO_BYTES = 1 << 20
+MAX_IO_BYTES = 2 << 20
+"""With 8 threads 1 to 4 MiB read within 8 % of bare preadv; less makes more calls."""
 
 
 class DiskTier:

@@ -84,12 +84,13 @@ class DiskDirectory:
             self._lock_fd = -1
 
     def _refuse_foreign_files(self) -> None:
-        for entry in os.scandir(self.path):
-            ours = is_ours(entry.name) and entry.is_file(follow_symlinks=False)
-            if not ours and entry.name not in TOLERATED:
+        for name in sorted(os.listdir(self.path)):
+            mode = os.lstat(self.path / name).st_mode
+            ours = is_ours(name) and stat.S_ISREG(mode)
+            if not ours and name not in TOLERATED:
                 raise TierUnavailableError(
                     f"the disk tier does not use {self.path}, because it holds "
-                    f"{entry.name!r}, which sgl-tiered did not write; give an empty "
+                    f"{name!r}, which sgl-tiered did not write; give an empty "
                     f"or a new directory."
                 )
 
@@ -132,7 +133,7 @@ class DiskDirectory:
     def _discard(self, reason: str) -> None:
         """Delete our data files; the index first, so that no half is ever served."""
         names = sorted(
-            (entry.name for entry in os.scandir(self.path) if is_ours(entry.name)),
+            (name for name in os.listdir(self.path) if is_ours(name)),
             key=lambda name: name != INDEX_NAME,
         )
         names = [name for name in names if name not in (LOCK_NAME, META_NAME)]

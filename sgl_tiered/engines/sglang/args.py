@@ -130,7 +130,7 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             ConfigError: one sentence about what is wrong.
         """
         tiered_config(self)
-        ServerArgs.check_server_args(self)
+        super().check_server_args()
 
 
 def flag_values(server_args: Any) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class TieredRadixCache(UnifiedRadixCache):
         return ready
 
     def pop_prefetch_loaded_span(self, request: Any) -> tuple[int, int | None]:
-        """Return how many of the loadable tokens come from disk; SGLang reports them."""
+        """Return how many of the loadable tokens come from disk, for reports."""
         state = self.tiered.coordinator.state(request.rid)
         if state is None or state.plan is None:
             return 0, None

@@ -123,7 +123,8 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
     """
     given = {name: value for name, value in values.items() if value is not None}
     path = given.pop("config", None)
-    settings = {**_read_file(Path(path), set(values) - {"config"}), **given}
+    from_file = {} if path is None else _read_file(path, set(values) - {"config"})
+    settings = {**from_file, **given}
 
     disk_path, disk_bytes = _disk(settings)
     config = TieredConfig(
@@ -181,11 +182,9 @@ def available_memory_bytes() -> int:
     return max(available, 0)
 
 
-def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
-    if path == Path():
-        return {}
+def _read_file(path: str, known: set[str]) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with Path(path).open("rb") as file:
             raw = tomllib.load(file)
     except OSError as error:
         raise ConfigError(

@@ -34,8 +34,9 @@ from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.disk import DiskTier
+from sgl_tiered.tiers.faulty import Faults, FaultyMemoryTier
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import Faults, FaultyTier, ThrottledTier
+from sgl_tiered.tiers.throttled import ThrottledMemoryTier, ThrottledTier
 
 __all__ = ["build_cache", "refuse_unsupported"]
 
@@ -194,10 +195,12 @@ def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> Memor
         layout.slot_bytes, num_slots, register=register, page_bytes=layout.page_bytes
     )
     if config.fault_corrupt is not None:
-        host = FaultyTier(host, Faults(corrupt=config.fault_corrupt))
+        host = FaultyMemoryTier(host, Faults(corrupt=config.fault_corrupt))
     emulation = config.emulate.get(TierId.HOST)
     if emulation is not None:
-        host = ThrottledTier(host, emulation.bandwidth_bytes_per_s, emulation.latency_s)
+        host = ThrottledMemoryTier(
+            host, emulation.bandwidth_bytes_per_s, emulation.latency_s
+        )
     return host
 
 

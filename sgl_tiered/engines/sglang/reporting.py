@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.http import DROP_KNOBS
@@ -136,7 +137,7 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
     return handlers
 
 
-_SINKS: dict[int, PrometheusSink] = {}
+_SINKS: WeakKeyDictionary[Any, PrometheusSink] = WeakKeyDictionary()
 
 
 def _publish_metrics(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,5 +149,6 @@ def _publish_metrics(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> N
         return
     # Made here and not at import: SGLang sets prometheus_client's multi-process folder
     # up only shortly before.
-    sink = _SINKS.setdefault(id(reporter), PrometheusSink(runtime.page_tokens))
-    sink.publish(runtime.metrics_snapshot())
+    if runtime not in _SINKS:
+        _SINKS[runtime] = PrometheusSink(runtime.page_tokens)
+    _SINKS[runtime].publish(runtime.metrics_snapshot())

@@ -1,0 +1,208 @@
+"""Layer-wise loads: order, overlap, failure, accounting."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.metrics.registry import MetricsRegistry
+from sgl_tiered.pipelines.completions import CompletionQueue, LoadFinished
+from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
+from sgl_tiered.testing.fakes import FakeDevicePool
+from sgl_tiered.testing.tier_kit import make_pages
+from sgl_tiered.tiers.host import HostTier
+from sgl_tiered.tiers.wrappers import Faults, FaultyTier
+from tests.unit.pipelines.pipeline_support import LAYOUT, PATIENCE_S, SLOT, load_plan
+
+
+@pytest.fixture
+def pool():
+    pool = FakeDevicePool(LAYOUT, num_pages=32)
+    yield pool
+    pool.open_gates()
+
+
+@pytest.fixture
+def completions():
+    return CompletionQueue()
+
+
+@pytest.fixture
+def metrics():
+    return MetricsRegistry()
+
+
+@pytest.fixture
+def loader(pool, completions, metrics):
+    loader = LayerwiseLoader(pool, completions, SystemClock(), metrics)
+    yield loader
+    pool.open_gates()
+    loader.close(PATIENCE_S)
+
+
+def job(region, rows, device_pages, *, charge=None, plan_id=1):
+    plan = load_plan(rows, plan_id=plan_id)
+    segment = Segment(region, plan.addresses, np.arange(len(rows)), charge)
+    return LoadJob(plan, (segment,), np.asarray(device_pages, np.int64))
+
+
+def test_pages_land_where_they_belong(loader, pool, completions):
+    """Jobs of a batch, each from several regions, land byte for byte."""
+    host, staging = make_pages(8, SLOT, seed=1), make_pages(4, SLOT, seed=2)
+    plan = load_plan([6, 0, 3, 1])
+    mixed = LoadJob(
+        plan,
+        (
+            Segment(host, np.array([6, 3]), np.array([0, 2])),
+            Segment(staging, np.array([2, 1]), np.array([1, 3]), None, TierId.HOST),
+        ),
+        np.array([10, 11, 12, 13]),
+    )
+    ticket = loader.submit([mixed, job(host, [5], [20], plan_id=2)])
+    assert ticket.wait(PATIENCE_S)
+    wanted = {10: host[6], 11: staging[2], 12: host[3], 13: staging[1], 20: host[5]}
+    for device_page, row in wanted.items():
+        assert np.array_equal(pool.page(device_page), row[: LAYOUT.page_bytes])
+    assert loader.drain(PATIENCE_S)
+    (finished,) = completions.drain()
+    assert isinstance(finished, LoadFinished)
+    assert finished.landed
+    assert finished.ticket is ticket
+    assert [p.plan_id for p in finished.plans] == [1, 2]
+    assert finished.num_bytes == 5 * LAYOUT.page_bytes
+
+
+def test_layers_arrive_in_order_under_the_computation(loader, pool):
+    """The waiter of layer 0 goes on while layer 1 is still on its way."""
+    pool.close_gates()
+    ticket = loader.submit([job(make_pages(2, SLOT, 3), [0, 1], [4, 5])])
+    passed = [threading.Event() for _ in range(LAYOUT.num_layers)]
+
+    def model():
+        for layer in range(LAYOUT.num_layers):
+            ticket.wait_layer(layer)
+            passed[layer].set()
+
+    thread = threading.Thread(target=model)
+    thread.start()
+    for layer in range(LAYOUT.num_layers):
+        assert not passed[layer].is_set()
+        assert not ticket.done
+        pool.gates[layer].set()
+        assert passed[layer].wait(PATIENCE_S)
+    thread.join()
+    assert ticket.wait(PATIENCE_S)
+    assert ticket.stall_s > 0
+
+
+def test_all_jobs_of_a_layer_come_before_the_next_layer(loader, pool):
+    """A batch is copied layer by layer, not job by job."""
+    region = make_pages(6, SLOT, 4)
+    jobs = [job(region, [0], [1]), job(region, [1, 2], [2, 3])]
+    assert loader.submit(jobs).wait(PATIENCE_S)
+    wanted = [(layer, n) for layer in range(LAYOUT.num_layers) for n in (1, 2)]
+    assert pool.copies == wanted
+
+
+def test_a_failed_copy_releases_all_waiters(loader, pool, completions, metrics):
+    """After a failure nobody waits any more, and the load has not landed."""
+    pool.close_gates()
+    pool.fail_layer = 1
+    ticket = loader.submit([job(make_pages(1, SLOT, 5), [0], [0])])
+    waiters = [
+        threading.Thread(target=ticket.wait_layer, args=(layer,)) for layer in (1, 2, 3)
+    ]
+    for waiter in waiters:
+        waiter.start()
+    pool.open_gates()
+    for waiter in waiters:
+        waiter.join(PATIENCE_S)
+        assert not waiter.is_alive()
+    assert not ticket.wait(PATIENCE_S)
+    assert ticket.done
+    assert "told to fail" in ticket.failed
+    assert loader.drain(PATIENCE_S)
+    (finished,) = completions.drain()
+    assert (finished.landed, finished.num_bytes) == (False, 0)
+    edge = metrics.snapshot()["edges"]["host->device"]
+    assert (edge["failures"], edge["failed_pages"], edge["bytes"]) == (1, 1, 0)
+    pool.fail_layer = -1
+    assert loader.submit([job(make_pages(1, SLOT, 5), [0], [0])]).wait(PATIENCE_S)
+
+
+def test_every_layer_is_charged_its_bytes(loader, pool):
+    """A throttled source is charged layer by layer, so that layers still overlap."""
+    charged = []
+    pages = job(make_pages(3, SLOT, 6), [0, 1, 2], [0, 1, 2], charge=charged.append)
+    assert loader.submit([pages]).wait(PATIENCE_S)
+    assert charged == [3 * LAYOUT.layer_page_bytes] * LAYOUT.num_layers
+
+
+def test_bytes_are_counted_by_source(loader, metrics):
+    """Metrics tell copies from host memory and from CXL memory apart."""
+    region = make_pages(4, SLOT, 7)
+    plan = load_plan([0, 1, 2])
+    both = LoadJob(
+        plan,
+        (
+            Segment(region, np.array([0]), np.array([0])),
+            Segment(region, np.array([1, 2]), np.array([1, 2]), None, TierId.CXL),
+        ),
+        np.array([0, 1, 2]),
+    )
+    assert loader.submit([both]).wait(PATIENCE_S)
+    assert loader.drain(PATIENCE_S)
+    edges = metrics.snapshot()["edges"]
+    assert edges["host->device"]["bytes"] == LAYOUT.page_bytes
+    assert edges["cxl->device"]["pages"] == 2
+
+
+def test_empty_and_closed(pool, completions, metrics):
+    """Nothing to load has landed; after close every load has failed at once."""
+    loader = LayerwiseLoader(pool, completions, SystemClock(), metrics)
+    assert loader.submit([]).wait(PATIENCE_S)
+    loader.close(PATIENCE_S)
+    ticket = loader.submit([job(make_pages(1, SLOT, 8), [0], [0])])
+    ticket.wait_layer(3)
+    assert not ticket.wait(PATIENCE_S)
+    assert "closed" in ticket.failed
+
+
+def test_close_releases_waiting_loads(pool, completions, metrics):
+    """A load that never began is failed at close, and its waiters go on."""
+    pool.close_gates()
+    loader = LayerwiseLoader(pool, completions, SystemClock(), metrics)
+    region = make_pages(1, SLOT, 9)
+    loader.submit([job(region, [0], [0])])
+    second = loader.submit([job(region, [0], [1])])
+    loader.close(0.0)
+    second.wait_layer(0)
+    assert not second.wait(PATIENCE_S)
+    pool.open_gates()
+    assert loader.drain(PATIENCE_S)
+
+
+def test_wait_can_time_out(loader, pool):
+    """A wait with a timeout says False, and the load goes on."""
+    pool.close_gates()
+    ticket = loader.submit([job(make_pages(1, SLOT, 10), [0], [0])])
+    assert not ticket.wait(0.0)
+    assert not ticket.done
+    pool.open_gates()
+    assert ticket.wait(PATIENCE_S)
+
+
+def test_negative_control_reaches_the_device(loader, pool):
+    """A page that a faulty host shows as zeros is zeros on the device."""
+    host = HostTier(SLOT, 4)
+    host.region[:] = make_pages(4, SLOT, 11)
+    faulty = FaultyTier(host, Faults(corrupt="zero", corrupt_reads=1))
+    plan = load_plan([0, 1, 2])
+    segment = Segment.of_tier(faulty, plan.addresses, np.arange(3))
+    pages = LoadJob(plan, (segment,), np.array([7, 8, 9]))
+    assert loader.submit([pages]).wait(PATIENCE_S)
+    zero = [not pool.page(device_page).any() for device_page in (7, 8, 9)]
+    assert zero.count(True) == 1
+    host.close()

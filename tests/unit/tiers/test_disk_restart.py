@@ -1,0 +1,265 @@
+"""What a disk tier keeps over a restart, and what it must not serve."""
+
+import numpy as np
+import pytest
+
+from sgl_tiered.tiers.disk_format import INDEX_NAME, META_NAME, slab_name
+from tests.unit.tiers.disk_support import (
+    SLOT_BYTES,
+    assert_holds,
+    load,
+    open_tier,
+    recovered,
+    store,
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tier"
+
+
+def fill(path, pages):
+    tier = open_tier(path)
+    result = store(tier, list(pages), list(pages.values()))
+    assert result.ok.all(), result.error
+    tier.close()
+
+
+def flip(file, offset, bit=0):
+    raw = bytearray(file.read_bytes())
+    raw[offset] ^= 1 << bit
+    file.write_bytes(raw)
+
+
+def test_restart_round_trip(path):
+    """A tier opened again gives keys, tokens, checksums and bytes as stored."""
+    pages = {3: 103, 9: 109, 31: 131, 10: 110}
+    fill(path, pages)
+    tier = open_tier(path)
+    assert recovered(tier) == pages
+    assert_holds(tier, pages)
+    tier.close()
+
+
+def test_nothing_is_served_before_recover(path):
+    """A slot of a former server is a miss until its record has been read."""
+    fill(path, {3: 103})
+    tier = open_tier(path)
+    assert not load(tier, [3])[1].ok.any()
+    tier.close()
+
+
+def test_namespaces_are_kept_apart_and_ordered_by_age(path):
+    """``recover`` gives one value per namespace, pages in the order of their stores."""
+    tier = open_tier(path)
+    for address, seed in ((20, 1), (4, 2), (11, 3)):
+        store(tier, [address], [seed])
+    (group,) = tier.recover()
+    assert group.addresses.tolist() == [20, 4, 11]
+    assert group.tokens[:, 0].tolist() == [1, 2, 3]
+    tier.close()
+
+
+def test_newest_copy_of_a_page_wins(path):
+    """Of two slots with one key only the younger is recovered, also next time."""
+    tier = open_tier(path)
+    store(tier, [5], [7])
+    store(tier, [2], [7])
+    assert recovered(tier) == {2: 7}
+    tier.close()
+    tier = open_tier(path)
+    assert recovered(tier) == {2: 7}
+    assert not load(tier, [5])[1].ok.any()
+    tier.close()
+
+
+def test_sequence_goes_on_after_restart(path):
+    """What is stored after a restart is younger than all before it."""
+    fill(path, {8: 1, 9: 2})
+    tier = open_tier(path)
+    tier.recover()
+    store(tier, [1], [1])
+    tier.close()
+    tier = open_tier(path)
+    assert recovered(tier) == {9: 2, 1: 1}
+    tier.close()
+
+
+def test_forgotten_slot_is_not_recovered(path):
+    """A forgotten slot stays forgotten after close, and its data is a miss at once."""
+    tier = open_tier(path)
+    store(tier, [1, 2, 3], [11, 12, 13])
+    tier.forget(np.array([2]))
+    assert load(tier, [1, 2, 3])[1].ok.tolist() == [True, False, True]
+    tier.close()
+    tier = open_tier(path)
+    assert recovered(tier) == {1: 11, 3: 13}
+    tier.close()
+
+
+def test_reused_slot_has_its_new_record(path):
+    """A slot forgotten and stored again is recovered as the new page only."""
+    tier = open_tier(path)
+    store(tier, [1, 2], [11, 12])
+    tier.forget(np.array([1, 2]))
+    store(tier, [1], [21])
+    tier.close()
+    tier = open_tier(path)
+    assert recovered(tier) == {1: 21}
+    assert_holds(tier, {1: 21})
+    tier.close()
+
+
+@pytest.mark.parametrize("offset", [0, 1, SLOT_BYTES - 200, 3 * SLOT_BYTES + 4000])
+def test_bit_flip_in_a_slab_is_a_miss(path, offset):
+    """A page with one changed bit is not ok; its neighbours are."""
+    pages = {0: 100, 1: 101, 2: 102, 3: 103}
+    fill(path, pages)
+    flip(path / slab_name(0), offset, bit=5)
+    tier = open_tier(path)
+    assert recovered(tier) == pages
+    ok = load(tier, [0, 1, 2, 3])[1].ok.tolist()
+    assert ok == [slot != offset // SLOT_BYTES for slot in range(4)]
+    tier.close()
+
+
+def test_bit_flip_anywhere_in_a_record_drops_it(path):
+    """A record with one changed bit is no record, whichever byte it is in."""
+    pages = {0: 100, 1: 101}
+    fill(path, pages)
+    whole = (path / INDEX_NAME).read_bytes()
+    record_bytes = len(whole) // 2
+    for offset in range(record_bytes, 2 * record_bytes):
+        flip(path / INDEX_NAME, offset, bit=offset % 8)
+        tier = open_tier(path)
+        assert recovered(tier) == {0: 100}, f"byte {offset - record_bytes}"
+        tier.close()
+        (path / INDEX_NAME).write_bytes(whole)
+
+
+def test_record_of_another_slot_is_dropped(path):
+    """A record that was copied over another one does not name that slot's page."""
+    fill(path, {0: 100, 1: 101})
+    raw = (path / INDEX_NAME).read_bytes()
+    half = len(raw) // 2
+    (path / INDEX_NAME).write_bytes(raw[:half] + raw[:half])
+    tier = open_tier(path)
+    assert recovered(tier) == {0: 100}
+    tier.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, SLOT_BYTES, SLOT_BYTES + 4097])
+def test_truncated_slab(path, num_bytes):
+    """Pages behind the end of a cut slab are misses, and can be stored again."""
+    pages = {0: 100, 1: 101, 2: 102}
+    fill(path, pages)
+    with (path / slab_name(0)).open("r+b") as file:
+        file.truncate(num_bytes)
+    tier = open_tier(path)
+    tier.recover()
+    ok = load(tier, [0, 1, 2])[1].ok.tolist()
+    assert ok == [slot < num_bytes // SLOT_BYTES for slot in range(3)]
+    store(tier, [2], [202])
+    assert_holds(tier, {2: 202})
+    tier.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 7, 111, 112, 113, 300])
+def test_truncated_index(path, num_bytes):
+    """A cut index loses the records behind the cut and no others."""
+    fill(path, {0: 100, 1: 101, 2: 102})
+    with (path / INDEX_NAME).open("r+b") as file:
+        file.truncate(num_bytes)
+    tier = open_tier(path)
+    found = recovered(tier)
+    assert found == {slot: 100 + slot for slot in range(num_bytes // 112)}
+    assert_holds(tier, found)
+    tier.close()
+
+
+def test_missing_slab_is_a_miss(path):
+    """Records whose slab is gone lead to misses, not to errors."""
+    fill(path, {0: 100, 9: 109})
+    (path / slab_name(1)).unlink()
+    tier = open_tier(path)
+    tier.recover()
+    assert load(tier, [0, 9])[1].ok.tolist() == [True, False]
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"fingerprint": "model-b"}, {"page_tokens": 6}, {"page_bytes": 7999}],
+)
+def test_other_fingerprint_or_layout_is_discarded(path, other, caplog):
+    """Slabs of another model or layout are removed, with one line that says so."""
+    fill(path, {0: 100, 1: 101})
+    tier = open_tier(path, **other)
+    assert tier.recover() == []
+    assert not load(tier, [0])[1].ok.any()
+    tier.close()
+    lines = [line for line in caplog.messages if "discarded" in line]
+    assert len(lines) == 1
+    assert next(iter(other)) in lines[0]
+    assert not list(path.glob("*.kv"))
+
+
+def test_other_version_is_discarded(path, caplog):
+    """Slabs of another format version are removed."""
+    fill(path, {0: 100})
+    meta = path / META_NAME
+    meta.write_text(meta.read_text().replace('"version": 1', '"version": 99'))
+    tier = open_tier(path)
+    assert tier.recover() == []
+    tier.close()
+    assert "version is 99, not 1" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "\x00\x00"])
+def test_unreadable_meta_is_discarded(path, text):
+    """Slabs that nobody vouches for are removed, never served."""
+    fill(path, {0: 100})
+    (path / META_NAME).write_text(text)
+    tier = open_tier(path)
+    assert tier.recover() == []
+    store(tier, [0], [5])
+    tier.close()
+    tier = open_tier(path)
+    assert recovered(tier) == {0: 5}
+    tier.close()
+
+
+def test_smaller_and_larger_again(path):
+    """A tier that shrinks keeps what fits, and may grow again."""
+    fill(path, {0: 100, 10: 110, 30: 130})
+    small = open_tier(path, num_slots=12)
+    assert recovered(small) == {0: 100, 10: 110}
+    assert_holds(small, {0: 100, 10: 110})
+    small.close()
+    large = open_tier(path, num_slots=64)
+    assert recovered(large) == {0: 100, 10: 110}
+    store(large, [15, 63], [215, 263])
+    assert_holds(large, {0: 100, 10: 110, 15: 215, 63: 263})
+    large.close()
+
+
+def test_slab_size_on_disk_stays_in_force(path):
+    """Another slab size in the settings does not make old slabs unreadable."""
+    fill(path, {0: 100, 20: 120})
+    tier = open_tier(path, slab_bytes=3 * SLOT_BYTES)
+    assert recovered(tier) == {0: 100, 20: 120}
+    assert_holds(tier, {0: 100, 20: 120})
+    tier.close()
+
+
+def test_space_taken_is_within_the_limit(path):
+    """Slabs and index of a full tier take at most ``max_bytes``."""
+    max_bytes = 20 * SLOT_BYTES
+    tier = open_tier(path, max_bytes=max_bytes)
+    slots = np.arange(tier.num_slots)
+    assert store(tier, slots, slots).ok.all()
+    tier.close()
+    taken = sum(file.stat().st_size for file in path.iterdir())
+    assert tier.num_slots == 19
+    assert taken - 4096 <= max_bytes
