@@ -223,7 +223,7 @@ def _report(
         "tiered": "SGLang + tiers",
         "reference": "plain, pool for all",
     }
-    summaries = [summarise(titles[name], runs[name]) for name in titles]
+    summaries = [summarise(titles[name], runs[name], PAGE_SIZE) for name in titles]
     print("\n" + format_table(summaries))
     if not result.passed:
         print("the gate is red: no speed is claimed")
@@ -241,7 +241,9 @@ def _report(
         f"{POOL_TOKENS:,} tokens; Llama, {shape.num_layers} layers, random weights, "
         "CPU"
     )
-    draw_demo(out / "demo.png", {titles[n]: runs[n] for n in titles}, subtitle)
+    draw_demo(
+        out / "demo.png", {titles[n]: runs[n] for n in titles}, PAGE_SIZE, subtitle
+    )
 
 
 class _Ticker:

@@ -15,7 +15,7 @@ import numpy as np
 
 from sgl_tiered_workloads.records import RequestRecord
 
-__all__ = ["exact_orders"]
+__all__ = ["exact_orders", "page_keys"]
 
 Pair = tuple[RequestRecord, RequestRecord]
 
@@ -49,21 +49,8 @@ def exact_orders(pairs: Sequence[Pair], page_size: int) -> frozenset[int]:
     return frozenset(exact)
 
 
-def _alike(pair: Pair, page_size: int, tainted: set[bytes]) -> bool:
-    ours, theirs = pair
-    if ours.cached_tokens != theirs.cached_tokens:
-        return False
-    reused = -(-ours.cached_tokens // page_size)
-    return tainted.isdisjoint(_page_keys(ours, page_size)[:reused])
-
-
-def _fresh_keys(record: RequestRecord, page_size: int) -> list[bytes]:
-    """Keys of the pages that the request computed itself."""
-    return _page_keys(record, page_size)[record.cached_tokens // page_size :]
-
-
-def _page_keys(record: RequestRecord, page_size: int) -> list[bytes]:
-    """Chained digests of the whole pages of a record's prompt and answer.
+def page_keys(record: RequestRecord, page_size: int) -> list[bytes]:
+    """Return chained digests of the whole pages of a record's prompt and answer.
 
     The last output token is left out: its KV is never computed.
     """
@@ -75,3 +62,16 @@ def _page_keys(record: RequestRecord, page_size: int) -> list[bytes]:
         key = hashlib.blake2b(key + page, digest_size=16).digest()
         keys.append(key)
     return keys
+
+
+def _alike(pair: Pair, page_size: int, tainted: set[bytes]) -> bool:
+    ours, theirs = pair
+    if ours.cached_tokens != theirs.cached_tokens:
+        return False
+    reused = -(-ours.cached_tokens // page_size)
+    return tainted.isdisjoint(page_keys(ours, page_size)[:reused])
+
+
+def _fresh_keys(record: RequestRecord, page_size: int) -> list[bytes]:
+    """Keys of the pages that the request computed itself."""
+    return page_keys(record, page_size)[record.cached_tokens // page_size :]

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sgl_tiered_workloads.lineage import page_keys
 from sgl_tiered_workloads.records import RequestRecord
 
 __all__ = ["Summary", "draw_demo", "format_table", "summarise", "tokens_by_source"]
 
-RECOMPUTED = "computed"
-_SOURCES = ("device", "host", "disk", "storage", RECOMPUTED)
+_SOURCES = ("device", "host", "disk", "storage", "recomputed", "new")
 _COLOURS = {
     "device": "#2a6f97",
     "host": "#61a5c2",
     "disk": "#a9d6e5",
     "storage": "#a9d6e5",
-    RECOMPUTED: "#e07a5f",
+    "recomputed": "#e07a5f",
+    "new": "#dddddd",
 }
 _SYSTEM_COLOURS = ("#e07a5f", "#2a6f97", "#9a9a9a", "#81b29a", "#b08968")
 
@@ -54,22 +56,37 @@ class Summary:
     sources: Mapping[str, int]
 
 
-def tokens_by_source(records: Sequence[RequestRecord]) -> dict[str, int]:
-    """Return prompt tokens by tier, with those that were computed.
+def tokens_by_source(
+    records: Sequence[RequestRecord], page_size: int
+) -> dict[str, int]:
+    """Return prompt tokens by the tier that their KV came from.
 
-    Hits that no tier claims are counted under ``device``, as SGLang reports them.
+    ``new`` tokens were never seen before in this run, whatever the cache; those
+    that were, and yet were computed again, are ``recomputed``. Hits that no tier
+    claims count under ``device``, as SGLang itself reports them.
+
+    Args:
+        records: of one run, which started with empty caches.
+        page_size: tokens per page; a prefix is seen in whole pages.
     """
     counted: Counter[str] = Counter()
-    for record in records:
+    seen: set[bytes] = set()
+    for record in sorted(records, key=lambda record: record.order):
+        keys = page_keys(record, page_size)
         tiers = {t: n for t, n in record.cached_by_tier.items() if n > 0}
         counted.update(tiers)
         counted["device"] += record.cached_tokens - sum(tiers.values())
-        counted[RECOMPUTED] += record.recomputed_tokens
+        known = sum(1 for _ in takewhile(seen.__contains__, keys)) * page_size
+        # At least one token of a prompt is always computed.
+        known = max(record.cached_tokens, min(known, len(record.prompt) - 1))
+        counted["recomputed"] += known - record.cached_tokens
+        counted["new"] += len(record.prompt) - known
+        seen.update(keys)
     return {source: counted[source] for source in _SOURCES if counted[source] > 0}
 
 
-def summarise(title: str, records: Sequence[RequestRecord]) -> Summary:
-    """Summarise one run.
+def summarise(title: str, records: Sequence[RequestRecord], page_size: int) -> Summary:
+    """Summarise one run of a system that started with empty caches.
 
     Raises:
         ValueError: no request was answered.
@@ -90,7 +107,7 @@ def summarise(title: str, records: Sequence[RequestRecord]) -> Summary:
         later_ttft_p50_s=float(np.percentile(later_s or ttft_s, 50)),
         tpot_p50_s=float(np.percentile([r.tpot_s for r in answered], 50)),
         output_tokens_per_s=sum(len(r.output) for r in answered) / (end_s - begin_s),
-        sources=tokens_by_source(answered),
+        sources=tokens_by_source(answered, page_size),
     )
 
 
@@ -141,13 +158,17 @@ def format_table(summaries: Sequence[Summary]) -> str:
 
 
 def draw_demo(
-    path: Path, runs: Mapping[str, Sequence[RequestRecord]], subtitle: str
+    path: Path,
+    runs: Mapping[str, Sequence[RequestRecord]],
+    page_size: int,
+    subtitle: str,
 ) -> None:
     """Draw TTFT of every request and tokens by source, one row per system.
 
     Args:
         path: of the PNG.
         runs: records by the system's title, drawn from top to bottom.
+        page_size: tokens per page.
         subtitle: says what was run and where.
     """
     # The canvas is made directly: pyplot would keep global state and may look
@@ -167,7 +188,7 @@ def draw_demo(
     )
     figure.supxlabel(subtitle, x=0.01, ha="left", fontsize=8.5, color="#555555")
     _draw_times(times, runs)
-    _draw_sources(sources, runs)
+    _draw_sources(sources, runs, page_size)
     titles = list(runs)
     times.set_yticks(range(len(titles)), titles, fontsize=10)
     times.set_ylim(len(titles) - 0.45, -0.55)
@@ -210,6 +231,8 @@ def _draw_times(axes: Any, runs: Mapping[str, Sequence[RequestRecord]]) -> None:
                     fontsize=9,
                 )
     axes.set_xscale("log")
+    for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        formatter(_plain_number)
     axes.set_xlabel(
         "TTFT of each request, ms (log)\nopen: first turns, always cold; "
         "filled: later turns, line: their median",
@@ -219,31 +242,38 @@ def _draw_times(axes: Any, runs: Mapping[str, Sequence[RequestRecord]]) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_sources(axes: Any, runs: Mapping[str, Sequence[RequestRecord]]) -> None:
-    labelled: set[str] = set()
+def _plain_number(value: float, _: int) -> str:
+    """Label 1, 2 and 5 of each decade, as plain numbers."""
+    return f"{value:g}" if f"{value:e}"[0] in "125" else ""
+
+
+def _draw_sources(
+    axes: Any, runs: Mapping[str, Sequence[RequestRecord]], page_size: int
+) -> None:
+    bars: dict[str, Any] = {}
     for row, records in enumerate(runs.values()):
         left = 0.0
-        counted = tokens_by_source([r for r in records if r.error is None])
-        for source, tokens in counted.items():
-            axes.barh(
+        answered = [record for record in records if record.error is None]
+        for source, tokens in tokens_by_source(answered, page_size).items():
+            bars[source] = axes.barh(
                 row,
                 tokens / 1e3,
                 left=left,
                 height=0.5,
                 color=_COLOURS[source],
                 edgecolor="white",
-                label=None if source in labelled else source,
             )
-            labelled.add(source)
             left += tokens / 1e3
     axes.set_xlabel("prompt tokens, thousands", fontsize=9)
-    handles, names = axes.get_legend_handles_labels()
+    names = [source for source in _SOURCES if source in bars]
     axes.legend(
-        handles,
+        [bars[name] for name in names],
         names,
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
         ncols=len(names),
         frameon=False,
         fontsize=9,
+        columnspacing=1.2,
+        handlelength=1.2,
     )
