@@ -245,6 +245,9 @@ def _record(
     cached = int(answer.meta.get("cached_tokens") or 0)
     details = answer.meta.get("cached_tokens_details") or {}
     tiers = {k: int(v) for k, v in details.items() if isinstance(v, int)}
+    if "disk" in tiers:
+        # SGLang's own word for the level below host; the tiers repeat disk in it.
+        tiers.pop("storage", None)
     return RequestRecord(
         key=request.key,
         order=order,

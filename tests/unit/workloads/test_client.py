@@ -89,6 +89,16 @@ def test_cumulative_events_give_one_whole_answer() -> None:
     assert bodies[0]["logprob_start_len"] == -1
 
 
+def test_tokens_from_disk_count_once() -> None:
+    """A server that reports disk repeats it as SGLang's ``storage``."""
+    last = event([7], 1, True)
+    details = {"device": 4, "host": 4, "disk": 8, "storage": 8}
+    last["meta_info"]["cached_tokens_details"] = details
+    (record,), _ = play(lambda _: [last], lambda c: c.run_sequential([ASK]))
+    assert record.cached_by_tier == {"device": 4, "host": 4, "disk": 8}
+    assert sum(record.cached_by_tier.values()) == record.cached_tokens
+
+
 def test_incremental_events_are_appended() -> None:
     """With --incremental-streaming-output each event has only the new tokens."""
     events = [event([7], 1, False), event([8], 2, False), event([9], 3, True)]
