@@ -1,10 +1,11 @@
 """A small regression that follows measurements and cannot be led far astray.
 
-Recursive least squares over multipliers of prior coefficients. Every observation is
-divided by its prediction, so that small and large transfers count alike; its surprise
-is clipped on a logarithmic scale (one stalled transfer moves little, a lasting change
-is followed); old observations fade; the multipliers stay within bounds. Pure: no
-clock, no chance. Three numbers, about 10 us per observation.
+It predicts ``sum(coefficient * feature)`` and keeps the logarithms of the coefficients,
+so they stay positive and small and large transfers count alike. Recursive least squares
+on the logarithm of the prediction (its gradient is each term's share); old observations
+fade. A single surprise is clipped, so one stalled transfer moves little; several large
+ones in a row on the same side are a change, and what was learned before is let go. The
+coefficients stay within bounds of their priors. Pure: no clock, no chance.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ _FORGETTING = 0.98
 """Weight of the past per observation: about 50 observations of memory."""
 _MAX_FACTOR = 1000.0
 """How far a coefficient may move from its prior, either way."""
-_SURPRISE_FLOOR = 0.25
+_PRIOR_VARIANCE = 4.0
+"""Of the logarithms: a prior may well be off by e^2, a factor of 7."""
+_NOISE_VARIANCE = 0.04
+"""A measurement is off by 20 % as a rule."""
+_CLIP_FLOOR, _CLIP_FACTOR = 0.25, 2.0
 _SURPRISE_WEIGHT = 0.1
-_MAX_SURPRISE = 2.0
-_MAX_TRACE = 3.0
-"""Bound of the covariance: equal observations would otherwise inflate it."""
+_RUN_OF_A_CHANGE = 4
 
 
 class BoundedRegression:
@@ -37,17 +40,17 @@ class BoundedRegression:
     def __init__(self, priors: Sequence[float]) -> None:
         self._priors = np.asarray(priors, dtype=np.float64)
         assert (self._priors > 0).all(), f"priors must be positive: {priors}"
-        n = len(self._priors)
-        self._multipliers = np.ones(n)
-        self._covariance = np.eye(n)
+        self._logs = np.zeros(len(self._priors))
+        self._covariance = np.eye(len(self._priors)) * _PRIOR_VARIANCE
         # The typical surprise; at first the priors may be far off.
-        self._surprise = 1.0
+        self._typical = 1.0
+        self._run = 0
         self._num_observations = 0
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """The coefficients as refined so far."""
-        return tuple((self._priors * self._multipliers).tolist())
+        return tuple((self._priors * np.exp(self._logs)).tolist())
 
     @property
     def num_observations(self) -> int:
@@ -61,25 +64,39 @@ class BoundedRegression:
             features: one number per coefficient, not negative, not all zero.
             value: what was measured, positive and finite.
         """
-        x = np.asarray(features, dtype=np.float64) * self._priors
-        predicted = float(x @ self._multipliers)
+        terms = np.asarray(features, dtype=np.float64) * self._priors
+        terms *= np.exp(self._logs)
+        predicted = float(terms.sum())
         if not (math.isfinite(value) and value > 0.0 and predicted > 0.0):
             return False
-        x /= predicted
         surprise = math.log(value / predicted)
-        limit = _SURPRISE_FLOOR + 2.0 * self._surprise
-        residual = math.expm1(min(max(surprise, -limit), limit))
-        self._surprise += _SURPRISE_WEIGHT * (
-            min(abs(surprise), _MAX_SURPRISE) - self._surprise
-        )
-        px = self._covariance @ x
-        gain = px / (_FORGETTING + float(x @ px))
-        self._multipliers = np.clip(
-            self._multipliers + gain * residual, 1.0 / _MAX_FACTOR, _MAX_FACTOR
-        )
-        covariance = (self._covariance - np.outer(gain, px)) / _FORGETTING
-        trace = float(np.trace(covariance))
-        limit_trace = _MAX_TRACE * len(x) * max(1.0, float(self._multipliers.max()))
-        self._covariance = covariance * min(1.0, limit_trace / max(trace, 1e-300))
+        limit = _CLIP_FLOOR + _CLIP_FACTOR * self._typical
+        self._note_surprise(surprise, limit)
+        shares = terms / predicted
+        spread = self._covariance @ shares
+        gain = spread / (_NOISE_VARIANCE + float(shares @ spread))
+        bound = math.log(_MAX_FACTOR)
+        step = gain * min(max(surprise, -limit), limit)
+        self._logs = np.clip(self._logs + step, -bound, bound)
+        covariance = (self._covariance - np.outer(gain, spread)) / _FORGETTING
+        # Equal observations tell nothing about some directions: forgetting must not
+        # inflate these without end.
+        most = float(covariance.diagonal().max())
+        self._covariance = covariance * min(1.0, _PRIOR_VARIANCE / most)
         self._num_observations += 1
         return True
+
+    def _note_surprise(self, surprise: float, limit: float) -> None:
+        if abs(surprise) <= limit:
+            self._run = 0
+        else:
+            side = 1 if surprise > 0 else -1
+            self._run = self._run + side if self._run * side > 0 else side
+        if abs(self._run) >= _RUN_OF_A_CHANGE:
+            self._covariance = np.eye(len(self._priors)) * _PRIOR_VARIANCE
+            self._typical = 1.0
+            self._run = 0
+            return
+        # An outlier may not stretch its own yardstick by more than a clipped step.
+        size = min(abs(surprise), limit)
+        self._typical += _SURPRISE_WEIGHT * (size - self._typical)
