@@ -1,16 +1,82 @@
-# Everything a machine needs is installed by these targets; `make help` lists them.
+# Every target sets up what it needs, from Python 3.11+ with pip; `make help` lists them.
+#   ARGS="..."   is handed to the program or to pytest
+#   VENV=path    is the virtual environment, PYTHON=path the interpreter it is made with
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 VENV ?= .venv
-PY := $(VENV)/bin/python
+ARGS ?=
+PY := "$(VENV)/bin/python"
+SAY := . scripts/say.sh; say
+TEST := bash scripts/test.sh "$(VENV)"
+export STARTED_AT := $(shell date +%s)
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 .PHONY: install
-install: $(VENV)/.installed ## make $(VENV) with SGLang, the plugin and the tools
-
-$(VENV)/.installed: pyproject.toml platform_dist/pyproject.toml
+install: ## make the virtual environment with SGLang, the plugin and the tools
 	@bash scripts/install.sh "$(VENV)"
+
+.PHONY: demo
+demo: install ## plain SGLang against SGLang with tiers, on a model made on the spot
+	@$(SAY) demo "plain SGLang, then SGLang with tiers, on the same work (about 8 minutes)"
+	@$(PY) benchmarks/serving/demo.py $(ARGS)
+	@$(SAY) demo "done"
+
+.PHONY: serve
+serve: install ## leave a tiered server running; prints a curl line and its flags
+	@$(SAY) serve "starting a tiered server; stop it with Ctrl-C"
+	@exec $(PY) benchmarks/serving/serve.py $(ARGS)
+
+.PHONY: doctor
+doctor: install ## what this machine offers, and the flags it suggests
+	@exec $(PY) -m sgl_tiered.cli.main doctor $(ARGS)
+
+.PHONY: test
+test: install ## lint, then all tests except the full cross product
+	@$(TEST) "lint fast e2e" $(ARGS)
+
+.PHONY: test-unit
+test-unit: install ## the tests that start no server
+	@$(TEST) fast $(ARGS)
+
+.PHONY: test-e2e
+test-e2e: install ## the tests that start real servers
+	@$(TEST) e2e $(ARGS)
+
+.PHONY: test-full
+test-full: install ## everything, with the full cross product of configurations
+	@$(TEST) "lint fast e2e" --full $(ARGS)
+
+.PHONY: lint
+lint: install ## ruff, mypy --strict and the import contracts
+	@bash scripts/lint.sh "$(VENV)"
+
+.PHONY: format
+format: install ## let ruff rewrite what it can
+	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+
+.PHONY: check
+check: install ## lint and the tests that start no server
+	@$(TEST) "lint fast" $(ARGS)
+
+.PHONY: bench-reuse
+bench-reuse: install ## plain SGLang, HiCache and sgl-tiered; last line is one JSON object
+	@$(SAY) bench "plain SGLang, HiCache and sgl-tiered on the reuse workloads"
+	@exec $(PY) benchmarks/serving/bench_reuse.py $(ARGS)
+
+.PHONY: bench-micro
+bench-micro: install ## every micro benchmark, one after the other
+	@for script in benchmarks/micro/[!_]*.py; do \
+	  $(SAY) bench "$$script"; $(PY) "$$script" $(ARGS); \
+	done
+	@$(SAY) bench "done"
+
+.PHONY: clean
+clean: ## remove caches and build outputs; keeps the environment and made models
+	@$(SAY) clean "removing caches, build outputs"
+	@rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -not -path './.venv/*' -not -path './.cache/*' -prune -exec rm -rf {} +
+	@$(SAY) clean "done; also remove .venv and .cache to start from nothing"

@@ -1,0 +1,271 @@
+"""The demo: the same chats on SGLang without and with tiers, and a picture.
+
+Three servers run one after the other on one multi-turn workload whose KV is more
+than four times the device pool, one request at a time:
+
+- ``reference``: plain SGLang with a pool that holds everything. It writes the
+  chats (each turn carries the model's own answers) and is what the answers of the
+  tiered server must equal bit for bit. It also shows the best possible TTFT.
+- ``plain``: plain SGLang with the small pool.
+- ``tiered``: the same small pool, with host memory and disk below it.
+
+The last two replay the reference's prompts. Before the gate counts, a negative
+control proves that it can fail: two prompts with one early page exchanged for
+another prompt's page stand for a cache that serves a wrong page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from sgl_tiered_workloads.client import StreamingClient, run_chat
+from sgl_tiered_workloads.gate import (
+    GateResult,
+    check_equality,
+    measure_spread,
+    negative_control,
+)
+from sgl_tiered_workloads.model import PRESETS, make_model
+from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
+from sgl_tiered_workloads.report import draw_demo, format_table, summarise
+from sgl_tiered_workloads.server import (
+    ServerSpec,
+    ServerStartError,
+    SglangServer,
+    exit_on_signals,
+)
+from sgl_tiered_workloads.sessions import (
+    ChatShape,
+    PlannedRequest,
+    chat_sessions,
+    random_tokens,
+    replay,
+    swap_page,
+)
+from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
+from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
+
+PRESET = "demo"
+PAGE_SIZE = 16
+POOL_TOKENS = 5120
+REFERENCE_POOL_TOKENS = 65536
+SHAPE = ChatShape(
+    num_sessions=10,
+    num_turns=4,
+    system_tokens=512,
+    first_tokens=2000,
+    user_tokens=48,
+    answer_tokens=24,
+)
+SEED = 7
+# Less than the working set, so that the disk has work too.
+HOST_BYTES = 160 * MB
+DISK_BYTES = 1000 * MB
+
+
+@dataclass(slots=True)
+class Progress:
+    """Prints lines with the time since the start."""
+
+    begin: float
+
+    def __call__(self, text: str) -> None:
+        """Print one line."""
+        print(f"[{time.monotonic() - self.begin:4.0f} s] {text}", flush=True)
+
+
+def main() -> int:
+    """Run the demo; 0 if the gate is green."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    parser.add_argument("--models", type=Path, default=Path("out/models"))
+    parser.add_argument("--port", type=int, help="default: a free one")
+    parser.add_argument(
+        "--server-flag",
+        action="append",
+        default=[],
+        help="a further flag for every server; may be repeated",
+    )
+    args = parser.parse_args()
+    exit_on_signals()
+    try:
+        return asyncio.run(_demo(args, Progress(time.monotonic())))
+    except ServerStartError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+async def _demo(args: argparse.Namespace, say: Progress) -> int:
+    working_set = SHAPE.working_set_tokens
+    say(
+        f"workload: {SHAPE.num_sessions} chats of {SHAPE.num_turns} turns, "
+        f"{working_set:,} tokens of KV, {working_set / POOL_TOKENS:.1f} times the "
+        f"device pool of {POOL_TOKENS:,}"
+    )
+    say(f"making the {PRESET} model (random weights, cached in {args.models})")
+    model = make_model(PRESET, args.models)
+    device = Device(model, POOL_TOKENS, PAGE_SIZE, tuple(args.server_flag))
+    disk = args.out / "disk"
+    shutil.rmtree(disk, ignore_errors=True)
+    disk.mkdir(parents=True)
+    tiers = Tiers(HOST_BYTES, disk, DISK_BYTES)
+    runs: dict[str, list[RequestRecord]] = {}
+
+    def keep(spec: ServerSpec, records: list[RequestRecord]) -> None:
+        runs[spec.name] = records
+        facts = {"preset": PRESET, "shape": asdict(SHAPE), "seed": SEED}
+        facts |= {"pool_tokens": POOL_TOKENS, "working_set_tokens": working_set}
+        header = make_header(spec.name, facts)
+        write_records(args.out / f"{spec.name}.jsonl", header, records)
+
+    say("reference: plain SGLang whose device pool holds everything")
+    spec = plain_spec(device.with_pool(REFERENCE_POOL_TOKENS), "reference")
+    with SglangServer(spec, args.out / "logs", args.port, say=say) as server:
+        await _warm_up(server)
+        sessions = chat_sessions(SHAPE, np.random.default_rng(SEED), VOCAB_TOKENS)
+        async with StreamingClient(server.url) as client:
+            keep(spec, await run_chat(client, sessions, _Ticker(say, spec.name)))
+        say("reference: two prompts with a wrong page, for the negative control")
+        wrong = await _wrong_pages(server, runs["reference"])
+    requests = replay(runs["reference"])
+    for spec in (plain_spec(device), tiered_spec(device, tiers)):
+        say(f"{spec.name}: the small device pool")
+        with SglangServer(spec, args.out / "logs", args.port, say=say) as server:
+            await _warm_up(server)
+            keep(spec, await _replay(server, requests, _Ticker(say, spec.name)))
+    shutil.rmtree(disk, ignore_errors=True)
+    result = _gate(runs, wrong)
+    _report(args.out, runs, result)
+    say(f"records, logs and picture are in {args.out}")
+    return 0 if result.passed else 1
+
+
+async def _warm_up(server: SglangServer) -> None:
+    """Run each path once (compute, hit, decode), then empty the caches."""
+    generator = np.random.default_rng(0)
+    prompt = random_tokens(generator, 600, VOCAB_TOKENS)
+    await _replay(server, [PlannedRequest(f"w{i}", prompt, 8) for i in range(3)])
+    await asyncio.to_thread(server.flush_cache)
+
+
+async def _replay(
+    server: SglangServer,
+    requests: list[PlannedRequest],
+    each: _Ticker | None = None,
+) -> list[RequestRecord]:
+    async with StreamingClient(server.url) as client:
+        return await client.run_sequential(requests, each)
+
+
+async def _wrong_pages(
+    server: SglangServer, reference: list[RequestRecord]
+) -> list[RequestRecord]:
+    """Answer the last two turns as if one early page were another prompt's.
+
+    The records claim the right prompts, as a server with a wrong page would.
+    """
+    await asyncio.to_thread(server.flush_cache)
+    right, donor = replay(reference[-2:]), reference[0].prompt
+    page = SHAPE.system_tokens // PAGE_SIZE + 4
+    damaged = [swap_page(request, donor, page, PAGE_SIZE) for request in right]
+    answers = await _replay(server, damaged)
+    return [
+        replace(answer, prompt=request.prompt, order=record.order)
+        for answer, request, record in zip(answers, right, reference[-2:], strict=True)
+    ]
+
+
+def _gate(
+    runs: dict[str, list[RequestRecord]], wrong: list[RequestRecord]
+) -> GateResult:
+    reference = runs["reference"]
+    # Plain with a small pool recomputes where the reference hits: exactly the
+    # rounding that a load-or-recompute decision may rightly cause.
+    spread = measure_spread(reference, runs["plain"])
+    print(
+        f"\nplain against itself (recompute or device hit): top-5 logprobs move "
+        f"{spread.max_logprob:.3f} at most, {spread.mean_logprob:.4f} on average"
+    )
+    control = check_equality(
+        reference[-2:],
+        wrong,
+        page_size=PAGE_SIZE,
+        spread=spread,
+        min_exact_fraction=0.0,
+    )
+    negative_control({"another prompt's page": control})
+    print("negative control: a wrong page is caught")
+    print(f"  {control.differences[0].reason}")
+    result = check_equality(
+        reference,
+        runs["tiered"],
+        page_size=PAGE_SIZE,
+        spread=spread,
+        min_exact_fraction=0.5,
+        must_cover=("host", "disk"),
+    )
+    print(result.summary())
+    return result
+
+
+def _report(
+    out: Path, runs: dict[str, list[RequestRecord]], result: GateResult
+) -> None:
+    titles = {
+        "plain": "plain SGLang",
+        "tiered": "SGLang + tiers",
+        "reference": "plain, pool for all",
+    }
+    summaries = [summarise(titles[name], runs[name], PAGE_SIZE) for name in titles]
+    print("\n" + format_table(summaries))
+    if not result.passed:
+        print("the gate is red: no speed is claimed")
+        return
+    plain, tiered = summaries[0], summaries[1]
+    print(
+        f"TTFT of later turns, median: {plain.later_ttft_p50_s * 1e3:.0f} ms without "
+        f"tiers, {tiered.later_ttft_p50_s * 1e3:.0f} ms with them: "
+        f"{plain.later_ttft_p50_s / tiered.later_ttft_p50_s:.1f} times lower"
+    )
+    shape = PRESETS[PRESET]
+    subtitle = (
+        f"{SHAPE.num_sessions} chats x {SHAPE.num_turns} turns, one at a time; KV "
+        f"{SHAPE.working_set_tokens / POOL_TOKENS:.1f}x the device pool of "
+        f"{POOL_TOKENS:,} tokens; Llama, {shape.num_layers} layers, random weights, "
+        "CPU"
+    )
+    draw_demo(
+        out / "demo.png", {titles[n]: runs[n] for n in titles}, PAGE_SIZE, subtitle
+    )
+
+
+class _Ticker:
+    """Says every tenth request what it took."""
+
+    def __init__(self, say: Progress, name: str) -> None:
+        self._say = say
+        self._name = name
+        self._seen = 0
+
+    def __call__(self, record: RequestRecord) -> None:
+        self._seen += 1
+        if record.error is not None:
+            self._say(f"  {self._name}: {record.key} failed: {record.error}")
+        elif self._seen % SHAPE.num_sessions == 0:
+            total = SHAPE.num_sessions * SHAPE.num_turns
+            self._say(
+                f"  {self._name}: {self._seen} of {total} requests, the last: TTFT "
+                f"{record.ttft_s * 1e3:.0f} ms, {record.cached_tokens} of "
+                f"{len(record.prompt)} tokens cached"
+            )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

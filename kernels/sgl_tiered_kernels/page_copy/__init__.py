@@ -1,0 +1,177 @@
+"""Copies of page rows between a host region and the buffers of one layer.
+
+All arrays are host memory, 2-D and C-contiguous, of any dtype; offsets and sizes are
+in bytes. One call runs without the GIL from its first byte to its last, on the
+calling thread alone. Rows that are written must not overlap rows that are read.
+
+The compiled form needs numba and compiles once per machine (``prepare`` does it
+ahead, about 3 s; the result is cached on disk). Without numba the same functions run
+on numpy, slower and holding the GIL; ``backend_name`` says which it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered_kernels.page_copy.backend import backend_name, load_backend
+
+__all__ = ["backend_name", "copy_layer", "copy_rows", "gather_layer", "prepare"]
+
+_Bytes = npt.NDArray[np.uint8]
+_Rows = npt.NDArray[np.int64]
+
+
+def prepare() -> str:
+    """Compile what is not compiled yet and return ``backend_name()``."""
+    data = np.zeros((1, 1), np.uint8)
+    row = np.zeros(1, np.int64)
+    backend = load_backend()
+    backend.copy_rows(data, row, 0, data.copy(), row, 0, 1)
+    backend.copy_layer(data, data.copy(), row, data.copy(), row, 0, 0, 1)
+    backend.gather_layer(data, row, 0, 0, data.copy(), data.copy(), row, 1)
+    return backend_name()
+
+
+def copy_rows(
+    dst: npt.NDArray[Any],
+    dst_rows: npt.ArrayLike,
+    dst_offset: int,
+    src: npt.NDArray[Any],
+    src_rows: npt.ArrayLike,
+    src_offset: int,
+    nbytes: int,
+) -> None:
+    """Copy ``nbytes`` from each source row to the destination row beside it.
+
+    Args:
+        dst: ``[rows, row]``; written at bytes ``dst_offset`` to ``+ nbytes``.
+        dst_rows: ``[n]`` row numbers; if one occurs twice, the last copy stays.
+        dst_offset: Bytes from the start of a destination row.
+        src: ``[rows, row]``.
+        src_rows: ``[n]`` row numbers.
+        src_offset: Bytes from the start of a source row.
+        nbytes: Bytes per row.
+
+    Raises:
+        ValueError: if a row, an offset or a size lies outside; nothing is copied.
+    """
+    to, frm = _as_bytes("dst", dst), _as_bytes("src", src)
+    to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
+    _check_pairs(to_rows, from_rows)
+    _check_block("dst", to, to_rows, dst_offset, nbytes)
+    _check_block("src", frm, from_rows, src_offset, nbytes)
+    load_backend().copy_rows(
+        to, to_rows, dst_offset, frm, from_rows, src_offset, nbytes
+    )
+
+
+def copy_layer(
+    k_dst: npt.NDArray[Any],
+    v_dst: npt.NDArray[Any],
+    dst_rows: npt.ArrayLike,
+    src: npt.NDArray[Any],
+    src_rows: npt.ArrayLike,
+    k_offset: int,
+    v_offset: int,
+    nbytes: int,
+) -> None:
+    """Copy one layer's keys and values out of host pages: the load of a layer.
+
+    Args:
+        k_dst: ``[pages, page]``, the layer's keys; each row is written from byte 0.
+        v_dst: ``[pages, page]``, the layer's values.
+        dst_rows: ``[n]`` rows of ``k_dst`` and ``v_dst``.
+        src: ``[host_pages, host_page]``, all layers of a page in a row.
+        src_rows: ``[n]`` rows of ``src``.
+        k_offset: Bytes from the start of a host page to the layer's keys.
+        v_offset: The same to its values.
+        nbytes: Bytes of one layer's keys (and of its values) in a page.
+
+    Raises:
+        ValueError: if a row, an offset or a size lies outside; nothing is copied.
+    """
+    k_to, v_to = _as_bytes("k_dst", k_dst), _as_bytes("v_dst", v_dst)
+    frm = _as_bytes("src", src)
+    to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
+    _check_pairs(to_rows, from_rows)
+    _check_block("k_dst", k_to, to_rows, 0, nbytes)
+    _check_block("v_dst", v_to, to_rows, 0, nbytes)
+    _check_block("src", frm, from_rows, k_offset, nbytes)
+    _check_block("src", frm, from_rows, v_offset, nbytes)
+    load_backend().copy_layer(
+        k_to, v_to, to_rows, frm, from_rows, k_offset, v_offset, nbytes
+    )
+
+
+def gather_layer(
+    dst: npt.NDArray[Any],
+    dst_rows: npt.ArrayLike,
+    k_offset: int,
+    v_offset: int,
+    k_src: npt.NDArray[Any],
+    v_src: npt.NDArray[Any],
+    src_rows: npt.ArrayLike,
+    nbytes: int,
+) -> None:
+    """Copy one layer's keys and values into host pages: the inverse of copy_layer.
+
+    Args:
+        dst: ``[host_pages, host_page]``, all layers of a page in a row.
+        dst_rows: ``[n]`` rows of ``dst``.
+        k_offset: Bytes from the start of a host page to the layer's keys.
+        v_offset: The same to its values; the two blocks must not overlap.
+        k_src: ``[pages, page]``, the layer's keys; each row is read from byte 0.
+        v_src: ``[pages, page]``, the layer's values.
+        src_rows: ``[n]`` rows of ``k_src`` and ``v_src``.
+        nbytes: Bytes of one layer's keys (and of its values) in a page.
+
+    Raises:
+        ValueError: if a row, an offset or a size lies outside; nothing is copied.
+    """
+    to = _as_bytes("dst", dst)
+    k_frm, v_frm = _as_bytes("k_src", k_src), _as_bytes("v_src", v_src)
+    to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
+    _check_pairs(to_rows, from_rows)
+    _check_block("dst", to, to_rows, k_offset, nbytes)
+    _check_block("dst", to, to_rows, v_offset, nbytes)
+    _check_block("k_src", k_frm, from_rows, 0, nbytes)
+    _check_block("v_src", v_frm, from_rows, 0, nbytes)
+    load_backend().gather_layer(
+        to, to_rows, k_offset, v_offset, k_frm, v_frm, from_rows, nbytes
+    )
+
+
+def _as_bytes(name: str, array: npt.NDArray[Any]) -> _Bytes:
+    if array.ndim != 2 or not array.flags.c_contiguous:
+        raise ValueError(f"{name} must be a 2-D C-contiguous array")
+    return array.view(np.uint8)
+
+
+def _as_rows(name: str, rows: npt.ArrayLike) -> _Rows:
+    array = np.asarray(rows)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a 1-D array of row numbers")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _check_pairs(to_rows: _Rows, from_rows: _Rows) -> None:
+    if to_rows.size != from_rows.size:
+        raise ValueError(
+            f"dst_rows and src_rows differ in length: {to_rows.size}, {from_rows.size}"
+        )
+
+
+def _check_block(
+    name: str, data: _Bytes, rows: _Rows, offset: int, nbytes: int
+) -> None:
+    num_rows, row_bytes = data.shape
+    if offset < 0 or nbytes < 0 or offset + nbytes > row_bytes:
+        raise ValueError(
+            f"bytes {offset} to {offset + nbytes} lie outside a row of {name}, "
+            f"which has {row_bytes}"
+        )
+    if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
+        raise ValueError(f"a row number lies outside {name}, which has {num_rows} rows")

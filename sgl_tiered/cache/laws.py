@@ -1,0 +1,155 @@
+"""The laws of the cache, checked from scratch: slow, for tests and when in doubt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from sgl_tiered.cache.index import Node
+from sgl_tiered.cache.store import PageStore
+from sgl_tiered.cache.table import FREE, IN_FLIGHT, LOADING, READY
+from sgl_tiered.core.plans import Int64s
+
+__all__ = ["check_laws", "state_digest"]
+
+
+def check_laws(
+    store: PageStore,
+    loads: Sequence[Int64s],
+    demote_reads: Sequence[Int64s],
+    writes: Sequence[Int64s],
+) -> None:
+    """Assert that table, index, slots and plans agree.
+
+    Args:
+        store: what to check.
+        loads: entries that loads under way read.
+        demote_reads: entries that demotes under way read.
+        writes: entries that plans under way write.
+    """
+    _check_slots(store)
+    _check_entries(store, loads, demote_reads, writes)
+    _check_index(store)
+
+
+def _check_slots(store: PageStore) -> None:
+    table = store.table
+    live = np.flatnonzero(table.state != FREE)
+    for number, slots in enumerate(table.slots):
+        name = table.tiers[number].label
+        assert slots.used_slots + slots.free_slots == slots.capacity, name
+        addresses = table.address[live[table.tier[live] == number]]
+        assert len(np.unique(addresses)) == len(addresses), f"{name}: a shared slot"
+        assert len(addresses) == slots.used_slots, (
+            f"{name}: {len(addresses)} copies in {slots.used_slots} used slots"
+        )
+        assert not slots.is_free(addresses).any(), f"{name}: a copy in a free slot"
+        everywhere = slots.is_free(np.arange(slots.capacity))
+        num_free = int(np.count_nonzero(everywhere))
+        assert num_free == slots.free_slots, (name, num_free, slots.free_slots)
+    used_entries = table.entries.used_slots
+    assert used_entries == len(live), (used_entries, len(live))
+
+
+def _check_entries(
+    store: PageStore,
+    loads: Sequence[Int64s],
+    demote_reads: Sequence[Int64s],
+    writes: Sequence[Int64s],
+) -> None:
+    table = store.table
+    live = np.flatnonzero(table.state != FREE)
+    copies = np.bincount(table.entry_row[live], minlength=table.rows.capacity)
+    assert (copies == table.copies).all(), "copies per page miscounted"
+    pins = np.zeros(table.entries.capacity, np.int64)
+    for entries in [*loads, *demote_reads]:
+        pins[entries] += 1
+    assert (pins == table.pins).all(), f"{pins.sum()} pins, table {table.pins.sum()}"
+    written = np.zeros(table.entries.capacity, np.bool_)
+    for entries in writes:
+        written[entries] = True
+    assert (written == (table.state == IN_FLIGHT)).all(), "flights and plans differ"
+    busy = (table.pins > 0) | (table.state == IN_FLIGHT)
+    assert (busy | ~table.doomed | (table.state == FREE)).all(), "doomed yet unused"
+    loading = np.zeros(table.rows.capacity, np.bool_)
+    for entries in loads:
+        loading[table.entry_row[entries]] = True
+    detached = ~table.in_index
+    unbound = [node is None for node in table.node]
+    assert (detached == unbound).all(), "in_index and node differ"
+    flagged = (table.flags & LOADING) != 0
+    assert (flagged == (loading & ~detached)).all(), "pages marked loading differ"
+    for number, column in enumerate(table.entry_of):
+        rows = np.flatnonzero(column >= 0)
+        entries = column[rows].astype(np.int64)
+        assert (table.entry_row[entries] == rows).all(), "entry of another page"
+        assert (table.tier[entries] == number).all(), "entry of another tier"
+        assert (table.state[entries] != FREE).all(), "entry that is free"
+        ready = (table.state[entries] == READY) & ~table.doomed[entries]
+        shown = np.zeros(table.rows.capacity, np.bool_)
+        shown[rows[ready]] = True
+        flags = (table.flags >> number & 1) == 1
+        assert (flags == shown).all(), f"flags of {table.tiers[number].label} differ"
+
+
+def _check_index(store: PageStore) -> None:
+    table, index = store.table, store.index
+    seen = np.zeros(table.rows.capacity, np.int64)
+    below: dict[Node, list[int]] = {}
+    # Children first, so that the counts below a node are known when it comes.
+    for node in list(index.nodes())[::-1]:
+        rows = node.rows
+        assert len(rows), "a node without pages"
+        assert len(node.raw) == len(rows) * store.page_bytes, "tokens and rows differ"
+        seen[rows] += 1
+        assert all(holder is node for holder in table.node[rows]), "row of another"
+        known = table.key_known[rows]
+        assert known.all() or not known.any(), "keys known for a part of a run"
+        parent = node.parent
+        assert parent is not None
+        first = node.raw[: store.page_bytes]
+        assert parent.children.get(first) is node, "not its parent's child"
+        assert node.first_page == parent.first_page + len(parent.rows), "gap in a path"
+        assert node.children or table.copies[rows[-1]], "an unreachable last page"
+        counted = below.pop(node, [0] * len(store.tiers))
+        assert counted == node.below, (counted, node.below)
+        above = below.setdefault(parent, [0] * len(store.tiers))
+        for number in range(len(store.tiers)):
+            resident = int(np.count_nonzero(table.entry_of[number][rows] >= 0))
+            assert resident == node.resident[number], (resident, node.resident)
+            above[number] += counted[number] + resident
+            if node.is_leaf(number):
+                assert node.queued[number], "a leaf that no evictor knows"
+    for root, counted in below.items():
+        assert root.below == counted, (root.below, counted)
+    assert seen.max(initial=0) <= 1, "a page in two runs"
+    used = ~table.rows.is_free(np.arange(table.rows.capacity))
+    detached = used & (seen == 0)
+    assert not (seen.astype(np.bool_) & ~used).any(), "a free row in the index"
+    assert (table.copies[detached] > 0).all(), "a row that nobody needs"
+
+
+def state_digest(store: PageStore) -> bytes:
+    """Return 16 bytes over pages, copies and recency, in an order of contents."""
+    table = store.table
+    parts = []
+    for node in store.index.nodes():
+        copies = b"".join(
+            np.where(column[node.rows] >= 0, table.address[column[node.rows]], -1)
+            .astype(np.int64)
+            .tobytes()
+            for column in table.entry_of
+        )
+        flags = table.flags[node.rows].tobytes()
+        facts = (node.access_sequence, node.insert_sequence, node.num_hits)
+        place = node.digest + node.first_page.to_bytes(8, "little")
+        parts.append(place + node.raw + copies + flags + repr(facts).encode())
+    digest = hashlib.blake2b(digest_size=16)
+    for part in sorted(parts):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    for slots in table.slots:
+        digest.update(slots.free_slots.to_bytes(8, "little"))
+    return digest.digest()

@@ -1,0 +1,70 @@
+"""What the cache has done so far, in pages; a frozen value for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sgl_tiered.core.ids import TierId
+
+__all__ = ["CacheStats", "StatsCounters"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counters since the start; mappings have one number per tier.
+
+    Attributes:
+        num_lookups: lookups answered, PENDING ones included.
+        num_pending: lookups answered PENDING.
+        num_refused_loads: decisions that no longer held when they were committed.
+        num_refused_offload_pages: pages that found no room in the first tier.
+        pages_loaded: pages landed on the device, by the tier they came from.
+        pages_stored: pages that got a copy in the tier.
+        pages_evicted: copies dropped to make room.
+        pages_bad: copies dropped because their bytes were wrong or unreadable.
+        pages_failed: copies that did not arrive in the tier.
+        pages_adopted: copies taken over from a former process.
+    """
+
+    num_lookups: int
+    num_pending: int
+    num_refused_loads: int
+    num_refused_offload_pages: int
+    pages_loaded: Mapping[TierId, int]
+    pages_stored: Mapping[TierId, int]
+    pages_evicted: Mapping[TierId, int]
+    pages_bad: Mapping[TierId, int]
+    pages_failed: Mapping[TierId, int]
+    pages_adopted: Mapping[TierId, int]
+
+
+class StatsCounters:
+    """The counters behind ``CacheStats``."""
+
+    def __init__(self, tiers: tuple[TierId, ...]) -> None:
+        self.num_lookups = 0
+        self.num_pending = 0
+        self.num_refused_loads = 0
+        self.num_refused_offload_pages = 0
+        self.loaded = dict.fromkeys(tiers, 0)
+        self.stored = dict.fromkeys(tiers, 0)
+        self.evicted = dict.fromkeys(tiers, 0)
+        self.bad = dict.fromkeys(tiers, 0)
+        self.failed = dict.fromkeys(tiers, 0)
+        self.adopted = dict.fromkeys(tiers, 0)
+
+    def freeze(self) -> CacheStats:
+        """Return the counters as they are now."""
+        return CacheStats(
+            num_lookups=self.num_lookups,
+            num_pending=self.num_pending,
+            num_refused_loads=self.num_refused_loads,
+            num_refused_offload_pages=self.num_refused_offload_pages,
+            pages_loaded=dict(self.loaded),
+            pages_stored=dict(self.stored),
+            pages_evicted=dict(self.evicted),
+            pages_bad=dict(self.bad),
+            pages_failed=dict(self.failed),
+            pages_adopted=dict(self.adopted),
+        )

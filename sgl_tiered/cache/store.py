@@ -1,0 +1,209 @@
+"""Pages and their copies: the table, the index and the evictors kept in step.
+
+The one place where copies come and go. It decides nothing: ``TieredCache`` does, with
+the planner and the policies. Every operation that may leave pages without a copy marks
+their nodes; ``settle`` lets those pages go, at the end of the public operation, so that
+a path stays valid while it is worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from sgl_tiered.cache.config import CacheConfig
+from sgl_tiered.cache.evictor import Evictor
+from sgl_tiered.cache.index import Node, RadixIndex
+from sgl_tiered.cache.stats import StatsCounters
+from sgl_tiered.cache.table import CacheTable
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import page_keys
+from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt64s
+from sgl_tiered.policies.eviction.base import EvictionPolicy
+
+__all__ = ["PageStore"]
+
+TOKEN_BYTES = 4
+
+
+class PageStore:
+    """Table, index, evictors and counters of one cache."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        eviction: Mapping[TierId, EvictionPolicy],
+        clock: Clock,
+    ) -> None:
+        layout = config.layout
+        self.tiers = tuple(tier.tier for tier in config.tiers)
+        self.page_tokens = layout.page_tokens
+        self.page_bytes = layout.page_tokens * TOKEN_BYTES
+        self.table = CacheTable(
+            self.tiers,
+            tuple(tier.num_slots for tier in config.tiers),
+            layout.num_layers,
+            layout.page_bytes,
+        )
+        self.index = RadixIndex(self.table, self.page_bytes, self._push_leaf)
+        self.evictors = [
+            Evictor(self.table, number, eviction[tier])
+            for number, tier in enumerate(self.tiers)
+        ]
+        self.counters = StatsCounters(self.tiers)
+        self._clock = clock
+        self._sequence = 0
+        self._unsettled: list[Node] = []
+
+    # Recency.
+
+    def touch(self, path: Sequence[Node]) -> None:
+        """Note an access to all pages of a path."""
+        self._sequence += 1
+        now_s = self._clock.now()
+        for node in path:
+            node.access_sequence = self._sequence
+            node.last_access_s = now_s
+
+    def add_pages(self, parent: Node, raw: bytes) -> Node:
+        """Add pages without copies after ``parent``, as of the last access."""
+        rows = self.table.alloc_rows(len(raw) // self.page_bytes)
+        node = self.index.add(parent, raw, rows)
+        node.access_sequence = self._sequence
+        node.insert_sequence = self._sequence
+        node.last_access_s = node.inserted_s = self._clock.now()
+        self._unsettled.append(node)
+        return node
+
+    # Copies.
+
+    def make_room(
+        self,
+        tier: int,
+        num_slots: int,
+        *,
+        protected: Collection[Node] = (),
+        below: float | None = None,
+    ) -> int:
+        """Evict as needed and possible; return how many of the slots can be had."""
+        free = self.table.slots[tier].free_slots
+        if free >= num_slots:
+            return num_slots
+        victims = self.evictors[tier].select(
+            num_slots - free, protected=protected, below=below
+        )
+        column = self.table.entry_of[tier]
+        for victim in victims:
+            gone = self.table.discard(column[victim.rows].astype(np.int64))
+            assert len(gone) == len(victim.rows), "a victim was in use"
+            self.index.change_node(tier, victim.node, -len(gone))
+            self._unsettled.append(victim.node)
+            self.counters.evicted[self.tiers[tier]] += len(gone)
+        return min(num_slots, self.table.slots[tier].free_slots)
+
+    def start_copies(self, tier: int, rows: Int32s) -> Int64s:
+        """Begin copies of pages in a tier with room; return their addresses."""
+        addresses = self.table.slots[tier].alloc(len(rows))
+        assert addresses is not None, f"no room for {len(rows)} copies"
+        self.table.add_copies(tier, rows, addresses)
+        self.index.change(tier, rows, 1)
+        return addresses
+
+    def land_copies(
+        self, tier: int, rows: Int32s, entries: Int64s, ok: Bools, sums: UInt64s
+    ) -> int:
+        """End the flight of copies, some of which may have failed.
+
+        Args:
+            tier: where they were to go.
+            rows: the pages.
+            entries: their entries, from when the flight began.
+            ok: which arrived.
+            sums: their checksums, empty where none were computed.
+
+        Returns:
+            How many arrived.
+        """
+        num_ok = int(np.count_nonzero(ok))
+        whole = num_ok == len(ok)
+        good = entries if whole else entries[ok]
+        if len(good):
+            checksums = None
+            if len(sums):
+                checksums = sums if whole else sums[ok]
+            self.note_gone(tier, self.table.mark_ready(good, checksums))
+        if not whole:
+            self.note_gone(tier, self.table.fail_flight(entries[~ok]))
+        self.counters.stored[self.tiers[tier]] += num_ok
+        self.counters.failed[self.tiers[tier]] += len(ok) - num_ok
+        return num_ok
+
+    def discard(self, tier: int, entries: Int64s) -> None:
+        """Drop copies now, or as soon as nobody uses them."""
+        self.note_gone(tier, self.table.discard(entries))
+
+    def unpin(self, tier: int, entries: Int64s) -> None:
+        """Undo a pin; doomed copies go."""
+        self.note_gone(tier, self.table.unpin(entries))
+
+    def note_gone(self, tier: int, rows: Int32s) -> None:
+        """Account for copies that the table has dropped in one tier."""
+        if not len(rows):
+            return
+        self._unsettled += self.index.change(tier, rows, -1)
+        # Pages that were reset away are in no tree: their rows go with the copies.
+        table = self.table
+        detached = ~table.in_index[rows] & (table.copies[rows] == 0)
+        if detached.any():
+            table.free_rows(rows[detached])
+
+    def settle(self) -> None:
+        """Let pages without copies go; the end of every public operation."""
+        while self._unsettled:
+            self.index.prune(self._unsettled.pop())
+
+    def clear(self) -> None:
+        """Forget every page; slots in use stay taken until their users end."""
+        table = self.table
+        live = np.flatnonzero(~table.rows.is_free(np.arange(table.rows.capacity)))
+        table.bind(live, None)
+        table.flags[live] = 0
+        self._unsettled.clear()
+        self.index.clear()
+        for evictor in self.evictors:
+            evictor.clear()
+        for tier in range(len(self.tiers)):
+            column = table.entry_of[tier][live]
+            table.discard(column[column >= 0].astype(np.int64))
+        idle = live[table.copies[live] == 0]
+        table.free_rows(idle.astype(np.int32))
+
+    # Keys.
+
+    def derive_keys(self, path: Sequence[Node]) -> None:
+        """Derive the page keys of a path from the root on; once per page."""
+        table = self.table
+        for node in path:
+            if table.key_known[node.rows[-1]]:
+                continue
+            parent_key = self.key_before(node)
+            tokens = np.frombuffer(node.raw, np.int32)
+            # A run that was cut off a known one would be known: all or none is.
+            table.keys[node.rows] = page_keys(parent_key, tokens, self.page_tokens)
+            table.key_known[node.rows] = True
+
+    def key_before(self, node: Node) -> bytes:
+        """Return the key of the page before a run; the digest before the first."""
+        parent = node.parent
+        assert parent is not None, "a root has no page before it"
+        if not len(parent.rows):
+            return node.digest
+        row = parent.rows[-1]
+        assert self.table.key_known[row], "keys are derived from the root on"
+        key: bytes = self.table.keys[row].tobytes()
+        return key
+
+    def _push_leaf(self, tier: int, node: Node) -> None:
+        self.evictors[tier].push(node)

@@ -1,0 +1,320 @@
+"""The cache table: which copies of which pages exist, where, and in what state.
+
+Two sets of columns (numpy, grown by doubling). A *row* stands for a page. An *entry*
+is one copy of a page's layer span: tier, address, bytes, representation, encoding,
+checksum, pins and state. ``entry_of[t][row]`` finds in O(1) the copy that spans all
+layers as raw KV in tier number ``t`` (the position in the configuration, fastest
+first); other entries exist beside it and are found by ``entries_of``. The table owns
+the slots of the tiers: an entry exists exactly as long as its slot is in use.
+
+A copy in use (pinned, or in flight) that is to go is *doomed*: out of sight at once,
+and freed when its last user ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.cache.slots import SlotAllocator
+from sgl_tiered.core.ids import Encoding, Representation, TierId
+from sgl_tiered.core.keys import KEY_BYTES
+from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt8s, UInt64s
+
+__all__ = ["FREE", "IN_FLIGHT", "LOADING", "READY", "CacheTable"]
+
+FREE, IN_FLIGHT, READY = 0, 1, 2
+"""States of an entry."""
+LOADING = 0x80
+"""Bit of ``flags``: a load of this page is under way. Bit t: ready copy in tier t."""
+
+_FIRST_CAPACITY = 1024
+
+
+class CacheTable:
+    """Columns of rows and entries, and the slots of the tiers.
+
+    Args:
+        tiers: the tiers, fastest first.
+        num_slots: capacity of each, in pages.
+        num_layers: layers of the model; an entry of fewer is not a whole copy.
+        page_bytes: bytes of a whole page.
+
+    Attributes:
+        flags: uint8 per row, see ``LOADING``.
+        copies: uint8 per row, its entries in all tiers and states.
+        node: object per row, the node of the radix index that holds it, or None.
+        in_index: bool per row, whether a node holds it.
+        born: int64 per row, ``version`` when it was allocated.
+        keys, key_known: page key per row, once derived.
+        entry_of: per tier, int32 per row, -1 for none.
+        version: grows with every change that can make a decision stale.
+    """
+
+    def __init__(
+        self,
+        tiers: tuple[TierId, ...],
+        num_slots: tuple[int, ...],
+        num_layers: int,
+        page_bytes: int,
+    ) -> None:
+        self.tiers = tiers
+        self.num_layers = num_layers
+        self.page_bytes = page_bytes
+        self.version = 0
+        self.slots = [SlotAllocator(n) for n in num_slots]
+        # Bounded by the capacity, unlike a list that nobody may ever take.
+        self._forgotten = [np.zeros(n, np.bool_) for n in num_slots]
+        self._num_forgotten = [0] * len(tiers)
+        self.rows = SlotAllocator(_FIRST_CAPACITY)
+        self.entries = SlotAllocator(_FIRST_CAPACITY)
+        n = _FIRST_CAPACITY
+        self.flags: UInt8s = np.zeros(n, np.uint8)
+        self.copies: UInt8s = np.zeros(n, np.uint8)
+        self.node: npt.NDArray[Any] = np.full(n, None, dtype=object)
+        self.in_index: Bools = np.zeros(n, np.bool_)
+        self.born: Int64s = np.zeros(n, np.int64)
+        self.keys: UInt8s = np.zeros((n, KEY_BYTES), np.uint8)
+        self.key_known: Bools = np.zeros(n, np.bool_)
+        self.entry_of: list[Int32s] = [np.full(n, -1, np.int32) for _ in tiers]
+        self.entry_row: Int32s = np.full(n, -1, np.int32)
+        self.layer_start: npt.NDArray[np.uint16] = np.zeros(n, np.uint16)
+        self.layer_stop: npt.NDArray[np.uint16] = np.zeros(n, np.uint16)
+        self.representation: UInt8s = np.zeros(n, np.uint8)
+        self.encoding: UInt8s = np.zeros(n, np.uint8)
+        self.tier: UInt8s = np.zeros(n, np.uint8)
+        self.address: Int64s = np.full(n, -1, np.int64)
+        self.num_bytes: Int64s = np.zeros(n, np.int64)
+        self.checksum: UInt64s = np.zeros(n, np.uint64)
+        self.pins: npt.NDArray[np.int32] = np.zeros(n, np.int32)
+        self.state: UInt8s = np.zeros(n, np.uint8)
+        self.doomed: Bools = np.zeros(n, np.bool_)
+
+    # Rows.
+
+    def alloc_rows(self, num_rows: int) -> Int32s:
+        """Return rows for new pages: no copies, no key, no node."""
+        if num_rows > self.rows.free_slots:
+            self._grow_rows(self.rows.used_slots + num_rows)
+        taken = self.rows.alloc(num_rows)
+        assert taken is not None, f"no {num_rows} rows after growth"
+        self.version += 1
+        self.born[taken] = self.version
+        self.key_known[taken] = False
+        return taken.astype(np.int32)
+
+    def free_rows(self, rows: Int32s) -> None:
+        """Give back rows without copies."""
+        num_copies = int(self.copies[rows].sum())
+        assert num_copies == 0, f"{len(rows)} rows freed with {num_copies} copies"
+        self.bind(rows, None)
+        self.flags[rows] = 0
+        self.version += 1
+        self.rows.free(rows.astype(np.int64))
+
+    def bind(self, rows: Int32s | Int64s, node: object) -> None:
+        """Note which node of the index holds the rows; None for none."""
+        self.node[rows] = node
+        self.in_index[rows] = node is not None
+
+    # Entries.
+
+    def add_copies(
+        self,
+        tier: int,
+        rows: Int32s,
+        addresses: Int64s,
+        *,
+        layers: tuple[int, int] | None = None,
+        representation: Representation = Representation.KV,
+        encoding: Encoding = Encoding.RAW,
+        num_bytes: int | None = None,
+    ) -> Int64s:
+        """Make IN_FLIGHT entries for rows at allocated slots; return the entries.
+
+        Args:
+            tier: number of the tier.
+            rows: the pages, each at most once.
+            addresses: their slots, taken from ``slots[tier]``.
+            layers: first and one past the last layer; None for all.
+            representation: what the copies hold.
+            encoding: how they are written.
+            num_bytes: bytes of each; None for a whole page.
+        """
+        start, stop = layers or (0, self.num_layers)
+        assert 0 <= start < stop <= self.num_layers, (start, stop, self.num_layers)
+        if len(rows) > self.entries.free_slots:
+            self._grow_entries(self.entries.used_slots + len(rows))
+        new = self.entries.alloc(len(rows))
+        assert new is not None, f"no {len(rows)} entries after growth"
+        self.entry_row[new] = rows
+        self.layer_start[new] = start
+        self.layer_stop[new] = stop
+        self.representation[new] = representation
+        self.encoding[new] = encoding
+        self.tier[new] = tier
+        self.address[new] = addresses
+        self.num_bytes[new] = self.page_bytes if num_bytes is None else num_bytes
+        self.checksum[new] = 0
+        self.pins[new] = 0
+        self.state[new] = IN_FLIGHT
+        self.doomed[new] = False
+        self.copies[rows] += np.uint8(1)
+        if (
+            stop - start == self.num_layers
+            and representation == Representation.KV
+            and encoding == Encoding.RAW
+        ):
+            column = self.entry_of[tier]
+            assert (column[rows] < 0).all(), "a second whole copy in one tier"
+            column[rows] = new
+        forgotten = self._forgotten[tier]
+        # The new copy's record replaces the old one: nothing is left to forget.
+        self._num_forgotten[tier] -= int(np.count_nonzero(forgotten[addresses]))
+        forgotten[addresses] = False
+        self.version += 1
+        return new
+
+    def entries_of(self, row: int) -> Int64s:
+        """Return all entries of a row, of part of the layers too; O(entries)."""
+        return np.flatnonzero((self.entry_row == row) & (self.state != FREE))
+
+    def mark_ready(self, entries: Int64s, checksums: UInt64s | None = None) -> Int32s:
+        """End the flight of entries; return the rows of doomed ones, freed now."""
+        assert (self.state[entries] == IN_FLIGHT).all(), "landed without a flight"
+        self.state[entries] = READY
+        if checksums is not None:
+            self.checksum[entries] = checksums
+        self.version += 1
+        doomed = self.doomed[entries]
+        if doomed.any():
+            gone = self._free_entries(entries[doomed & (self.pins[entries] == 0)])
+            self._show(entries[~doomed])
+            return gone
+        self._show(entries)
+        return np.zeros(0, np.int32)
+
+    def fail_flight(self, entries: Int64s) -> Int32s:
+        """Free entries whose bytes did not arrive; return their rows."""
+        assert (self.state[entries] == IN_FLIGHT).all(), "failed without a flight"
+        return self._free_entries(entries)
+
+    def pin(self, entries: Int64s) -> None:
+        """Keep entries where they are until as many ``unpin`` calls."""
+        self.pins[entries] += 1
+
+    def unpin(self, entries: Int64s) -> Int32s:
+        """Undo one ``pin``; return the rows of doomed entries, freed now."""
+        assert (self.pins[entries] > 0).all(), "unpinned more often than pinned"
+        self.pins[entries] -= 1
+        doomed = self.doomed[entries]
+        if not doomed.any():
+            return np.zeros(0, np.int32)
+        over = doomed & (self.pins[entries] == 0) & (self.state[entries] == READY)
+        return self._free_entries(entries[over])
+
+    def busy(self, entries: Int64s | Int32s) -> Bools:
+        """Return for each entry whether it is pinned or in flight."""
+        result: Bools = (self.pins[entries] > 0) | (self.state[entries] == IN_FLIGHT)
+        return result
+
+    def discard(self, entries: Int64s) -> Int32s:
+        """Drop copies, those in use when they no longer are.
+
+        Returns:
+            The rows that lost a copy now (one tier each; repeated for several).
+        """
+        busy = self.busy(entries)
+        if busy.any():
+            doomed = entries[busy]
+            self.doomed[doomed] = True
+            self._hide(doomed)
+            entries = entries[~busy]
+        return self._free_entries(entries)
+
+    def take_forgotten(self, tier: int) -> Int64s:
+        """Return the slots freed since the last call and not in use again."""
+        if not self._num_forgotten[tier]:
+            return np.zeros(0, np.int64)
+        forgotten = self._forgotten[tier]
+        addresses = np.flatnonzero(forgotten)
+        forgotten[:] = False
+        self._num_forgotten[tier] = 0
+        return addresses
+
+    def array_bytes(self) -> int:
+        """Return the bytes of all columns and allocators' arrays."""
+        columns = [v for v in vars(self).values() if isinstance(v, np.ndarray)]
+        columns += [*self.entry_of, *self._forgotten]
+        allocators = [*self.slots, self.rows, self.entries]
+        return sum(c.nbytes for c in columns) + sum(9 * a.capacity for a in allocators)
+
+    def _show(self, entries: Int64s) -> None:
+        rows = self.entry_row[entries]
+        for tier, column in enumerate(self.entry_of):
+            whole = rows[column[rows] == entries]
+            if len(whole):
+                self.flags[whole] |= np.uint8(1 << tier)
+
+    def _hide(self, entries: Int64s) -> None:
+        rows = self.entry_row[entries]
+        self.version += 1
+        for tier, column in enumerate(self.entry_of):
+            whole = rows[column[rows] == entries]
+            if len(whole):
+                self.flags[whole] &= np.uint8(0xFF ^ (1 << tier))
+
+    def _free_entries(self, entries: Int64s) -> Int32s:
+        if not len(entries):
+            return np.zeros(0, np.int32)
+        self._hide(entries)
+        rows = self.entry_row[entries]
+        for tier, column in enumerate(self.entry_of):
+            column[rows[column[rows] == entries]] = -1
+            addresses = self.address[entries[self.tier[entries] == tier]]
+            if len(addresses):
+                self.slots[tier].free(addresses)
+                self._forgotten[tier][addresses] = True
+                self._num_forgotten[tier] += len(addresses)
+        np.subtract.at(self.copies, rows, np.uint8(1))
+        self.state[entries] = FREE
+        self.entry_row[entries] = -1
+        self.entries.free(entries)
+        return rows
+
+    def _grow_rows(self, needed: int) -> None:
+        capacity = max(needed, 2 * self.rows.capacity)
+        more = capacity - self.rows.capacity
+        self.rows.grow(capacity)
+        self.flags = _grown(self.flags, more, 0)
+        self.copies = _grown(self.copies, more, 0)
+        self.node = _grown(self.node, more, None)
+        self.in_index = _grown(self.in_index, more, False)
+        self.born = _grown(self.born, more, 0)
+        self.keys = _grown(self.keys, more, 0)
+        self.key_known = _grown(self.key_known, more, False)
+        self.entry_of = [_grown(column, more, -1) for column in self.entry_of]
+
+    def _grow_entries(self, needed: int) -> None:
+        capacity = max(needed, 2 * self.entries.capacity)
+        more = capacity - self.entries.capacity
+        self.entries.grow(capacity)
+        self.entry_row = _grown(self.entry_row, more, -1)
+        self.layer_start = _grown(self.layer_start, more, 0)
+        self.layer_stop = _grown(self.layer_stop, more, 0)
+        self.representation = _grown(self.representation, more, 0)
+        self.encoding = _grown(self.encoding, more, 0)
+        self.tier = _grown(self.tier, more, 0)
+        self.address = _grown(self.address, more, -1)
+        self.num_bytes = _grown(self.num_bytes, more, 0)
+        self.checksum = _grown(self.checksum, more, 0)
+        self.pins = _grown(self.pins, more, 0)
+        self.state = _grown(self.state, more, FREE)
+        self.doomed = _grown(self.doomed, more, False)
+
+
+def _grown(column: npt.NDArray[Any], more: int, fill: object) -> npt.NDArray[Any]:
+    tail = np.full((more, *column.shape[1:]), fill, dtype=column.dtype)
+    return np.concatenate([column, tail])

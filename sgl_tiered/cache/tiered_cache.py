@@ -1,0 +1,544 @@
+"""TieredCache: decides what is kept below the device, where, and what to bring back.
+
+Pure decisions, no I/O: it hands out frozen plans, pipelines carry them out, and the
+results come back through ``finish_*``. What a plan reads is pinned and what it writes
+is set aside until then. All methods are called on one thread, the engine's scheduler
+thread. Expected negatives (miss, full, stale) are values; a broken law is an assertion.
+
+The life of a page: ``plan_offload`` gives it a row and a slot in the first tier,
+``finish_offload`` makes the copy a hit, ``plan_demote`` / ``finish_demote`` add a copy
+in the second tier, ``lookup`` / ``commit_load`` / ``finish_load`` bring it back, and
+eviction or a bad read takes copies away; with the last one the page is gone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from sgl_tiered.cache.adoption import adopt_records
+from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.demotion import Demoter
+from sgl_tiered.cache.index import Node, concat_rows
+from sgl_tiered.cache.laws import check_laws, state_digest
+from sgl_tiered.cache.planner import Planner
+from sgl_tiered.cache.stats import CacheStats
+from sgl_tiered.cache.store import PageStore
+from sgl_tiered.cache.table import LOADING
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.ids import Lookup, TierId
+from sgl_tiered.core.keys import Namespace, page_keys
+from sgl_tiered.core.plans import (
+    Decision,
+    DemotePlan,
+    Int32s,
+    Int64s,
+    LoadPlan,
+    OffloadPlan,
+    PageRecords,
+    TierOccupancy,
+    TransferResult,
+    UInt8s,
+)
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.eviction.base import EvictionPolicy
+
+__all__ = ["CacheConfig", "TierConfig", "TieredCache"]
+
+_MISS, _BUSY = 255, 254
+"""Codes beside the tier ids in the table that maps a row's flags to a source."""
+_NOTHING_FOUND = "no page found"
+_BEING_LOADED = "another request's load of these pages is under way"
+_NO_ROWS = np.zeros(0, np.int32)
+_NO_TIERS = np.zeros(0, np.uint8)
+
+
+class TieredCache:
+    """The table, the index, the planner and the eviction policies as one cache.
+
+    Args:
+        config: tiers, page layout and policies.
+        cost: predicted seconds; knows a link for every tier.
+        eviction: one policy object per tier.
+        clock: time of accesses.
+
+    Raises:
+        ConfigError: a tier without a link or a policy.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        cost: CostModel,
+        eviction: Mapping[TierId, EvictionPolicy],
+        clock: Clock,
+    ) -> None:
+        for tier in config.tiers:
+            if tier.tier not in eviction or tier.tier not in cost.tiers:
+                raise ConfigError(
+                    f"tiers.{tier.tier.label}",
+                    "it has no eviction policy or no link cost",
+                    "give both for every tier",
+                )
+        self._config = config
+        self._tiers = tuple(tier.tier for tier in config.tiers)
+        self._page_tokens = config.layout.page_tokens
+        self._store = PageStore(config, eviction, clock)
+        self._table = self._store.table
+        self._index = self._store.index
+        self._planner = Planner(cost, config.layout, config.load_policy)
+        self._demoter = Demoter(self._store, config)
+        self._sources: dict[int, UInt8s] = {}
+        self._all_tiers = (1 << len(self._tiers)) - 1
+        self._next_plan_id = 1
+        # Plan id -> the entries that it reads (load, demote) and writes.
+        self._loads: dict[int, Int64s] = {}
+        self._offloads: dict[int, Int64s] = {}
+        self._demotes: dict[int, tuple[Int64s, Int64s]] = {}
+        self._sighted: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def config(self) -> CacheConfig:
+        """The settings."""
+        return self._config
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counters since the start."""
+        return self._store.counters.freeze()
+
+    def open_namespace(self, namespace: Namespace) -> bytes:
+        """Make room for a namespace's pages; return its digest. Idempotent."""
+        digest = namespace.digest()
+        self._index.open(digest)
+        return digest
+
+    # Device <- tiers.
+
+    def lookup(
+        self,
+        digest: bytes,
+        tokens: Int32s,
+        first_page: int,
+        *,
+        max_pages: int | None = None,
+        tiers_allowed: Collection[TierId] | None = None,
+    ) -> Decision:
+        """Say what to do about the prompt's pages from ``first_page`` on.
+
+        Changes nothing but the pages' recency, so it may be asked again and again.
+
+        Args:
+            digest: an open namespace.
+            tokens: int32, the prompt; a last partial page is left out.
+            first_page: pages that the device has.
+            max_pages: most pages to load (``first_page`` does not count).
+            tiers_allowed: tiers that may be read now; None for all.
+        """
+        store, table = self._store, self._table
+        path = self._index.walk(self._index.root(digest), _raw(tokens))
+        store.touch(path)
+        store.counters.num_lookups += 1
+        rows = concat_rows(path)[first_page:]
+        if max_pages is not None:
+            rows = rows[:max_pages]
+        if not len(rows):
+            return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
+        # take() does the same as indexing, in half the time.
+        tiers = self._sources_for(tiers_allowed).take(table.flags.take(rows))
+        stops = tiers >= _BUSY
+        num_found = int(stops.argmax())
+        if not stops[num_found]:
+            num_found = len(rows)
+        elif num_found == 0:
+            if tiers[0] == _BUSY:
+                store.counters.num_pending += 1
+                return self._no_pages(Lookup.PENDING, first_page, _BEING_LOADED)
+            return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
+        tiers = tiers[:num_found]
+        choice = self._planner.choose(tiers, first_page, len(tokens))
+        num_pages = choice.num_pages
+        return Decision(
+            lookup=Lookup.HIT if num_pages else Lookup.MISS,
+            first_page=first_page,
+            num_pages=num_pages,
+            num_found=num_found,
+            # A copy: one node's rows would be the index's own array.
+            pages=rows[:num_pages].copy(),
+            tiers=tiers[:num_pages],
+            load_s=choice.load_s,
+            recompute_s=choice.recompute_s,
+            reason=choice.reason,
+            version=table.version,
+        )
+
+    def commit_load(self, decision: Decision) -> LoadPlan | None:
+        """Pin the sources of a decision and mark its pages as being loaded.
+
+        Returns:
+            None where there is nothing to load or a source is gone or being loaded
+            by another plan since the decision: look up again.
+        """
+        if not decision.num_pages:
+            return None
+        table, rows = self._table, decision.pages
+        if table.version != decision.version and not self._still_holds(decision):
+            self._store.counters.num_refused_loads += 1
+            return None
+        entries = self._source_entries(rows, decision.tiers)
+        table.pin(entries)
+        table.flags[rows] |= np.uint8(LOADING)
+        table.version += 1
+        plan = LoadPlan(
+            plan_id=self._take_plan_id(),
+            first_page=decision.first_page,
+            pages=rows,
+            tiers=decision.tiers,
+            addresses=table.address[entries],
+            checksums=table.checksum[entries],
+            predicted_s=decision.load_s,
+        )
+        self._loads[plan.plan_id] = entries
+        return plan
+
+    def finish_load(
+        self, plan: LoadPlan, *, landed: bool, bad_pages: Int32s | None = None
+    ) -> None:
+        """Take note of the end of a load, whichever way it ended.
+
+        Args:
+            plan: from ``commit_load``; finishing it twice is a broken invariant.
+            landed: whether the pages are on the device.
+            bad_pages: positions in the plan whose bytes were wrong or unreadable;
+                these copies are dropped.
+        """
+        entries = self._loads.pop(plan.plan_id, None)
+        assert entries is not None, f"load {plan.plan_id} is not under way"
+        store, table = self._store, self._table
+        table.flags[plan.pages] &= np.uint8(0xFF ^ LOADING)
+        table.version += 1
+        bad = np.zeros(len(entries), np.bool_)
+        if bad_pages is not None:
+            bad[bad_pages] = True
+        for number, tier in enumerate(self._tiers):
+            mine = plan.tiers == tier
+            if not mine.any():
+                continue
+            if bad_pages is not None:
+                # Doomed while still pinned, so that unpinning drops them.
+                store.discard(number, entries[mine & bad])
+                store.counters.bad[tier] += int(np.count_nonzero(mine & bad))
+            store.unpin(number, entries[mine])
+            if landed:
+                store.counters.loaded[tier] += int(np.count_nonzero(mine & ~bad))
+        if landed:
+            for node in set(table.node[plan.pages].tolist()) - {None}:
+                node.num_hits += 1
+        store.settle()
+
+    # Device -> first tier.
+
+    def plan_offload(
+        self, digest: bytes, tokens: Int32s, *, max_pages: int | None = None
+    ) -> OffloadPlan | None:
+        """Plan copies in the first tier for the prompt's pages that lack one.
+
+        Call it once per request and whenever more of its pages are computed: with the
+        write policy ``selective`` every call is a sighting.
+
+        Args:
+            digest: an open namespace.
+            tokens: int32, a prompt whose pages are all on the device; a last partial
+                page is left out.
+            max_pages: most pages to copy.
+
+        Returns:
+            As many of the leading missing pages as there can be room for; None where
+            that is none.
+        """
+        store, table = self._store, self._table
+        raw = _raw(tokens)
+        num_pages = len(raw) // store.page_bytes
+        root = self._index.root(digest)
+        path = self._index.walk(root, raw)
+        store.touch(path)
+        known = concat_rows(path)
+        positions = np.flatnonzero(table.entry_of[0][known] < 0)
+        num_new = num_pages - len(known)
+        if num_new and self._config.write_policy == "selective":
+            num_new = self._num_sighted(path, digest, tokens, len(known), num_pages)
+        if num_new:
+            new = np.arange(len(known), len(known) + num_new)
+            positions = np.concatenate([positions, new])
+        if max_pages is not None:
+            positions = positions[:max_pages]
+        if not len(positions):
+            return None
+        wanted = len(positions)
+        # The prompt's own pages are not evicted for its later ones.
+        positions = positions[: store.make_room(0, wanted, protected=set(path))]
+        store.counters.num_refused_offload_pages += wanted - len(positions)
+        if not len(positions):
+            store.settle()
+            return None
+        rows = known
+        num_added = int(positions[-1]) + 1 - len(known)
+        if num_added > 0:
+            start = len(known) * store.page_bytes
+            stop = start + num_added * store.page_bytes
+            added = store.add_pages(path[-1] if path else root, raw[start:stop])
+            rows = np.concatenate([known, added.rows])
+        rows = rows[positions]
+        addresses = store.start_copies(0, rows)
+        store.settle()
+        plan = OffloadPlan(
+            plan_id=self._take_plan_id(),
+            tier=self._tiers[0],
+            positions=positions.astype(np.int32),
+            pages=rows,
+            addresses=addresses,
+        )
+        self._offloads[plan.plan_id] = table.entry_of[0][rows].astype(np.int64)
+        return plan
+
+    def finish_offload(self, plan: OffloadPlan, result: TransferResult) -> None:
+        """Make the copies that arrived hits, and drop the others."""
+        entries = self._offloads.pop(plan.plan_id, None)
+        assert entries is not None, f"offload {plan.plan_id} is not under way"
+        num_ok = self._store.land_copies(
+            0, plan.pages, entries, result.ok, result.checksums
+        )
+        if num_ok:
+            self._demoter.offer(plan.pages[result.ok])
+        self._store.settle()
+
+    # First tier -> second tier.
+
+    def plan_demote(self, max_pages: int) -> DemotePlan | None:
+        """Plan copies in the second tier for up to ``max_pages`` pages.
+
+        Which ones follows from ``demote_policy``; room is made by evicting there what
+        its policy values less. Derives the page keys that are not known yet. None
+        where there is nothing to do now.
+        """
+        batch = self._demoter.choose(max_pages)
+        if batch is None:
+            self._store.settle()
+            return None
+        store, table = self._store, self._table
+        rows = batch.rows
+        records = self._demoter.records(batch)
+        sources = table.entry_of[0][rows].astype(np.int64)
+        table.pin(sources)
+        addresses = store.start_copies(1, rows)
+        store.settle()
+        records = PageRecords(
+            namespace=records.namespace,
+            keys=records.keys,
+            parents=records.parents,
+            tokens=records.tokens,
+            checksums=records.checksums,
+            addresses=addresses,
+        )
+        plan = DemotePlan(
+            plan_id=self._take_plan_id(),
+            source=self._tiers[0],
+            target=self._tiers[1],
+            pages=rows,
+            source_addresses=table.address[sources],
+            target_addresses=addresses,
+            records=records,
+        )
+        targets = table.entry_of[1][rows].astype(np.int64)
+        self._demotes[plan.plan_id] = (sources, targets)
+        return plan
+
+    def finish_demote(self, plan: DemotePlan, result: TransferResult) -> None:
+        """Make the copies that arrived hits, drop the others, release the sources."""
+        entries = self._demotes.pop(plan.plan_id, None)
+        assert entries is not None, f"demote {plan.plan_id} is not under way"
+        sources, targets = entries
+        self._store.land_copies(1, plan.pages, targets, result.ok, result.checksums)
+        self._store.unpin(0, sources)
+        self._store.settle()
+
+    # Whole tiers.
+
+    def adopt(self, tier: TierId, records: PageRecords) -> tuple[int, Int64s]:
+        """Take over copies that a former process left in a tier.
+
+        A page is refused where its namespace is not open, its key does not follow from
+        its parent's key and its tokens, its parent is unknown, or its slot or its copy
+        is there already.
+
+        Returns:
+            How many were adopted, and the addresses that were refused.
+        """
+        number = self._tiers.index(tier)
+        num_adopted, refused = adopt_records(self._store, number, records)
+        self._store.counters.adopted[tier] += num_adopted
+        self._store.settle()
+        return num_adopted, refused
+
+    def drop_tier(self, tier: TierId) -> Int64s:
+        """Forget every copy in a tier; those in use as soon as they no longer are.
+
+        Returns:
+            The addresses that are free now; ``take_forgotten`` tells the later ones.
+        """
+        number = self._tiers.index(tier)
+        column = self._table.entry_of[number]
+        entries = column[column >= 0].astype(np.int64)
+        before = self._table.take_forgotten(number)
+        self._store.discard(number, entries)
+        self._store.settle()
+        dropped = self._table.take_forgotten(number)
+        return np.union1d(before, dropped)
+
+    def reset(self) -> None:
+        """Forget every page. Plans under way finish into nothing, and their slots
+        are not used again before that."""
+        self._demoter.clear()
+        self._sighted.clear()
+        self._store.clear()
+
+    def take_forgotten(self, tier: TierId) -> Int64s:
+        """Return the addresses freed since the last call, for ``Tier.forget``.
+
+        An address that is in use again is left out: the new copy's record takes the
+        old one's place. So call it, and forget, before the next store is submitted.
+        """
+        return self._table.take_forgotten(self._tiers.index(tier))
+
+    def occupancy(self, tier: TierId) -> TierOccupancy:
+        """Return the use of a tier's slots; pinned ones include those in flight."""
+        number = self._tiers.index(tier)
+        slots, table = self._table.slots[number], self._table
+        column = table.entry_of[number]
+        pinned = table.busy(column[column >= 0])
+        return TierOccupancy(
+            capacity_slots=slots.capacity,
+            used_slots=slots.used_slots,
+            free_slots=slots.free_slots,
+            pinned_slots=int(np.count_nonzero(pinned)),
+            slot_bytes=self._config.layout.slot_bytes,
+        )
+
+    # Laws.
+
+    def check(self) -> None:
+        """Assert every law that ties table, index, slots and plans together."""
+        reads = [sources for sources, _ in self._demotes.values()]
+        writes = [targets for _, targets in self._demotes.values()]
+        writes += self._offloads.values()
+        check_laws(self._store, list(self._loads.values()), reads, writes)
+
+    def state_digest(self) -> bytes:
+        """Return 16 bytes that are equal where pages, copies and recency are.
+
+        Two caches that were asked the same in the same order agree; a check for
+        replays and between ranks. O(pages).
+        """
+        return state_digest(self._store)
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of the table's arrays (the index's objects not counted)."""
+        return self._table.array_bytes()
+
+    # Private.
+
+    def _no_pages(self, lookup: Lookup, first_page: int, reason: str) -> Decision:
+        return Decision(
+            lookup=lookup,
+            first_page=first_page,
+            num_pages=0,
+            num_found=0,
+            pages=_NO_ROWS,
+            tiers=_NO_TIERS,
+            load_s=0.0,
+            recompute_s=0.0,
+            reason=reason,
+            version=self._table.version,
+        )
+
+    def _take_plan_id(self) -> int:
+        plan_id = self._next_plan_id
+        self._next_plan_id += 1
+        return plan_id
+
+    def _sources_for(self, tiers_allowed: Collection[TierId] | None) -> UInt8s:
+        """Return, for each value of a row's flags, the tier to read or a code."""
+        mask = self._all_tiers
+        if tiers_allowed is not None:
+            mask = sum(1 << n for n, t in enumerate(self._tiers) if t in tiers_allowed)
+        sources = self._sources.get(mask)
+        if sources is None:
+            sources = np.full(256, _MISS, np.uint8)
+            flags = np.arange(256)
+            for number in reversed(range(len(self._tiers))):
+                if mask >> number & 1:
+                    sources[(flags >> number & 1) == 1] = self._tiers[number]
+            sources[(flags & LOADING) != 0] = _BUSY
+            self._sources[mask] = sources
+        return sources
+
+    def _source_entries(self, rows: Int32s, tiers: UInt8s) -> Int64s:
+        entries = np.empty(len(rows), np.int64)
+        for number, tier in enumerate(self._tiers):
+            mine = tiers == tier
+            if mine.all():
+                return self._table.entry_of[number][rows].astype(np.int64)
+            entries[mine] = self._table.entry_of[number][rows[mine]]
+        return entries
+
+    def _still_holds(self, decision: Decision) -> bool:
+        """Return whether a decision made on an older table can be carried out."""
+        table, rows = self._table, decision.pages
+        if (table.born[rows] > decision.version).any():
+            return False
+        if not table.in_index[rows].all():
+            return False
+        flags = table.flags[rows]
+        if (flags & LOADING).any():
+            return False
+        for number, tier in enumerate(self._tiers):
+            if not (flags[decision.tiers == tier] & (1 << number)).all():
+                return False
+        return True
+
+    def _num_sighted(
+        self,
+        path: list[Node],
+        digest: bytes,
+        tokens: Int32s,
+        num_known: int,
+        num_pages: int,
+    ) -> int:
+        """Return how many of the new pages were seen before; note all of them."""
+        self._store.derive_keys(path)
+        last = digest
+        if path:
+            last = self._table.keys[path[-1].rows[-1]].tobytes()
+        new_tokens = tokens[num_known * self._page_tokens :]
+        keys = page_keys(last, new_tokens, self._page_tokens)
+        num_sighted = num_pages - num_known
+        for position, key in enumerate(keys):
+            name = key.tobytes()
+            if name in self._sighted:
+                self._sighted.move_to_end(name)
+                continue
+            num_sighted = min(num_sighted, position)
+            self._sighted[name] = None
+        # A bound as large as the tier: what was seen longer ago would not be there.
+        while len(self._sighted) > self._table.slots[0].capacity:
+            self._sighted.popitem(last=False)
+        return num_sighted
+
+
+def _raw(tokens: Int32s) -> bytes:
+    assert tokens.dtype == np.int32, f"token ids are int32, not {tokens.dtype}"
+    return tokens.tobytes()

@@ -1,0 +1,188 @@
+"""Native flags: a subclass of SGLang's ServerArgs with the ``tiered`` namespace.
+
+Plugins are loaded before the command line is parsed, so the subclass that takes the
+place of ``ServerArgs`` brings the flags into ``--help``, validation, ``/server_info``
+and the pickled copy that every child process gets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+from sglang.srt.arg_groups.arg_utils import NS, A, Arg
+from sglang.srt.server_args import ServerArgs
+
+from sgl_tiered.engines.sglang.config import (
+    BACKEND_NAME,
+    CHOICES,
+    FLAG_PREFIX,
+    TieredConfig,
+    read_config,
+)
+from sgl_tiered.errors import ConfigError
+
+__all__ = ["TieredServerArgs", "flag_values", "tiered_config"]
+
+_NS = NS("tiered")
+
+
+# SGLang reads these annotations at run time with its own small parser, which knows
+# Optional[...] but not every spelling of a union.
+class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
+    """SGLang's arguments and ours; all of ours are None where they are not given."""
+
+    tiered_config: A[
+        Optional[str],  # noqa: UP045
+        Arg(help="TOML file with any of the --tiered-* settings as keys."),
+        _NS,
+    ] = None
+    tiered_host_size: A[
+        Optional[str],  # noqa: UP045
+        Arg(help="Size of the host tier, e.g. 32GB; default half of free memory."),
+        _NS,
+    ] = None
+    tiered_disk_path: A[
+        Optional[str],  # noqa: UP045
+        Arg(help="Directory of the disk tier; default none. Kept across restarts."),
+        _NS,
+    ] = None
+    tiered_disk_size: A[
+        Optional[str],  # noqa: UP045
+        Arg(help="Size of the disk tier, e.g. 2TB; default auto, half of free space."),
+        _NS,
+    ] = None
+    tiered_disk_threads: A[
+        Optional[int],  # noqa: UP045
+        Arg(help="I/O threads of the disk tier; default 8."),
+        _NS,
+    ] = None
+    tiered_staging_size: A[
+        Optional[str],  # noqa: UP045
+        Arg(help="Memory through which disk pages go to the device; default 256MiB."),
+        _NS,
+    ] = None
+    tiered_eviction_policy: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Which page leaves a full host or disk tier; default lru.",
+            choices=list(CHOICES["eviction_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_write_policy: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="When a page is copied to the host: when it is computed "
+            "(write-through, default) or when it is seen again (selective).",
+            choices=list(CHOICES["write_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_demote_policy: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="When a host page is written to disk: soon (write-through, default) "
+            "or the coldest ones ahead of need (on-evict).",
+            choices=list(CHOICES["demote_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_load_policy: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Load cached pages if that is cheaper than recompute (auto, default), "
+            "always or never.",
+            choices=list(CHOICES["load_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_log_interval: A[
+        Optional[float],  # noqa: UP045
+        Arg(help="Seconds between two log lines of the tiers; default 60, 0 for none."),
+        _NS,
+    ] = None
+    tiered_seed: A[
+        Optional[int],  # noqa: UP045
+        Arg(help="Seed of the policies that draw random numbers; default 0."),
+        _NS,
+    ] = None
+    tiered_emulate: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="For experiments: slow a tier down, e.g. "
+            "'host:bandwidth=2GB,latency=0.001;disk:bandwidth=500MB'."
+        ),
+        _NS,
+    ] = None
+    tiered_fault_corrupt: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="For tests: load a wrong page (needs SGL_TIERED_ALLOW_FAULTS=1).",
+            choices=list(CHOICES["fault_corrupt"]),
+        ),
+        _NS,
+    ] = None
+
+    def check_server_args(self) -> None:
+        """Check our settings before SGLang checks its own.
+
+        Raises:
+            ConfigError: one sentence about what is wrong.
+        """
+        tiered_config(self)
+        super().check_server_args()
+
+
+def flag_values(server_args: Any) -> dict[str, Any]:
+    """Return the ``--tiered-*`` values by name without the prefix."""
+    return {
+        name.removeprefix(FLAG_PREFIX): getattr(server_args, name, None)
+        for name in TieredServerArgs.__annotations__
+        if name.startswith(FLAG_PREFIX)
+    }
+
+
+def tiered_config(server_args: Any) -> TieredConfig | None:
+    """Return the settings, or None where the server is not tiered.
+
+    Raises:
+        ConfigError: a setting is wrong, or does not go with another flag.
+    """
+    values = flag_values(server_args)
+    if server_args.radix_cache_backend != BACKEND_NAME:
+        given = sorted(name for name, value in values.items() if value is not None)
+        if given:
+            raise ConfigError(
+                f"--tiered-{given[0].replace('_', '-')}",
+                "has no effect without the tiered cache",
+                f"add --radix-cache-backend {BACKEND_NAME}",
+            )
+        return None
+    for name, wanted in _NEEDED.items():
+        value = getattr(server_args, name, wanted)
+        if value != wanted and value is not None:
+            raise ConfigError(
+                "--" + name.replace("_", "-"),
+                f"{value!r} does not go with --radix-cache-backend {BACKEND_NAME}",
+                "leave it out; it is untested with the tiers",
+            )
+    return read_config(values)
+
+
+# Each is refused until it is tested: a wrong answer would cost more than a feature.
+_NEEDED: dict[str, object] = {
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_unified_cache_external_linker": False,
+    "disable_radix_cache": False,
+    "enable_session_radix_cache": False,
+    "enable_streaming_session": False,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "enable_dp_attention": False,
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "tokenizer_worker_num": 1,
+}

@@ -1,0 +1,380 @@
+"""SGLang's radix cache with tiers below the device.
+
+SGLang's tree keeps the device level. This class tells it what the tiers below hold
+(as a host hit), brings those pages into slots of the request's own, and offloads what
+requests leave behind. Loaded slots stay private to their request until its first
+checkpoint puts them into the tree; until then other requests for the same pages wait.
+All methods run on the scheduler's thread; bytes move on the pipelines' threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.coordinator import RequestState
+from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
+
+__all__ = ["TieredRadixCache"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_TOKEN_ID = 2**31 - 1
+_IDLE_WAIT_S = 0.001
+"""Nap of the scheduler while all it could do is wait for a read: long enough to leave
+the core to the reader, short enough not to be seen in a TTFT."""
+_DRAIN_WAIT_S = 0.05
+
+
+class TieredRadixCache(UnifiedRadixCache):
+    """UnifiedRadixCache over host and disk tiers.
+
+    Args:
+        params: SGLang's construction facts.
+        runtime: cache, tiers and pipelines of this rank.
+    """
+
+    def __init__(self, params: Any, runtime: TieredRuntime) -> None:
+        # The parent's constructor calls reset() before there is anything to reset.
+        self._tiered: TieredRuntime | None = None
+        self._keys: dict[str, RadixKey] = {}
+        self._queued: list[tuple[Any, LoadJob]] = []
+        self._private: dict[str, torch.Tensor] = {}
+        self._in_flight: list[Any] = []
+        self._ticket: LoadTicket | None = None
+        self._locks: dict[int, tuple[Any, Any]] = {}
+        super().__init__(params)
+        self._tiered = runtime
+
+    @property
+    def tiered(self) -> TieredRuntime:
+        """The tiers below this tree."""
+        assert self._tiered is not None
+        return self._tiered
+
+    # -- What a waiting request may count on -----------------------------------
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Match on the device, and report what the tiers add as a host hit."""
+        result = super().match_prefix(params)
+        state = self._track(params.key, params.req)
+        if state is None:
+            return result
+        device_pages = result.device_prefix_len // self.page_size
+        num_pages = self.tiered.coordinator.loadable_pages(state, device_pages)
+        if num_pages == 0:
+            return result
+        num_tokens = num_pages * self.page_size
+        return result._replace(
+            last_host_node=result.best_match_node,
+            host_hit_length=num_tokens,
+            full_kv_hit_length=result.device_prefix_len + num_tokens,
+        )
+
+    def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Start reading from disk as soon as the request is queued."""
+        self.check_prefetch_progress(request)
+
+    def check_prefetch_progress(self, request: Any) -> bool:
+        """Return False while the request should wait for pages on their way."""
+        state = self.tiered.coordinator.state(request.rid)
+        key = self._keys.get(request.rid)
+        if state is None or key is None:
+            return True
+        on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
+        ready = self.tiered.coordinator.prepare(state, on_device // self.page_size)
+        self.tiered.note_wait(request.rid, waiting=not ready)
+        return ready
+
+    def pop_prefetch_loaded_span(self, request: Any) -> tuple[int, int | None]:
+        """Return how many of the loadable tokens come from disk, for reports."""
+        state = self.tiered.coordinator.state(request.rid)
+        if state is None or state.plan is None:
+            return 0, None
+        tiers = state.plan.tiers[: state.num_good]
+        return int(np.count_nonzero(tiers == TierId.DISK)) * self.page_size, None
+
+    # -- Loading ---------------------------------------------------------------
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Any]:
+        """Take slots for the host hit of an admitted request and queue its load."""
+        req = params.req
+        state = self.tiered.coordinator.state(req.rid)
+        if state is None or params.host_hit_length == 0:
+            return 0, req.last_node
+        slots = self._take_slots(params.host_hit_length)
+        if slots is None:
+            return 0, req.last_node
+        device_pages = slots[:: self.page_size].cpu().numpy() // self.page_size
+        job = self.tiered.coordinator.begin(state, device_pages.astype(np.int64))
+        if job is None:
+            self.token_to_kv_pool_allocator.free(slots)
+            return 0, req.last_node
+        self._queued.append((req, job))
+        self._private[req.rid] = slots
+        return len(slots), req.last_node
+
+    def load_back_is_cache_owned(self) -> bool:
+        """Say that loaded slots belong to their request until its checkpoint."""
+        return False
+
+    def ready_to_load_host_cache(self) -> int:
+        """Hand the batch's loads to the loader; -1 where there are none."""
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, []
+        self._in_flight = [req for req, _ in queued]
+        self._ticket = self.tiered.loader.submit([job for _, job in queued])
+        self.tiered.counter.add(self._ticket)
+        if self.tiered.wait_whole:
+            self._ticket.wait()
+        return self.tiered.counter.latest
+
+    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
+        """End the loads of the batch that just ran; return requests that failed.
+
+        The copy from memory to the device has no fault of its own: checks that can fail
+        are over before admission. Where it breaks all the same, the output is dropped
+        and the client told, since the forward has already used the slots.
+        """
+        in_flight, self._in_flight = self._in_flight, []
+        if self._ticket is None:
+            return []
+        ticket, self._ticket = self._ticket, None
+        landed = ticket.wait()
+        failed = []
+        for req in in_flight:
+            self._private.pop(req.rid, None)
+            state = self.tiered.coordinator.state(req.rid)
+            if state is None:
+                continue
+            if landed:
+                self.tiered.coordinator.landed(state)
+                continue
+            self.tiered.coordinator.settle(state, landed=False)
+            failed.append(req)
+        if failed:
+            self._fail(failed, ticket.failed)
+        return failed
+
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        """Return the slots of the request's prefix, loaded private ones included."""
+        root = self.root_node_handle(req.extra_key)
+        path = self.tree_core.collect_full_device_indices(req.last_node, root)
+        private = self._private.get(req.rid)
+        if private is not None:
+            path = torch.cat([path, private])
+        assert len(path) >= req.prefix_len, (req.rid, len(path), req.prefix_len)
+        return path[: req.prefix_len]
+
+    # -- Offloading ------------------------------------------------------------
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Publish the request's pages in the tree, then offload the new ones."""
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        state = self.tiered.coordinator.state(req.rid)
+        if state is not None:
+            self._count(req, state)
+            if state.started:
+                self.tiered.coordinator.settle(state, landed=True)
+        if not self.disable and req.positional_embed_overrides is None:
+            self._offload(req, state, min(req.kv.cache_protected_len, up_to))
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """Forget the request; called once its slots are given back."""
+        super().on_release(req, checkpointed=checkpointed)
+        self._forget(req.rid)
+
+    def release_aborted_request(self, request: Any) -> None:
+        """Forget a request that ended in the queue."""
+        super().release_aborted_request(request)
+        if any(req.rid == request.rid for req in self._in_flight):
+            # Its load runs: finish_external_linker_loads ends it.
+            return
+        self._forget(request.rid)
+
+    def has_pending_cache_operations(self) -> bool:
+        """Say whether pages of the tree are still being read by an offload.
+
+        Asked when nothing runs, so it may wait a little for the last copy.
+        """
+        if self._locks:
+            self.tiered.completions.wait(_DRAIN_WAIT_S)
+            self._pump()
+        return bool(self._locks)
+
+    # -- Events ----------------------------------------------------------------
+
+    def check_hicache_events(self) -> None:
+        """Take the ends of transfers and start what follows from them."""
+        if self.tiered.coordinator.num_staging and self.tiered.engine_idle():
+            self.tiered.completions.wait(_IDLE_WAIT_S)
+        self._pump()
+        self.tiered.log_if_due()
+
+    def flush_pending_backups(self) -> None:
+        """Nothing to do: offloads are submitted where they arise."""
+
+    def reset(self) -> None:
+        """Forget every page in every tier, disk included.
+
+        SGLang resets the cache when weights change; pages of the old weights must not
+        be found again, so no tier is spared.
+        """
+        if self._tiered is not None:
+            self._quiesce()
+            self._tiered.reset()
+        super().reset()
+
+    def drop(self, tier: TierId) -> None:
+        """Forget every page of one tier; the device only while no request runs."""
+        self._pump()
+        if tier is TierId.DEVICE:
+            self.evict(EvictParams(num_tokens=self.evictable_size()))
+        else:
+            self.tiered.drop(tier)
+
+    def clear_storage_backend(self) -> bool:
+        """Forget what is on disk: SGLang's call to clear a cache's storage."""
+        self.drop(TierId.DISK)
+        return True
+
+    def release_host_resources(self) -> None:
+        """Finish writing to disk and close the tiers (graceful shutdown)."""
+        self._pump()
+        self.tiered.close(self._pump)
+        super().release_host_resources()
+
+    # -- SGLang's storage prefetch asks these; hashes of nodes are not used here --
+
+    def is_backuped(self, node_id: Any) -> bool:
+        """Let every device node anchor a search in the tiers."""
+        del node_id
+        return True
+
+    def get_last_hash_value(self, node_id: Any) -> None:
+        """Return nothing: the tiers find pages by their tokens."""
+        del node_id
+
+    # -- Private ---------------------------------------------------------------
+
+    def _track(self, key: RadixKey, req: Any) -> RequestState | None:
+        """Note the prompt of ``req``; None where the tiers cannot serve it."""
+        if req is None or self.disable or req.session is not None:
+            return None
+        max_pages = len(key) // self.page_size
+        if max_pages == 0:
+            return None
+        tokens = _tokens(key.token_ids, len(key))
+        if tokens is None:
+            return None
+        self._keys[req.rid] = key
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
+
+    def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
+        allocator = self.token_to_kv_pool_allocator
+        shortfall = num_tokens - allocator.available_size()
+        if shortfall > 0:
+            self.evict(EvictParams(num_tokens=shortfall))
+        slots = allocator.alloc(num_tokens)
+        return None if slots is None else slots.to(torch.int64)
+
+    def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
+        num_pages = num_tokens // self.page_size
+        if num_pages == 0 or (state is not None and num_pages <= state.num_offloaded):
+            return
+        tokens = _tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
+        if tokens is None:
+            return
+        digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        if state is not None:
+            state.num_offloaded = num_pages
+        plan = self.tiered.cache.plan_offload(digest, tokens)
+        if plan is None:
+            return
+        firsts = torch.from_numpy(plan.positions.astype(np.int64) * self.page_size)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        slots = row[firsts.to(row.device)].cpu().numpy().astype(np.int64)
+        lock = self.inc_lock_ref(req.last_node).to_dec_params()
+        self._locks[plan.plan_id] = (req.last_node, lock)
+        if not self.tiered.offload(plan, slots // self.page_size):
+            self._unlock_offload(plan.plan_id)
+
+    def _count(self, req: Any, state: RequestState) -> None:
+        """Count a request once, when its first pages are published."""
+        if not state.counted:
+            state.counted = True
+            self.tiered.count_request(
+                len(req.origin_input_ids),
+                req.cached_tokens_device,
+                req.cached_tokens_host,
+                req.cached_tokens_storage,
+            )
+
+    def _unlock_offload(self, plan_id: int) -> None:
+        node, lock = self._locks.pop(plan_id)
+        self.dec_lock_ref(node, lock)
+
+    def _pump(self) -> None:
+        for plan_id in self.tiered.pump():
+            self._unlock_offload(plan_id)
+
+    def _quiesce(self) -> None:
+        """Let running transfers end; nothing may write to memory that is given back."""
+        if self._ticket is not None:
+            self._ticket.wait()
+        self.tiered.drain()
+        self._pump()
+        self._ticket = None
+        self._queued.clear()
+        self._in_flight.clear()
+        self._private.clear()
+        self._keys.clear()
+        self._locks.clear()
+
+    def _forget(self, rid: str) -> None:
+        self._queued = [item for item in self._queued if item[0].rid != rid]
+        self._private.pop(rid, None)
+        self._keys.pop(rid, None)
+        self.tiered.forget_request(rid)
+
+    def _fail(self, reqs: list[Any], reason: str) -> None:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        logger.error(
+            "sgl-tiered: %d load(s) to the device broke: %s", len(reqs), reason
+        )
+        for req in reqs:
+            req.skip_radix_cache_insert = True
+            req.discard_output_reason = FINISH_ABORT(
+                f"Cached KV could not be copied to the device: {reason}",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+            )
+
+
+def _tokens(token_ids: Any, num_tokens: int) -> npt.NDArray[np.int32] | None:
+    """Return the first tokens as int32; None where they are not plain token ids.
+
+    Images and the like stand in a prompt as hashes of up to 64 bits. Cut to 32 bits,
+    two of them could look alike, so such prompts stay out of the tiers.
+    """
+    wide = np.frombuffer(token_ids, dtype=np.int64, count=num_tokens)
+    if len(wide) and (wide.max() > _MAX_TOKEN_ID or wide.min() < 0):
+        return None
+    return wide.astype(np.int32)

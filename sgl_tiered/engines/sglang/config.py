@@ -1,0 +1,336 @@
+"""The settings of a tiered server: flags and file in, one frozen value out.
+
+Flags and environment are read here, once. A key of the file stands for the flag of
+the same name without its prefix (``host-size`` or ``host_size`` stand for
+``--tiered-host-size``); a flag that is given wins over the file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.errors import ConfigError
+
+__all__ = [
+    "BACKEND_NAME",
+    "CHOICES",
+    "FAULT_ENV",
+    "FLAG_PREFIX",
+    "Emulation",
+    "TieredConfig",
+    "available_memory_bytes",
+    "parse_size",
+    "read_config",
+]
+
+BACKEND_NAME = "tiered"
+FLAG_PREFIX = "tiered_"
+FAULT_ENV = "SGL_TIERED_ALLOW_FAULTS"
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "eviction_policy": ("lru", "fifo", "random"),
+    "write_policy": ("write-through", "selective"),
+    "demote_policy": ("write-through", "on-evict"),
+    "load_policy": ("auto", "always", "never"),
+    "fault_corrupt": ("zero", "swap"),
+}
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_DEFAULT_STAGING_BYTES = 256 * 2**20
+"""Holds a 1,000-token read of an 8B model; larger reads are cut to fit."""
+_AUTO_SHARE = 0.5
+_AUTO_HOST_MAX_BYTES = 64 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """A tier made slower than it is, for experiments.
+
+    Attributes:
+        bandwidth_bytes_per_s: infinite for the real one.
+        latency_s: added to every operation.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TieredConfig:
+    """Validated settings of the tiers.
+
+    Attributes:
+        host_bytes: size of the host tier.
+        disk_path, disk_bytes: folder and size of the disk tier; None and 0 for none.
+        disk_threads: I/O threads of the disk tier.
+        staging_bytes: memory through which disk pages go up to the device.
+        eviction_policy: which page leaves a full tier: lru, fifo, random.
+        write_policy: when a page is offloaded to the host: write-through (when it is
+            computed) or selective (when it is seen a second time).
+        demote_policy: when a host page is written to disk: write-through (soon after)
+            or on-evict (the coldest, before room is needed).
+        load_policy: auto (load if cheaper than recompute), always, never.
+        log_interval_s: time between two log lines; 0 for none.
+        seed: for the policies that draw random numbers.
+        emulate: tiers that are slowed down.
+        fault_corrupt: a deliberate fault for the negative control of the tests.
+    """
+
+    host_bytes: int
+    disk_path: Path | None = None
+    disk_bytes: int = 0
+    disk_threads: int = 8
+    staging_bytes: int = _DEFAULT_STAGING_BYTES
+    eviction_policy: str = "lru"
+    write_policy: str = "write-through"
+    demote_policy: str = "write-through"
+    load_policy: str = "auto"
+    log_interval_s: float = 60.0
+    seed: int = 0
+    emulate: Mapping[TierId, Emulation] = field(default_factory=dict)
+    fault_corrupt: str | None = None
+
+
+def read_config(values: Mapping[str, Any]) -> TieredConfig:
+    """Build the settings from flag values (None where a flag was not given).
+
+    Args:
+        values: by flag name without ``--tiered-``, with underscores.
+
+    Raises:
+        ConfigError: one sentence about the first setting that is wrong.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    path = given.pop("config", None)
+    from_file = {} if path is None else _read_file(path, set(values) - {"config"})
+    settings = {**from_file, **given}
+
+    disk_path, disk_bytes = _disk(settings)
+    config = TieredConfig(
+        host_bytes=_host_bytes(settings.get("host_size", "auto")),
+        disk_path=disk_path,
+        disk_bytes=disk_bytes,
+        disk_threads=_whole(settings, "disk_threads", 8, low=1, high=256),
+        staging_bytes=parse_size(
+            "--tiered-staging-size",
+            settings.get("staging_size", _DEFAULT_STAGING_BYTES),
+        ),
+        eviction_policy=_choice(settings, "eviction_policy", "lru"),
+        write_policy=_choice(settings, "write_policy", "write-through"),
+        demote_policy=_choice(settings, "demote_policy", "write-through"),
+        load_policy=_choice(settings, "load_policy", "auto"),
+        log_interval_s=_seconds(settings, "log_interval", 60.0),
+        seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
+        emulate=_emulation(settings.get("emulate")),
+        fault_corrupt=_fault(settings),
+    )
+    if config.staging_bytes <= 0:
+        raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
+    return config
+
+
+def parse_size(setting: str, value: object) -> int:
+    """Return bytes from a number or a text such as ``4GB`` or ``512MiB``.
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(str(value).strip())
+    unit = match.group(2).upper() if match else "?"
+    if match is None or unit not in _UNITS:
+        raise ConfigError(
+            setting, f"{value!r} is not a size", "write for example 512MB, 4GiB or 2TB"
+        )
+    return int(float(match.group(1)) * _UNITS[unit])
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that can still be taken, within a cgroup's limit, in bytes."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    used = Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists():
+        text = limit.read_text().strip()
+        if text != "max":
+            available = min(available, int(text) - int(used.read_text()))
+    return max(available, 0)
+
+
+def _read_file(path: str, known: set[str]) -> dict[str, Any]:
+    try:
+        with Path(path).open("rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            "--tiered-config",
+            f"{path} cannot be read ({error.strerror})",
+            "give the path of a TOML file",
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            "--tiered-config", f"{path} is not TOML ({error})", "correct the file"
+        ) from None
+    settings = {key.replace("-", "_"): value for key, value in raw.items()}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ConfigError(
+            "--tiered-config",
+            f"{path} has the unknown key {unknown[0]!r}",
+            f"use {', '.join(sorted(known))}",
+        )
+    return settings
+
+
+def _host_bytes(value: object) -> int:
+    if value == "auto":
+        return min(int(available_memory_bytes() * _AUTO_SHARE), _AUTO_HOST_MAX_BYTES)
+    size = parse_size("--tiered-host-size", value)
+    available = available_memory_bytes()
+    if size > available:
+        raise ConfigError(
+            "--tiered-host-size",
+            f"{size / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB "
+            "of memory that is free",
+            "give less, or auto for half of what is free",
+        )
+    if size == 0:
+        raise ConfigError("--tiered-host-size", "is 0", "give a size such as 4GB")
+    return size
+
+
+def _disk(settings: Mapping[str, Any]) -> tuple[Path | None, int]:
+    path, size = settings.get("disk_path"), settings.get("disk_size")
+    if path is None:
+        if size is not None:
+            raise ConfigError(
+                "--tiered-disk-size",
+                "is given without a path",
+                "add --tiered-disk-path DIRECTORY",
+            )
+        return None, 0
+    folder = Path(str(path)).expanduser().absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(
+            "--tiered-disk-path",
+            f"{folder} cannot be used ({error.strerror})",
+            "give a directory that this user may write to",
+        ) from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "--tiered-disk-path",
+            f"{folder} is not writable",
+            "give a directory that this user may write to",
+        )
+    held = sum(item.stat().st_size for item in folder.iterdir() if item.is_file())
+    if size is None or size == "auto":
+        return folder, int((free + held) * _AUTO_SHARE)
+    size_bytes = parse_size("--tiered-disk-size", size)
+    if size_bytes == 0:
+        raise ConfigError("--tiered-disk-size", "is 0", "give a size such as 100GB")
+    return folder, size_bytes
+
+
+def _choice(settings: Mapping[str, Any], name: str, default: str) -> str:
+    value = settings.get(name, default)
+    if value not in CHOICES[name]:
+        raise ConfigError(
+            _flag(name), f"{value!r} is unknown", f"use {', '.join(CHOICES[name])}"
+        )
+    return str(value)
+
+
+def _whole(
+    settings: Mapping[str, Any], name: str, default: int, *, low: int, high: int
+) -> int:
+    value = settings.get(name, default)
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or not low <= value <= high
+    ):
+        raise ConfigError(
+            _flag(name),
+            f"{value!r} is out of range",
+            f"give a whole number from {low} to {high}",
+        )
+    return value
+
+
+def _seconds(settings: Mapping[str, Any], name: str, default: float) -> float:
+    value = settings.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+        raise ConfigError(
+            _flag(name), f"{value!r} is not a time", "give seconds, 0 for never"
+        )
+    return float(value)
+
+
+def _emulation(value: object) -> dict[TierId, Emulation]:
+    """Read ``host:bandwidth=2GB,latency=0.001;disk:bandwidth=500MB``."""
+    setting = "--tiered-emulate"
+    remedy = "write for example host:bandwidth=2GB,latency=0.001;disk:bandwidth=500MB"
+    emulate: dict[TierId, Emulation] = {}
+    for part in filter(None, str(value or "").split(";")):
+        name, _, text = part.strip().partition(":")
+        tiers = {TierId.HOST.label: TierId.HOST, TierId.DISK.label: TierId.DISK}
+        pairs = dict(item.partition("=")[::2] for item in text.split(",") if item)
+        if name not in tiers or not pairs or set(pairs) - {"bandwidth", "latency"}:
+            raise ConfigError(setting, f"{part!r} is not understood", remedy)
+        try:
+            latency = float(pairs.get("latency", 0.0))
+        except ValueError:
+            raise ConfigError(setting, f"{part!r} is not understood", remedy) from None
+        bandwidth = (
+            float(parse_size(setting, pairs["bandwidth"]))
+            if "bandwidth" in pairs
+            else math.inf
+        )
+        if bandwidth <= 0 or latency < 0:
+            raise ConfigError(setting, f"{part!r} is not positive", remedy)
+        emulate[tiers[name]] = Emulation(bandwidth, latency)
+    return emulate
+
+
+def _fault(settings: Mapping[str, Any]) -> str | None:
+    if settings.get("fault_corrupt") is None:
+        return None
+    if os.environ.get(FAULT_ENV) != "1":
+        raise ConfigError(
+            "--tiered-fault-corrupt",
+            "makes the server answer wrongly on purpose",
+            f"set {FAULT_ENV}=1 if that is what you want",
+        )
+    return _choice(settings, "fault_corrupt", "")
+
+
+def _flag(name: str) -> str:
+    return "--" + (FLAG_PREFIX + name).replace("_", "-")

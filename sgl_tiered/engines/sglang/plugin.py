@@ -1,0 +1,95 @@
+"""Entry point of SGLang's plugin group: registers flags, cache, reports.
+
+SGLang logs what a plugin raises and serves on without it. So a plugin that could not
+attach registers a cache factory that says so: a server that asked for the tiers stops
+with that sentence, and any other server is left alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from typing import Any, NoReturn
+
+from sgl_tiered.engines.sglang.config import BACKEND_NAME
+from sgl_tiered.errors import ConfigError, EngineCompatibilityError, TieredError
+
+__all__ = ["activate"]
+
+_SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+_ENGINE_MODULE = "sglang.srt.entrypoints.engine"
+
+
+def activate() -> None:
+    """Attach to SGLang; called once in every process of a server."""
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+    try:
+        _attach()
+    except (TieredError, ImportError, AttributeError, TypeError) as error:
+        reason = str(error)
+
+        def refuse(ctx: Any) -> NoReturn:
+            raise EngineCompatibilityError(
+                f"sgl-tiered could not attach to this SGLang: {reason}"
+            )
+
+        register_radix_cache_backend(BACKEND_NAME, refuse)
+        raise
+
+
+def _attach() -> None:
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sgl_tiered.engines.sglang.args import TieredServerArgs
+    from sgl_tiered.engines.sglang.seams import require_seams
+
+    hooks: list[tuple[str, Any, HookType]] = [
+        ("sglang.srt.server_args.ServerArgs", TieredServerArgs, HookType.REPLACE),
+        (
+            "sglang.srt.server_args.prepare_server_args",
+            _refuse_in_one_sentence,
+            HookType.AROUND,
+        ),
+    ]
+    in_scheduler = multiprocessing.parent_process() is not None
+    if _SCHEDULER_MODULE in sys.modules:
+        from sgl_tiered.engines.sglang.reporting import scheduler_hooks
+
+        require_seams(http=False)
+        hooks += scheduler_hooks()
+    if not in_scheduler:
+        from sgl_tiered.engines.sglang.http import http_hooks
+
+        hooks += http_hooks()
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, kind)
+    # Applied here and not left to SGLang, which only logs a hook that fails.
+    HookRegistry.apply_hooks()
+    failed = [target for target, _, _ in hooks if target not in HookRegistry._patched]
+    if failed:
+        raise EngineCompatibilityError(f"the hook on {failed[0]} could not be applied")
+    if _ENGINE_MODULE in sys.modules:
+        # The class attribute was bound before the class was replaced.
+        sys.modules[_ENGINE_MODULE].Engine.server_args_class = TieredServerArgs
+
+    def factory(ctx: Any) -> Any:
+        from sgl_tiered.engines.sglang.factory import build_cache
+
+        return build_cache(ctx)
+
+    register_radix_cache_backend(BACKEND_NAME, factory)
+
+
+def _refuse_in_one_sentence(original: Any, argv: list[str]) -> Any:
+    """Turn a wrong setting into an exit with its sentence, like argparse does."""
+    from sgl_tiered.engines.sglang.args import tiered_config
+
+    try:
+        server_args = original(argv)
+        tiered_config(server_args)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return server_args

@@ -1,0 +1,172 @@
+"""First guesses of what loading and computing cost, measured when the server starts.
+
+Takes about a second. The pages that it touches hold nothing yet; the disk slot that it
+writes is forgotten again. The costs are refined by every real load and prefill.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import KEY_BYTES
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
+
+__all__ = ["measure_costs"]
+
+_PROBE_PAGES = 32
+_MATMUL_ROWS = 512
+_MATMUL_WIDTH = 2048
+_MATMUL_BUDGET_S = 0.2
+_MIN_TIME_S = 1e-6
+_PASS_OVERHEAD_S = 5e-3
+"""A pass over a single token: Python, sampling and the weights' bytes. A guess that the
+first prefills replace."""
+
+
+def measure_costs(
+    *,
+    model: torch.nn.Module,
+    layout: PageLayout,
+    attention_width: int,
+    device: DevicePool,
+    num_device_pages: int,
+    host: MemoryTier,
+    disk: Tier | None,
+    clock: Clock,
+) -> tuple[CostModel, dict[str, float]]:
+    """Measure links and compute; return the cost model and the raw figures.
+
+    Args:
+        model: the loaded model.
+        layout: shape of a page.
+        attention_width: query heads times head size.
+        device: the pool, of which pages 1.. are free now.
+        num_device_pages: pages of the pool.
+        host: the host tier, empty.
+        disk: the disk tier, or None.
+        clock: for the measurements.
+    """
+    figures: dict[str, float] = {}
+    links = {}
+    num_pages = min(_PROBE_PAGES, num_device_pages - 1, host.num_slots)
+    rows = np.arange(num_pages, dtype=np.int64)
+    pages = rows + 1
+    one, many = (
+        _seconds(clock, lambda n=n: _load(device, host, rows[:n], pages[:n]))
+        for n in (1, num_pages)
+    )
+    links[TierId.HOST] = _link(figures, "host", layout, num_pages, one, many)
+    if disk is not None:
+        links[TierId.DISK] = _disk_link(figures, layout, host, disk, num_pages, clock)
+
+    parameter = next(model.parameters())
+    flops_per_s = _matmul_flops(parameter, clock)
+    figures["flops_per_s"] = flops_per_s
+    embedding = max((p.numel() for p in model.parameters() if p.dim() == 2), default=0)
+    num_params = sum(p.numel() for p in model.parameters())
+    prefill = PrefillCost(
+        # The embedding is looked up, not multiplied with.
+        num_params=max(num_params - embedding, 1),
+        num_layers=layout.num_layers,
+        attention_width=attention_width,
+        flops_per_s=flops_per_s,
+        overhead_s=_PASS_OVERHEAD_S,
+    )
+    return CostModel(prefill, links), figures
+
+
+def _load(device: DevicePool, host: MemoryTier, rows: Any, pages: Any) -> None:
+    for layer in range(device.layout.num_layers):
+        device.load_layer(layer, host.region, rows, pages)
+    host.charge(len(rows) * device.layout.page_bytes)
+
+
+def _disk_link(
+    figures: dict[str, float],
+    layout: PageLayout,
+    host: MemoryTier,
+    disk: Tier,
+    num_pages: int,
+    clock: Clock,
+) -> LinkCost:
+    """Write probe pages behind everything that is kept, read them, forget them."""
+    count = min(num_pages, disk.num_slots)
+    rows = np.arange(count, dtype=np.int64)
+    addresses = disk.num_slots - count + rows
+    kept = {int(a) for records in disk.recover() for a in records.addresses}
+    if kept & {int(a) for a in addresses}:
+        # Full of pages from before: nothing is sacrificed for a measurement.
+        figures["disk_bandwidth_bytes_per_s"] = 0.0
+        return LinkCost(1e-3, 1e9)
+    records = PageRecords(
+        namespace=bytes(KEY_BYTES),
+        keys=np.zeros((count, KEY_BYTES), np.uint8),
+        parents=np.zeros((count, KEY_BYTES), np.uint8),
+        tokens=np.zeros((count, layout.page_tokens), np.int32),
+        checksums=np.zeros(count, np.uint64),
+        addresses=addresses,
+    )
+    disk.store(TierIO(addresses, host.region, rows, records))
+    one, many = (
+        _seconds(
+            clock, lambda n=n: disk.load(TierIO(addresses[:n], host.region, rows[:n]))
+        )
+        for n in (1, count)
+    )
+    disk.forget(addresses)
+    return _link(figures, "disk", layout, count, one, many)
+
+
+def _link(
+    figures: dict[str, float],
+    name: str,
+    layout: PageLayout,
+    num_pages: int,
+    one_s: float,
+    many_s: float,
+) -> LinkCost:
+    num_bytes = max(num_pages - 1, 1) * layout.page_bytes
+    bandwidth = num_bytes / max(many_s - one_s, _MIN_TIME_S)
+    latency = max(one_s - layout.page_bytes / bandwidth, _MIN_TIME_S)
+    figures[f"{name}_bandwidth_bytes_per_s"] = bandwidth
+    figures[f"{name}_latency_s"] = latency
+    return LinkCost(latency, bandwidth)
+
+
+def _seconds(clock: Clock, work: Any) -> float:
+    """Return the shortest of three runs: the first one pays for page faults."""
+    times = []
+    for _ in range(3):
+        started = clock.now()
+        work()
+        times.append(clock.now() - started)
+    return max(min(times), _MIN_TIME_S)
+
+
+def _matmul_flops(like: torch.Tensor, clock: Clock) -> float:
+    """Return the operations per second of one large matrix product."""
+    left = torch.ones(_MATMUL_ROWS, _MATMUL_WIDTH, dtype=like.dtype, device=like.device)
+    right = torch.ones(
+        _MATMUL_WIDTH, _MATMUL_WIDTH, dtype=like.dtype, device=like.device
+    )
+    operations = 2.0 * _MATMUL_ROWS * _MATMUL_WIDTH * _MATMUL_WIDTH
+
+    def product() -> None:
+        float((left @ right)[0, 0])
+
+    started = clock.now()
+    seconds = _seconds(clock, product)
+    while clock.now() - started < _MATMUL_BUDGET_S:
+        seconds = min(seconds, _seconds(clock, product))
+    return operations / seconds

@@ -1,0 +1,154 @@
+"""What the scheduler process tells of the tiers: per request, as state, as metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.http import DROP_KNOBS
+from sgl_tiered.engines.sglang.prometheus import PrometheusSink
+
+__all__ = ["scheduler_hooks"]
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_COMPONENTS = "sglang.srt.managers.scheduler_components."
+_STATE = _COMPONENTS + "internal_state.SchedulerInternalStateController."
+_MIN_PREFILL_TOKENS = 32
+"""A shorter prefill is mostly overhead and would teach the planner little."""
+
+
+def scheduler_hooks() -> list[tuple[str, Any, Any]]:
+    """Return the hooks of the scheduler process."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    return [
+        (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
+        (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
+        (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
+        (_STATE + "get_internal_state", _add_state, HookType.AFTER),
+        (_STATE + "_update_handlers", _add_knobs, HookType.AFTER),
+        (
+            _COMPONENTS + "metrics_reporter.SchedulerMetricsReporter."
+            "log_batch_result_stats",
+            _publish_metrics,
+            HookType.AFTER,
+        ),
+    ]
+
+
+def _tiered(cache: Any) -> Any:
+    """Return the runtime of a tiered cache, None for any other cache."""
+    return getattr(cache, "tiered", None)
+
+
+def _attach_scheduler(result: Any, scheduler: Any) -> None:
+    """Make the scheduler call our cache's events, and let us see whether it idles."""
+    del result
+    runtime = _tiered(scheduler.tree_cache)
+    if runtime is None:
+        return
+    # The two switches under which SGLang drives a cache with storage behind it: the
+    # linker's (events, layer-wise loads) and LMCache's (holding requests back).
+    scheduler.enable_unified_cache_external_linker = True
+    scheduler.enable_lmcache = True
+
+    def idle() -> bool:
+        return scheduler.running_batch.is_empty() and scheduler.chunked_req is None
+
+    runtime.engine_idle = idle
+
+
+def _streamer_class(original: Any, scheduler: Any) -> Any:
+    base = original(scheduler)
+    if _tiered(scheduler.tree_cache) is None:
+        return base
+
+    class TieredOutputStreamer(base):  # type: ignore[misc, valid-type]
+        """Names the disk tier in ``cached_tokens_details``."""
+
+        __slots__ = ()
+
+        def get_cached_tokens_details(self, req: Any) -> dict[str, int] | None:
+            """Return cached tokens by tier; None where nothing was cached.
+
+            ``storage`` repeats ``disk`` for SGLang's own readers of this value.
+            """
+            if req.cached_tokens == 0:
+                return None
+            disk = req.cached_tokens_storage
+            return {
+                "device": req.cached_tokens_device,
+                "host": req.cached_tokens_host,
+                "disk": disk,
+                "storage": disk,
+            }
+
+    return TieredOutputStreamer
+
+
+def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
+    """Learn the cost of computing from prefills of a single request."""
+    del result, args
+    runtime = _tiered(scheduler.tree_cache)
+    if (
+        runtime is None
+        or not batch.forward_mode.is_extend_without_speculative()
+        or not batch.extend_lens
+        or len(batch.extend_lens) != 1
+        or batch.extend_lens[0] < _MIN_PREFILL_TOKENS
+        or batch.hicache_consumer_index >= 0
+    ):
+        return
+    seconds = time.monotonic() - batch.launch_ts
+    runtime.observe_prefill(batch.prefix_lens[0], batch.extend_lens[0], seconds)
+
+
+def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
+    del recv_req
+    runtime = _tiered(controller.scheduler.tree_cache)
+    if runtime is not None:
+        out.internal_state["tiered"] = runtime.stats()
+    return out
+
+
+def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """Let ``POST /tiered/drop`` reach the cache through SGLang's numeric knobs."""
+    from sglang.srt.managers.scheduler_components.internal_state import (
+        UpdateRejected,
+        _UpdateHandler,
+    )
+
+    scheduler = controller.scheduler
+    if _tiered(scheduler.tree_cache) is None:
+        return handlers
+
+    def validate(key: str, value: Any) -> None:
+        if not scheduler.is_fully_idle():
+            raise UpdateRejected(f"{key}: requests are running.")
+
+    def apply(key: str, value: Any) -> None:
+        label = next(name for name, knob in DROP_KNOBS.items() if knob == key)
+        scheduler.tree_cache.drop(TierId[label.upper()])
+
+    for knob in DROP_KNOBS.values():
+        handlers[knob] = _UpdateHandler(validate, apply)
+    return handlers
+
+
+_SINKS: WeakKeyDictionary[Any, PrometheusSink] = WeakKeyDictionary()
+
+
+def _publish_metrics(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    del result, args, kwargs
+    if not reporter.enable_metrics:
+        return
+    runtime = _tiered(reporter.scheduler.tree_cache)
+    if runtime is None:
+        return
+    # Made here and not at import: SGLang sets prometheus_client's multi-process folder
+    # up only shortly before.
+    if runtime not in _SINKS:
+        _SINKS[runtime] = PrometheusSink(runtime.page_tokens)
+    _SINKS[runtime].publish(runtime.metrics_snapshot())

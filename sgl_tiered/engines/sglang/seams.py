@@ -1,0 +1,213 @@
+"""Every SGLang symbol that the plugin stands on, and the check that it is there.
+
+SGLang renames its internals often, and logs a failed hook instead of stopping. So the
+plugin names what it needs here, with the parameters that it relies on, and refuses to
+serve when one is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_tiered.errors import EngineCompatibilityError
+
+__all__ = [
+    "SEAMS",
+    "TESTED_VERSION",
+    "Seam",
+    "SeamReport",
+    "check_seams",
+    "require_seams",
+]
+
+TESTED_VERSION = "0.5.23"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One symbol.
+
+    Attributes:
+        name: what we use it for.
+        target: dotted path.
+        parameters: names that its signature must have (functions).
+        attributes: names that it must have (classes).
+        http: needed by the HTTP process only (its import is heavy elsewhere).
+    """
+
+    name: str
+    target: str
+    parameters: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
+    http: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SeamReport:
+    """Whether a seam is there; ``detail`` says what is missing."""
+
+    name: str
+    found: bool
+    detail: str
+
+
+_SRT = "sglang.srt."
+_SCHEDULER = _SRT + "managers.scheduler.Scheduler"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "plugin hooks",
+        _SRT + "plugins.hook_registry.HookRegistry",
+        attributes=("register", "apply_hooks", "_patched"),
+    ),
+    Seam("flags", _SRT + "server_args.ServerArgs", attributes=("check_server_args",)),
+    Seam(
+        "flag metadata",
+        _SRT + "arg_groups.arg_utils.Arg",
+        parameters=("help", "choices"),
+    ),
+    Seam("command line", _SRT + "server_args.prepare_server_args", ("argv",)),
+    Seam(
+        "cache registry",
+        _SRT + "mem_cache.registry.register_radix_cache_backend",
+        ("name", "factory"),
+    ),
+    Seam(
+        "cache factory",
+        _SRT + "mem_cache.registry.create_unified_radix_cache",
+        ("ctx", "cache_class"),
+    ),
+    Seam(
+        "radix cache",
+        _SRT + "mem_cache.unified_radix_cache.UnifiedRadixCache",
+        attributes=(
+            "match_prefix",
+            "_match_tree",
+            "init_load_back",
+            "ready_to_load_host_cache",
+            "finish_external_linker_loads",
+            "load_back_is_cache_owned",
+            "check_hicache_events",
+            "flush_pending_backups",
+            "checkpoint_into_tree",
+            "prefix_device_indices",
+            "prefetch_from_storage",
+            "check_prefetch_progress",
+            "pop_prefetch_loaded_span",
+            "release_aborted_request",
+            "on_release",
+            "is_backuped",
+            "get_last_hash_value",
+            "clear_storage_backend",
+            "release_host_resources",
+            "inc_lock_ref",
+            "dec_lock_ref",
+            "evict",
+            "reset",
+        ),
+    ),
+    Seam(
+        "match result",
+        _SRT + "mem_cache.base_prefix_cache.MatchResult",
+        attributes=("device_prefix_len", "host_hit_length", "last_device_node"),
+    ),
+    Seam(
+        "KV pool",
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool",
+        attributes=("get_key_buffer", "register_layer_transfer_counter"),
+    ),
+    Seam(
+        "layer counter",
+        _SRT + "managers.tp_worker.TpModelWorker",
+        attributes=("register_hicache_layer_transfer_counter",),
+    ),
+    Seam(
+        "scheduler",
+        _SCHEDULER,
+        attributes=(
+            "init_schedule_policy",
+            "get_output_streamer_class",
+            "_record_step_counters",
+        ),
+    ),
+    Seam(
+        "per-tier report",
+        _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
+        attributes=("get_cached_tokens_details",),
+    ),
+    Seam(
+        "state report",
+        _SRT + "managers.scheduler_components.internal_state."
+        "SchedulerInternalStateController",
+        attributes=("get_internal_state", "_update_handlers"),
+    ),
+    Seam(
+        "metrics",
+        _SRT + "managers.scheduler_components.metrics_reporter."
+        "SchedulerMetricsReporter.log_batch_result_stats",
+    ),
+    Seam(
+        "HTTP server",
+        _SRT + "entrypoints.http_server._setup_and_run_http_server",
+        ("server_args", "tokenizer_manager"),
+        http=True,
+    ),
+    Seam("HTTP app", _SRT + "entrypoints.http_server.app", http=True),
+)
+
+
+def check_seams(*, http: bool = True) -> list[SeamReport]:
+    """Look every seam up; ``http=False`` leaves the HTTP process's out.
+
+    Raises:
+        ImportError: SGLang is not installed.
+    """
+    importlib.metadata.version("sglang")
+    return [_check(seam) for seam in SEAMS if http or not seam.http]
+
+
+def require_seams(*, http: bool) -> None:
+    """Raise unless every seam is there.
+
+    Raises:
+        EngineCompatibilityError: names both versions and what is missing.
+    """
+    missing = [report for report in check_seams(http=http) if not report.found]
+    if missing:
+        version = importlib.metadata.version("sglang")
+        raise EngineCompatibilityError(
+            f"sgl-tiered is made for SGLang {TESTED_VERSION} and cannot attach to the "
+            f"installed {version}: {missing[0].name} ({missing[0].detail}); install "
+            f"sglang=={TESTED_VERSION} or serve without --radix-cache-backend tiered."
+        )
+
+
+def _check(seam: Seam) -> SeamReport:
+    try:
+        found: Any = pkgutil.resolve_name(seam.target)
+    except (ImportError, AttributeError) as error:
+        return SeamReport(seam.name, False, f"{seam.target} is missing: {error}")
+    lacking = [name for name in seam.attributes if not _has(found, name)]
+    if lacking:
+        return SeamReport(seam.name, False, f"{seam.target} lacks {lacking[0]}")
+    if seam.parameters:
+        names = _parameters(found)
+        gone = [name for name in seam.parameters if name not in names]
+        if gone:
+            return SeamReport(
+                seam.name, False, f"{seam.target} takes no argument {gone[0]!r}"
+            )
+    return SeamReport(seam.name, True, seam.target)
+
+
+def _has(found: Any, name: str) -> bool:
+    return hasattr(found, name) or name in getattr(found, "__annotations__", {})
+
+
+def _parameters(found: Any) -> set[str]:
+    fields = getattr(found, "__struct_fields__", None)
+    return set(fields or inspect.signature(inspect.unwrap(found)).parameters)

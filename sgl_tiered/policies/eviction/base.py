@@ -1,0 +1,59 @@
+"""Interface of an eviction policy: what is the next copy to lose.
+
+A policy only ranks. The cache decides what may go at all (never a pinned copy, never
+one in flight, the last pages of a run first), keeps the heap and frees the slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from sgl_tiered.core.ids import TierId
+
+__all__ = ["EvictionFacts", "EvictionPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionFacts:
+    """What a policy may know of a run of pages.
+
+    Attributes:
+        tier: the tier that needs room.
+        num_pages: pages of the run with a copy in that tier.
+        last_access_s: clock value of the last access, seconds.
+        inserted_s: clock value of the insertion, seconds.
+        access_sequence: number of the last access; grows with every access, so it
+            orders them as the clock does, without ties and alike on every rank.
+        insert_sequence: number of the access that inserted the run.
+        num_hits: loads that the run has served.
+        score: importance given from outside; 0 where nobody gives one.
+    """
+
+    tier: TierId
+    num_pages: int
+    last_access_s: float
+    inserted_s: float
+    access_sequence: int
+    insert_sequence: int
+    num_hits: int
+    score: float
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Ranks runs of pages; one object per tier."""
+
+    @property
+    def name(self) -> str:
+        """The word used in flags and reports."""
+        ...
+
+    def priority(self, facts: EvictionFacts) -> float:
+        """Return a finite number; the run with the lowest is evicted first.
+
+        Equal facts give equal numbers, and a later access, a further hit or a higher
+        score never lowers the number: the cache re-ranks a run when its turn comes,
+        so it would see a fall too late.
+        """
+        ...

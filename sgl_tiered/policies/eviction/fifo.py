@@ -1,0 +1,17 @@
+"""First in, first out."""
+
+from __future__ import annotations
+
+from sgl_tiered.policies.eviction.base import EvictionFacts
+
+__all__ = ["FIFOPolicy"]
+
+
+class FIFOPolicy:
+    """Evicts what came first, used or not."""
+
+    name = "fifo"
+
+    def priority(self, facts: EvictionFacts) -> float:
+        """Return the number of the access that inserted the run."""
+        return float(facts.insert_sequence)

@@ -1,0 +1,39 @@
+"""Names of the eviction policies, as flags spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.eviction.base import EvictionPolicy
+from sgl_tiered.policies.eviction.fifo import FIFOPolicy
+from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.policies.eviction.random import RandomPolicy
+
+__all__ = ["EVICTION_POLICIES", "make_eviction_policy"]
+
+_MAKERS: dict[str, Callable[[np.random.Generator], EvictionPolicy]] = {
+    "lru": lambda _: LRUPolicy(),
+    "fifo": lambda _: FIFOPolicy(),
+    "random": RandomPolicy,
+}
+
+EVICTION_POLICIES: tuple[str, ...] = tuple(_MAKERS)
+
+
+def make_eviction_policy(name: str, rng: np.random.Generator) -> EvictionPolicy:
+    """Return a new policy; ``rng`` is used by those that draw.
+
+    Raises:
+        ConfigError: no policy has this name.
+    """
+    maker = _MAKERS.get(name)
+    if maker is None:
+        raise ConfigError(
+            "eviction_policy",
+            f"{name!r} is not known",
+            f"choose one of {', '.join(EVICTION_POLICIES)}",
+        )
+    return maker(rng)

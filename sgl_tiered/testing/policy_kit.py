@@ -1,0 +1,104 @@
+"""Conformance kit for eviction policies: subclass it in a pytest module.
+
+Example:
+    class TestMyPolicy(EvictionPolicyKit):
+        def make_policy(self, rng):
+            return MyPolicy()
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.policies.eviction.base import EvictionFacts, EvictionPolicy
+
+__all__ = ["EvictionPolicyKit"]
+
+
+def _random_facts(rng: np.random.Generator) -> EvictionFacts:
+    inserted = int(rng.integers(1, 10_000))
+    accessed = inserted + int(rng.integers(0, 10_000))
+    return EvictionFacts(
+        tier=TierId(int(rng.choice([TierId.HOST, TierId.DISK]))),
+        num_pages=int(rng.integers(1, 1000)),
+        last_access_s=accessed * 0.1,
+        inserted_s=inserted * 0.1,
+        access_sequence=accessed,
+        insert_sequence=inserted,
+        num_hits=int(rng.integers(0, 20)),
+        score=float(rng.integers(-3, 4)),
+    )
+
+
+class EvictionPolicyKit:
+    """What the cache relies on, whatever a policy prefers."""
+
+    def make_policy(self, rng: np.random.Generator) -> EvictionPolicy:
+        """Return a new policy object; the one method to write."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def policy(self) -> EvictionPolicy:
+        """A policy made with a fixed seed."""
+        return self.make_policy(np.random.default_rng(1))
+
+    @pytest.fixture
+    def facts(self) -> list[EvictionFacts]:
+        """Facts of many runs of pages."""
+        rng = np.random.default_rng(2)
+        return [_random_facts(rng) for _ in range(300)]
+
+    def test_has_the_interface(self, policy: EvictionPolicy) -> None:
+        """It is an EvictionPolicy with a name that a flag can spell."""
+        assert isinstance(policy, EvictionPolicy)
+        assert policy.name
+        assert policy.name == policy.name.lower().strip()
+
+    def test_priorities_are_finite(
+        self, policy: EvictionPolicy, facts: list[EvictionFacts]
+    ) -> None:
+        """Every priority is a finite float, so the heap's order is total."""
+        for item in facts:
+            priority = policy.priority(item)
+            assert isinstance(priority, float)
+            assert math.isfinite(priority)
+
+    def test_equal_facts_have_equal_priorities(
+        self, policy: EvictionPolicy, facts: list[EvictionFacts]
+    ) -> None:
+        """Asking in another order, or twice, changes no answer."""
+        forwards = [policy.priority(item) for item in facts]
+        backwards = [policy.priority(item) for item in reversed(facts)]
+        assert forwards == backwards[::-1]
+
+    def test_same_seed_gives_the_same_order(self, facts: list[EvictionFacts]) -> None:
+        """Two objects made with the same seed rank alike, so replays are equal."""
+        one = self.make_policy(np.random.default_rng(5))
+        two = self.make_policy(np.random.default_rng(5))
+        assert [one.priority(f) for f in facts] == [two.priority(f) for f in facts]
+
+    def test_use_never_lowers_the_priority(
+        self, policy: EvictionPolicy, facts: list[EvictionFacts]
+    ) -> None:
+        """A later access, a further hit or a higher score protects, or does nothing."""
+        for item in facts:
+            used = replace(
+                item,
+                last_access_s=item.last_access_s + 1.0,
+                access_sequence=item.access_sequence + 1,
+            )
+            hit = replace(item, num_hits=item.num_hits + 1)
+            scored = replace(item, score=item.score + 1.0)
+            for better in (used, hit, scored):
+                assert policy.priority(better) >= policy.priority(item)
+
+    def test_tells_runs_apart(
+        self, policy: EvictionPolicy, facts: list[EvictionFacts]
+    ) -> None:
+        """It ranks: not everything is equally worth keeping."""
+        assert len({policy.priority(item) for item in facts}) > 1

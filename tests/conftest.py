@@ -1,0 +1,70 @@
+"""What all tests share: which of them run on this machine, and Hypothesis's profiles.
+
+- ``gpu``: skipped, and reported as not run, where there is no accelerator.
+- ``sglang``: skipped where SGLang is not installed.
+- ``full``: the full cross product; left out unless ``--full`` is given.
+
+``HYPOTHESIS_PROFILE`` names the profile; without it, ``ci`` (the same examples on every
+run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import hypothesis
+import pytest
+
+__all__: list[str] = []
+
+hypothesis.settings.register_profile(
+    "ci", derandomize=True, deadline=None, print_blob=True
+)
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.load_profile(
+    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--full``."""
+    parser.addoption(
+        "--full", action="store_true", help="also run the full cross product"
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out, or mark as skipped with the reason, what is not to run here."""
+    if not config.getoption("--full"):
+        full = [item for item in items if item.get_closest_marker("full")]
+        if full:
+            config.hook.pytest_deselected(items=full)
+            items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for marker, reason in _reasons_not_to_run(items):
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reasons_not_to_run(items: list[pytest.Item]) -> list[tuple[str, str]]:
+    """Return (marker, reason) pairs; looks only at what some test asks for."""
+    reasons = []
+    if any(item.get_closest_marker("gpu") for item in items) and not _accelerator():
+        reasons.append(("gpu", "not run: no accelerator"))
+    if any(item.get_closest_marker("sglang") for item in items) and (
+        importlib.util.find_spec("sglang") is None
+    ):
+        reasons.append(("sglang", "not run: SGLang is not installed"))
+    return reasons
+
+
+def _accelerator() -> bool:
+    """Return whether torch is there and sees an accelerator."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.accelerator.is_available()

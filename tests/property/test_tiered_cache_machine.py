@@ -1,0 +1,583 @@
+"""TieredCache against a model that holds the very contents of every slot.
+
+The model writes into a slot, when a transfer ends, which page it now holds, and spoils
+it when the transfer begins. So a load that is handed a wrong, evicted or reused slot
+reads another page than its prompt has, and the law "a hit's tokens are right" fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from sgl_tiered.cache.config import DEMOTE_POLICIES, WRITE_POLICIES
+from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.core.ids import Lookup, TierId
+from sgl_tiered.core.keys import Namespace, page_keys
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.core.plans import (
+    DemotePlan,
+    LoadPlan,
+    OffloadPlan,
+    PageRecords,
+    TransferResult,
+)
+from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.policies.eviction.registry import (
+    EVICTION_POLICIES,
+    make_eviction_policy,
+)
+from sgl_tiered.testing.strategies import prompts
+
+PAGE_TOKENS = 2
+SLOTS = {TierId.HOST: 5, TierId.DISK: 8}
+NAMESPACES = [Namespace("m", "bfloat16", PAGE_TOKENS, cache_salt=s) for s in ("", "x")]
+Page = tuple[bytes, bytes]
+"""A page as the model knows it: namespace and all tokens up to its end."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How to make the cache, so that a replay can make it again."""
+
+    policy: str
+    write_policy: str
+    demote_policy: str
+    load_policy: str
+    seed: int
+
+    def make(self) -> TieredCache:
+        """Return an empty cache with open namespaces."""
+        rng = np.random.default_rng(self.seed)
+        config = CacheConfig(
+            PageLayout(2, PAGE_TOKENS, 64),
+            tuple(TierConfig(tier, num) for tier, num in SLOTS.items()),
+            load_policy=self.load_policy,
+            write_policy=self.write_policy,
+            demote_policy=self.demote_policy,
+            demote_watermark=0.5,
+        )
+        # A page takes 4 us to compute; a host load 1 us + 1 us per page, a disk load
+        # 10 us + 2 us per page: which of them is worth it differs from case to case.
+        cost = CostModel(
+            PrefillCost(1000, 1, 1, 1e9, overhead_s=1e-6),
+            {TierId.HOST: LinkCost(1e-6, 5e8), TierId.DISK: LinkCost(1e-5, 2.5e8)},
+        )
+        cache = TieredCache(
+            config,
+            cost=cost,
+            eviction={tier: make_eviction_policy(self.policy, rng) for tier in SLOTS},
+            clock=ManualClock(),
+        )
+        for namespace in NAMESPACES:
+            cache.open_namespace(namespace)
+        return cache
+
+
+def pages_of(digest: bytes, tokens: np.ndarray) -> list[Page]:
+    """Return the whole pages of a prompt."""
+    stop = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
+    ends = range(PAGE_TOKENS, stop + 1, PAGE_TOKENS)
+    return [(digest, tokens[:end].tobytes()) for end in ends]
+
+
+def contents(cache: TieredCache, tier: TierId) -> dict[Page, tuple[int, bool]]:
+    """Return every copy in a tier: its page, its slot, and whether it is a hit."""
+    store = cache._store
+    number = store.tiers.index(tier)
+    found = {}
+    for node in store.index.nodes():
+        raw = b"".join(part.raw for part in store.index.path_to(node))
+        for at, row in enumerate(node.rows):
+            entry = store.table.entry_of[number][row]
+            if entry >= 0:
+                end = (node.first_page + at + 1) * store.page_bytes
+                address = int(store.table.address[entry])
+                is_hit = bool(store.table.flags[row] >> number & 1)
+                found[node.digest, raw[:end]] = (address, is_hit)
+    return found
+
+
+def snapshot(cache: TieredCache) -> tuple[Any, ...]:
+    """Return everything but recency: what a failed plan must leave alone."""
+    table = cache._store.table
+    return (
+        [contents(cache, tier) for tier in SLOTS],
+        [cache.occupancy(tier) for tier in SLOTS],
+        table.pins.tobytes(),
+        table.state.tobytes(),
+        table.doomed.tobytes(),
+        table.flags.tobytes(),
+        [slots._is_free.tobytes() for slots in table.slots],
+        table.rows.used_slots,
+    )
+
+
+@dataclass
+class Driver:
+    """Carries out operations by name and keeps a log, for the replay."""
+
+    cache: TieredCache
+    plans: dict[int, Any] = field(default_factory=dict)
+    decisions: list[Any] = field(default_factory=list)
+    log: list[tuple[str, tuple[Any, ...], Any]] = field(default_factory=list)
+
+    def run(self, name: str, *args: Any) -> Any:
+        """Do one operation; plans and decisions are named by number."""
+        value = getattr(self, "do_" + name)(*args)
+        self.log.append((name, args, _summary(value)))
+        return value
+
+    def do_lookup(self, *args: Any) -> Any:
+        digest, tokens, first_page, max_pages, allowed = args
+        self.decisions.append(
+            self.cache.lookup(
+                digest, tokens, first_page, max_pages=max_pages, tiers_allowed=allowed
+            )
+        )
+        return self.decisions[-1]
+
+    def do_commit(self, number: int) -> LoadPlan | None:
+        return self._keep(self.cache.commit_load(self.decisions[number]))
+
+    def do_offload(self, digest: bytes, tokens: Any, most: int | None) -> Any:
+        return self._keep(self.cache.plan_offload(digest, tokens, max_pages=most))
+
+    def do_demote(self, most: int) -> Any:
+        return self._keep(self.cache.plan_demote(most))
+
+    def do_finish_load(self, plan_id: int, landed: bool, bad: list[int]) -> None:
+        self.cache.finish_load(
+            self.plans.pop(plan_id), landed=landed, bad_pages=np.array(bad, np.int32)
+        )
+
+    def do_finish_offload(self, plan_id: int, ok: list[bool]) -> None:
+        self.cache.finish_offload(self.plans.pop(plan_id), _result(ok))
+
+    def do_finish_demote(self, plan_id: int, ok: list[bool]) -> None:
+        self.cache.finish_demote(self.plans.pop(plan_id), _result(ok))
+
+    def do_drop_tier(self, tier: TierId) -> Any:
+        return self.cache.drop_tier(tier)
+
+    def do_take_forgotten(self, tier: TierId) -> Any:
+        return self.cache.take_forgotten(tier)
+
+    def do_reset(self) -> None:
+        self.cache.reset()
+
+    def do_adopt(self, tier: TierId, records: PageRecords) -> Any:
+        return self.cache.adopt(tier, records)
+
+    def _keep(self, plan: Any) -> Any:
+        if plan is not None:
+            self.plans[plan.plan_id] = plan
+        return plan
+
+
+def _result(ok: list[bool]) -> TransferResult:
+    sums = np.arange(100, 100 + len(ok), dtype=np.uint64)
+    return TransferResult(np.array(ok, np.bool_), 0, 1e-3, sums)
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [_summary(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {n: _summary(getattr(value, n)) for n in value.__dataclass_fields__}
+    return value
+
+
+class TieredCacheMachine(RuleBasedStateMachine):
+    """Random operations of several requests, with transfers under way meanwhile."""
+
+    @initialize(
+        setup=st.builds(
+            Setup,
+            policy=st.sampled_from(EVICTION_POLICIES),
+            write_policy=st.sampled_from(WRITE_POLICIES),
+            demote_policy=st.sampled_from(DEMOTE_POLICIES),
+            load_policy=st.sampled_from(["auto", "always"]),
+            seed=st.integers(0, 9),
+        )
+    )
+    def start(self, setup: Setup) -> None:
+        """Choose the policies."""
+        self.begin(setup)
+
+    def begin(self, setup: Setup) -> None:
+        """Make the cache and an empty model."""
+        self.setup = setup
+        self.driver = Driver(setup.make())
+        self.digests = [namespace.digest() for namespace in NAMESPACES]
+        # What lies in each slot: the model's truth about bytes.
+        self.memory: dict[TierId, dict[int, Page | None]] = {t: {} for t in SLOTS}
+        self.records: dict[int, tuple[Page, bytes, bytes]] = {}
+        self.pages: dict[int, list[Page]] = {}
+        self.decision_pages: list[list[Page]] = []
+        self.stale: list[int] = []
+
+    @property
+    def cache(self) -> TieredCache:
+        return self.driver.cache
+
+    def plans(self, kind: type) -> list[Any]:
+        """Return the plans of one kind under way."""
+        return [p for p in self.driver.plans.values() if isinstance(p, kind)]
+
+    def pinned(self) -> set[tuple[TierId, int]]:
+        """Return the slots that plans under way read."""
+        slots = set()
+        for plan in self.plans(LoadPlan):
+            slots |= {
+                (TierId(int(t)), int(a))
+                for t, a in zip(plan.tiers, plan.addresses, strict=True)
+            }
+        for plan in self.plans(DemotePlan):
+            slots |= {(plan.source, int(a)) for a in plan.source_addresses}
+        return slots
+
+    # Rules.
+
+    @rule(
+        space=st.integers(0, 1),
+        tokens=prompts(page_tokens=PAGE_TOKENS),
+        most=st.none() | st.integers(1, 4),
+    )
+    def offload(self, space: int, tokens: np.ndarray, most: int | None) -> None:
+        """Room is made lawfully, or nothing changes at all."""
+        digest = self.digests[space]
+        prompt = pages_of(digest, tokens)
+        before = snapshot(self.cache)
+        old = {tier: contents(self.cache, tier) for tier in SLOTS}
+        pinned = self.pinned()
+        plan = self.driver.run("offload", digest, tokens, most)
+        if plan is None:
+            assert snapshot(self.cache) == before
+            return
+        assert most is None or len(plan.pages) <= most
+        self.pages[plan.plan_id] = [prompt[at] for at in plan.positions]
+        for page, address in zip(
+            self.pages[plan.plan_id], plan.addresses.tolist(), strict=True
+        ):
+            assert page not in old[TierId.HOST]
+            self.memory[TierId.HOST][address] = None
+        self.check_evictions(old, pinned, TierId.HOST, len(plan.pages), set(prompt))
+
+    @rule(most=st.integers(1, 5))
+    def demote(self, most: int) -> None:
+        """Only hits of the host go down, each after its parent; pins hold."""
+        before = snapshot(self.cache)
+        old = {tier: contents(self.cache, tier) for tier in SLOTS}
+        pinned = self.pinned()
+        plan = self.driver.run("demote", most)
+        if plan is None:
+            assert snapshot(self.cache) == before
+            return
+        assert 1 <= len(plan.pages) <= most
+        at_host = {address: page for page, (address, _) in old[TierId.HOST].items()}
+        chosen = [at_host[address] for address in plan.source_addresses.tolist()]
+        self.pages[plan.plan_id] = chosen
+        there = set(old[TierId.DISK])
+        for number, page in enumerate(chosen):
+            assert old[TierId.HOST][page][1]
+            assert page not in there
+            digest, raw = page
+            parent = raw[: -4 * PAGE_TOKENS]
+            assert not parent or (digest, parent) in there
+            there.add(page)
+            self.check_record(plan.records, number, page)
+            address = int(plan.target_addresses[number])
+            self.memory[TierId.DISK][address] = None
+            self.records.pop(address, None)
+        self.check_evictions(old, pinned, TierId.DISK, len(chosen), set(chosen))
+
+    def check_record(self, records: PageRecords, number: int, page: Page) -> None:
+        """A record's key is the chain of all tokens up to its page."""
+        digest, raw = page
+        tokens = np.frombuffer(raw, np.int32)
+        keys = page_keys(digest, tokens, PAGE_TOKENS)
+        parent = keys[-2].tobytes() if len(keys) > 1 else digest
+        assert records.namespace == digest
+        assert records.keys[number].tobytes() == keys[-1].tobytes()
+        assert records.parents[number].tobytes() == parent
+        assert (records.tokens[number] == tokens[-PAGE_TOKENS:]).all()
+
+    def check_evictions(
+        self,
+        old: dict[TierId, dict[Page, tuple[int, bool]]],
+        pinned: set[tuple[TierId, int]],
+        tier: TierId,
+        num_new: int,
+        kept: set[Page],
+    ) -> None:
+        """What went, went from one tier, for need, unpinned, and last pages first."""
+        for other in SLOTS:
+            now = contents(self.cache, other)
+            lost = set(old[other]) - set(now)
+            if other != tier:
+                assert not lost
+                continue
+            assert len(lost) <= num_new
+            if lost:
+                assert self.cache.occupancy(tier).free_slots == 0
+            for page in lost:
+                assert page not in kept
+                address, was_hit = old[other][page]
+                assert was_hit, "a copy in flight was evicted"
+                assert (tier, address) not in pinned, "a pinned copy was evicted"
+                digest, raw = page
+                for at, left in now:
+                    assert at != digest or not left.startswith(raw) or left == raw
+
+    @rule(
+        space=st.integers(0, 1),
+        tokens=prompts(page_tokens=PAGE_TOKENS),
+        first_page=st.integers(0, 3),
+        most=st.none() | st.integers(1, 4),
+        allowed=st.none() | st.sampled_from([(TierId.HOST,), (TierId.DISK,)]),
+        commits=st.booleans(),
+    )
+    def look_up(
+        self,
+        space: int,
+        tokens: np.ndarray,
+        first_page: int,
+        most: int | None,
+        allowed: tuple[TierId, ...] | None,
+        commits: bool,
+    ) -> None:
+        """A lookup finds exactly the model's run of ready copies, fastest first."""
+        digest = self.digests[space]
+        prompt = pages_of(digest, tokens)[first_page:]
+        before = snapshot(self.cache)
+        decision = self.driver.run("lookup", digest, tokens, first_page, most, allowed)
+        assert snapshot(self.cache) == before
+        loading = {
+            page for plan in self.plans(LoadPlan) for page in self.pages[plan.plan_id]
+        }
+        hits = {
+            tier: {page for page, (_, hit) in contents(self.cache, tier).items() if hit}
+            for tier in (allowed or SLOTS)
+        }
+        run: list[TierId] = []
+        for page in prompt[:most]:
+            source = [tier for tier in hits if page in hits[tier]]
+            if page in loading or not source:
+                break
+            run.append(min(source))
+        assert decision.num_found == len(run)
+        assert [TierId(int(t)) for t in decision.tiers] == run[: decision.num_pages]
+        is_pending = bool(prompt[:most]) and prompt[0] in loading
+        wanted = Lookup.HIT if decision.num_pages else Lookup.MISS
+        assert decision.lookup == (Lookup.PENDING if is_pending else wanted)
+        self.decision_pages.append(prompt[: decision.num_pages])
+        number = len(self.decision_pages) - 1
+        if not commits:
+            self.stale.append(number)
+            return
+        plan = self.driver.run("commit", number)
+        assert (plan is None) == (decision.num_pages == 0)
+        if plan is not None:
+            self.pages[plan.plan_id] = self.decision_pages[number]
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data())
+    def commit_late(self, data: st.DataObject) -> None:
+        """An old decision is refused unless every source is still what it was."""
+        number = data.draw(st.sampled_from(self.stale))
+        self.stale.remove(number)
+        before = snapshot(self.cache)
+        plan = self.driver.run("commit", number)
+        if plan is None:
+            assert snapshot(self.cache) == before
+            return
+        self.pages[plan.plan_id] = self.decision_pages[number]
+
+    @precondition(lambda self: self.plans(LoadPlan))
+    @rule(data=st.data(), landed=st.booleans())
+    def finish_load(self, data: st.DataObject, landed: bool) -> None:
+        """The slots of a load hold, at its end, the pages that the prompt has."""
+        plan = data.draw(st.sampled_from(self.plans(LoadPlan)))
+        wanted = self.pages[plan.plan_id]
+        assert len(wanted) == plan.num_pages
+        for page, tier, address in zip(wanted, plan.tiers, plan.addresses, strict=True):
+            assert self.memory[TierId(int(tier))][int(address)] == page
+        bad = data.draw(st.sets(st.integers(0, plan.num_pages - 1), max_size=2))
+        self.driver.run("finish_load", plan.plan_id, landed, sorted(bad))
+        for number in bad:
+            copies = contents(self.cache, TierId(int(plan.tiers[number])))
+            assert not copies.get(wanted[number], (0, False))[1]
+
+    @precondition(lambda self: self.plans(OffloadPlan))
+    @rule(data=st.data())
+    def finish_offload(self, data: st.DataObject) -> None:
+        """What arrived is written in the model, and nothing else becomes a hit."""
+        plan = data.draw(st.sampled_from(self.plans(OffloadPlan)))
+        ok = [data.draw(st.integers(0, 9)) > 0 for _ in plan.pages]
+        for page, address, arrived in zip(
+            self.pages[plan.plan_id], plan.addresses.tolist(), ok, strict=True
+        ):
+            if arrived:
+                self.memory[TierId.HOST][address] = page
+        self.driver.run("finish_offload", plan.plan_id, ok)
+
+    @precondition(lambda self: self.plans(DemotePlan))
+    @rule(data=st.data())
+    def finish_demote(self, data: st.DataObject) -> None:
+        """The source still holds the page when the copy ends."""
+        plan = data.draw(st.sampled_from(self.plans(DemotePlan)))
+        ok = [data.draw(st.integers(0, 9)) > 0 for _ in plan.pages]
+        for number, page in enumerate(self.pages[plan.plan_id]):
+            source = int(plan.source_addresses[number])
+            assert self.memory[TierId.HOST][source] == page
+            if ok[number]:
+                target = int(plan.target_addresses[number])
+                self.memory[TierId.DISK][target] = page
+                self.records[target] = (
+                    page,
+                    plan.records.keys[number].tobytes(),
+                    plan.records.parents[number].tobytes(),
+                )
+        self.driver.run("finish_demote", plan.plan_id, ok)
+
+    @rule()
+    def forget(self) -> None:
+        """An address to forget holds no copy."""
+        for address in self.driver.run("take_forgotten", TierId.DISK).tolist():
+            used = {a for a, _ in contents(self.cache, TierId.DISK).values()}
+            assert address not in used
+            self.records.pop(address, None)
+
+    @rule(tier=st.sampled_from(list(SLOTS)), really=st.integers(0, 4))
+    def drop_tier(self, tier: TierId, really: int) -> None:
+        """After a drop the tier has no hit, and only what is in use keeps its slot."""
+        if really:
+            return
+        addresses = self.driver.run("drop_tier", tier)
+        left = contents(self.cache, tier)
+        assert not any(hit for _, hit in left.values())
+        assert not set(addresses.tolist()) & {a for a, _ in left.values()}
+        if tier == TierId.DISK:
+            for address in addresses.tolist():
+                self.records.pop(address, None)
+
+    @rule(really=st.integers(0, 4))
+    def reset(self, really: int) -> None:
+        """After a reset nothing is found; slots in use are still taken."""
+        if really:
+            return
+        under_way = len(self.pinned())
+        for plan in [*self.plans(OffloadPlan), *self.plans(DemotePlan)]:
+            under_way += len(plan.pages)
+        self.driver.run("reset")
+        assert not any(contents(self.cache, tier) for tier in SLOTS)
+        used = sum(self.cache.occupancy(tier).used_slots for tier in SLOTS)
+        assert used == under_way
+
+    @rule(data=st.data(), really=st.integers(0, 4))
+    def restart(self, data: st.DataObject, really: int) -> None:
+        """A new process adopts exactly the records that hang together."""
+        if really:
+            return
+        self.replay()
+        kept = data.draw(st.permutations(list(self.records.items())))
+        damaged = set(data.draw(st.sets(st.integers(0, 7), max_size=2)))
+        self.begin(self.setup)
+        for digest in self.digests:
+            mine = [(a, r) for a, r in kept if r[0][0] == digest]
+            self.adopt(digest, mine, damaged)
+
+    def adopt(
+        self,
+        digest: bytes,
+        found: list[tuple[int, tuple[Page, bytes, bytes]]],
+        damaged: set[int],
+    ) -> None:
+        """Adopt records of one namespace, of which some have a flipped token."""
+        tokens = [np.frombuffer(r[0][1], np.int32)[-PAGE_TOKENS:] for _, r in found]
+        table = np.array(tokens, np.int32).reshape(-1, PAGE_TOKENS)
+        spoilt = [at for at in range(len(found)) if at in damaged]
+        table[spoilt] += 1
+        records = PageRecords(
+            namespace=digest,
+            keys=np.array([list(r[1]) for _, r in found], np.uint8).reshape(-1, 16),
+            parents=np.array([list(r[2]) for _, r in found], np.uint8).reshape(-1, 16),
+            tokens=table,
+            checksums=np.zeros(len(found), np.uint64),
+            addresses=np.array([address for address, _ in found], np.int64),
+        )
+        whole = {r[0]: a for at, (a, r) in enumerate(found) if at not in damaged}
+        wanted = {
+            page: address
+            for page, address in whole.items()
+            if all(
+                (digest, page[1][:end]) in whole
+                for end in range(4 * PAGE_TOKENS, len(page[1]), 4 * PAGE_TOKENS)
+            )
+        }
+        num_adopted, refused = self.driver.run("adopt", TierId.DISK, records)
+        adopted = {
+            page: address
+            for page, (address, _) in contents(self.cache, TierId.DISK).items()
+            if page[0] == digest
+        }
+        assert num_adopted == len(adopted) == len(found) - len(refused)
+        assert set(adopted) == set(wanted)
+        for address, (page, key, parent) in found:
+            if adopted.get(page) == address:
+                self.memory[TierId.DISK][address] = page
+                self.records[address] = (page, key, parent)
+
+    # Laws.
+
+    @invariant()
+    def laws_hold(self) -> None:
+        """Slots, counts, flags and pins agree; every hit is what the model holds."""
+        self.cache.check()
+        for tier, capacity in SLOTS.items():
+            occupancy = self.cache.occupancy(tier)
+            assert occupancy.used_slots + occupancy.free_slots == capacity
+            used_bytes = occupancy.used_slots * occupancy.slot_bytes
+            assert used_bytes <= capacity * self.cache.config.layout.slot_bytes
+            for page, (address, is_hit) in contents(self.cache, tier).items():
+                assert not is_hit or self.memory[tier][address] == page
+
+    def teardown(self) -> None:
+        """End the run with a replay."""
+        if hasattr(self, "driver"):
+            self.replay()
+
+    def replay(self) -> None:
+        """The same operations on a new cache give the same answers and state."""
+        again = Driver(self.setup.make())
+        for name, args, _ in self.driver.log:
+            again.run(name, *args)
+        assert [e[2] for e in again.log] == [e[2] for e in self.driver.log]
+        assert again.cache.state_digest() == self.cache.state_digest()
+
+
+TestTieredCacheMachine = TieredCacheMachine.TestCase
+TestTieredCacheMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,166 @@
+"""The doctor's output and exit code, and what it makes of SGLang and torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_tiered.cli import advice, doctor, engine, main
+from sgl_tiered.cli.advice import Facts
+from sgl_tiered.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What SGLang's room reports."""
+
+    name: str
+    found: bool
+    detail: str
+
+
+@pytest.fixture
+def machine_is(monkeypatch: pytest.MonkeyPatch):
+    """Make the doctor find given facts."""
+
+    def use(facts: advice.Facts) -> None:
+        monkeypatch.setattr(doctor, "gather", lambda path: facts)
+        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+
+    return use
+
+
+def test_a_good_machine_exits_0_with_a_command(good: Facts, machine_is, capsys) -> None:
+    """The last line can be pasted."""
+    machine_is(good)
+    assert main.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("  python -m sglang.launch_server")
+    assert "seams             2 of 2 found" in lines
+
+
+def test_an_obstacle_exits_1_with_the_reason(good: Facts, machine_is, capsys) -> None:
+    """No command is suggested that would not run."""
+    machine_is(replace(good, engine=replace(good.engine, plugin_registered=False)))
+    assert main.main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "Not possible: The plugin is not installed" in output
+    assert "Suggested" not in output
+
+
+def test_json_is_one_object_that_says_the_same(good: Facts, machine_is, capsys) -> None:
+    """A program can read the facts, the verdict and the suggestion."""
+    machine_is(good)
+    assert main.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["serving_possible"] is True
+    assert found["obstacles"] == []
+    assert found["disk"]["direct_io"] is True
+    assert found["suggestion"]["host_bytes"] == 50 * advice.GB
+
+
+def test_the_path_is_handed_to_the_probe(
+    good: Facts, monkeypatch, capsys, tmp_path: Path
+) -> None:
+    """--path picks the disk."""
+    seen = []
+
+    def gather(path: Path) -> advice.Facts:
+        seen.append(path)
+        return good
+
+    monkeypatch.setattr(doctor, "gather", gather)
+    main.main(["doctor", "--path", str(tmp_path)])
+    assert seen == [tmp_path]
+    capsys.readouterr()
+
+
+def test_a_wrong_setting_exits_2_with_one_sentence(monkeypatch, capsys) -> None:
+    """Errors of ours are shown without a traceback."""
+
+    def refuse(path: Path) -> advice.Facts:
+        raise ConfigError("--path", "is wrong", "give another")
+
+    monkeypatch.setattr(doctor, "gather", refuse)
+    assert main.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "sgl-tiered: --path: is wrong; give another.\n"
+
+
+def test_missing_torch_is_a_fact() -> None:
+    """A machine without torch, or with a broken one, is described all the same."""
+
+    def absent() -> object:
+        raise ImportError("No module named 'torch'")
+
+    facts = engine.accelerator_facts(absent)
+    assert facts.torch_version is None
+    assert facts.kind is None
+    assert "No module named 'torch'" in facts.detail
+
+
+def test_accelerators_are_listed_with_their_memory() -> None:
+    """Every device has a name and a size."""
+    torch = SimpleNamespace(
+        __version__="2.14",
+        accelerator=SimpleNamespace(
+            is_available=lambda: True,
+            current_accelerator=lambda: SimpleNamespace(type="cuda"),
+            device_count=lambda: 2,
+        ),
+        cuda=SimpleNamespace(
+            get_device_properties=lambda i: SimpleNamespace(
+                name=f"GPU {i}", total_memory=10 + i
+            )
+        ),
+    )
+    facts = engine.accelerator_facts(lambda: torch)
+    assert facts == engine.AcceleratorFacts(
+        "2.14", "cuda", ("GPU 0", "GPU 1"), (10, 11)
+    )
+
+
+def test_a_missing_sglang_is_named_with_the_remedy(monkeypatch) -> None:
+    """The version to install is said."""
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(engine.importlib.metadata, "version", absent)
+    facts = engine.engine_facts("0.5.23", list)
+    assert facts.version is None
+    assert facts.detail == "SGLang is not installed: pip install sglang==0.5.23"
+
+
+def test_only_import_errors_of_others_are_tolerated(monkeypatch) -> None:
+    """A missing module of our own is a fault of ours and must not be hidden."""
+    monkeypatch.setattr(engine.importlib.metadata, "version", lambda name: "0.5.23")
+
+    def broken(name: str):
+        def check() -> list[Seam]:
+            raise ImportError(f"cannot import {name}", name=name)
+
+        return check
+
+    assert "cannot import torch" in engine.engine_facts("1", broken("torch")).detail
+    with pytest.raises(ImportError, match="sgl_tiered"):
+        engine.engine_facts("1", broken("sgl_tiered.engines.sglang.seams"))
+
+
+def test_what_sglang_prints_at_import_stays_out_of_the_output(
+    monkeypatch, capsys
+) -> None:
+    """One JSON object must stay one JSON object."""
+    monkeypatch.setattr(engine.importlib.metadata, "version", lambda name: "0.5.23")
+
+    def noisy() -> list[Seam]:
+        print("a banner")
+        return [Seam("flags", True, "a.b")]
+
+    facts = engine.engine_facts("0.5.23", noisy)
+    assert facts.seams == (engine.SeamFacts("flags", True, "a.b"),)
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,57 @@
+"""The markers of ``tests/conftest.py`` do what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = Path(__file__).parents[2] / "conftest.py"
+
+MARKED = """
+import pytest
+
+@pytest.mark.full
+def test_full(): pass
+
+@pytest.mark.gpu
+def test_gpu(): raise AssertionError("runs only with an accelerator")
+
+def test_plain(): pass
+"""
+
+NO_ACCELERATOR = """
+import sys, types
+torch = types.ModuleType("torch")
+torch.accelerator = types.SimpleNamespace(is_available=lambda: False)
+torch.__spec__ = types.SimpleNamespace()
+sys.modules["torch"] = torch
+"""
+
+
+@pytest.fixture
+def suite(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A small suite with our conftest, on a machine without an accelerator."""
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makepyfile(no_accelerator=NO_ACCELERATOR)
+    pytester.makeini("[pytest]\nmarkers =\n    full\n    gpu\n    sglang\n")
+    pytester.makepyfile(MARKED)
+    return pytester
+
+
+def test_full_is_left_out_unless_asked_for(suite: pytest.Pytester) -> None:
+    """Without --full the cross product is deselected; with it, it runs."""
+    suite.runpytest_subprocess("-p", "no_accelerator").assert_outcomes(
+        passed=1, skipped=1, deselected=1
+    )
+    suite.runpytest_subprocess("-p", "no_accelerator", "--full").assert_outcomes(
+        passed=2, skipped=1
+    )
+
+
+def test_gpu_is_reported_as_not_run(suite: pytest.Pytester) -> None:
+    """Without an accelerator the reason stands in the report."""
+    result = suite.runpytest_subprocess("-p", "no_accelerator", "-rs")
+    result.stdout.fnmatch_lines(["*not run: no accelerator*"])

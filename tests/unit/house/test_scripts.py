@@ -1,0 +1,91 @@
+"""The scripts behind ``make``: exit codes, order, and words to the user."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def checkout(root: Path, tmp_path: Path) -> Path:
+    """A checkout with our scripts and no environment; its path has a space."""
+    target = tmp_path / "my checkout"
+    shutil.copytree(root / "scripts", target / "scripts")
+    for folder in ("unit", "e2e"):
+        (target / "tests" / folder).mkdir(parents=True)
+        (target / "tests" / folder / "test_x.py").write_text("")
+    return target
+
+
+def program(path: Path, text: str) -> None:
+    """Write an executable shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def run(
+    checkout: Path, script: str, *args: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", f"scripts/{script}", *args],
+        cwd=checkout,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "args", "expected"),
+    [
+        ((0, 0), (), 0),
+        ((1, 0), (), 1),
+        ((0, 1), (), 1),
+        ((5, 0), (), 1),
+        ((5, 0), ("-k", "a and b"), 0),
+    ],
+)
+def test_all_parts_run_and_any_failure_counts(
+    checkout: Path, codes: tuple[int, int], args: tuple[str, ...], expected: int
+) -> None:
+    """No test at all (5) is a failure, unless arguments select the tests."""
+    cases = f"*tests/unit*) code={codes[0]};; *tests/e2e*) code={codes[1]};;"
+    pytest_stub = f'case "$*" in {cases} esac\necho "pytest: $*"\nexit $code'
+    program(checkout / "my venv/bin/python", pytest_stub)
+    done = run(checkout, "test.sh", "my venv", "fast e2e", *args)
+    assert done.returncode == expected, done.stderr
+    ran = [line for line in done.stdout.splitlines() if line.startswith("pytest:")]
+    assert len(ran) == 2
+    assert "tests/unit" in ran[0]
+    # Nothing may follow pytest's own closing line.
+    assert done.stdout.splitlines()[-1] == ran[1]
+    assert all(line.endswith(" ".join(args)) for line in ran)
+
+
+def test_lint_runs_every_tool_and_names_the_one_that_failed(checkout: Path) -> None:
+    """A red formatter does not hide what the type checker has to say."""
+    stub = 'echo "$*"\ncase "$*" in *ruff*format*) exit 1;; esac'
+    program(checkout / "venv/bin/python", stub)
+    program(checkout / "venv/bin/lint-imports", "echo contracts")
+    done = run(checkout, "lint.sh", "venv")
+    assert done.returncode == 1
+    assert "contracts" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("FAILED: ruff format --check")
+
+
+def test_an_old_python_is_refused_in_one_sentence(checkout: Path) -> None:
+    """Nothing is made, and the remedy is said."""
+    old = checkout / "old python"
+    program(old, '[ "$1" = --version ] && echo "Python 3.9.1"; exit 1')
+    done = run(checkout, "install.sh", ".venv", PYTHON=str(old))
+    assert done.returncode == 1
+    assert "Python 3.11 or newer is needed" in done.stderr
+    assert "Python 3.9.1" in done.stderr
+    assert not (checkout / ".venv").exists()

@@ -1,0 +1,267 @@
+"""A streaming client of SGLang's ``/generate`` that records what it sees.
+
+Failures are values: a refused, broken or aborted request gives a record with
+``error`` set and whatever had arrived. Three ways to send:
+
+- ``run_sequential``: one at a time, the batch is always one request. This is
+  the forced schedule of the equality gate.
+- ``run_batches``: each group goes out as one HTTP request, which SGLang hands to
+  its scheduler as one message, so the group's batch composition is the same on
+  every server whose pool holds it.
+- ``run_open_loop``: each request leaves at its own time, whatever is running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from sgl_tiered_workloads.records import RequestRecord
+from sgl_tiered_workloads.sessions import ChatSession, PlannedRequest
+
+__all__ = ["StreamingClient", "run_chat"]
+
+_TOP_LOGPROBS = 5
+_LINE_BYTES = 1 << 26
+"""A streamed line repeats the whole answer so far; aiohttp's default is 64 KiB."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has arrived of one answer."""
+
+    token_times_s: list[float] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    logprobs: list[list[Any]] = field(default_factory=list)
+    top_logprobs: list[list[list[Any]]] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    finished: bool = False
+
+    def take(self, event: dict[str, Any], now_s: float) -> None:
+        """Take one streamed event, cumulative or incremental."""
+        self.meta = event["meta_info"]
+        ids: list[int] = event.get("output_ids", [])
+        # SGLang repeats the answer so far in each event unless the server runs
+        # with --incremental-streaming-output; the count tells which it is.
+        whole = len(ids) == self.meta["completion_tokens"]
+        self.output = list(ids) if whole else self.output + list(ids)
+        logprobs = self.meta.get("output_token_logprobs") or []
+        tops = self.meta.get("output_top_logprobs") or []
+        self.logprobs = logprobs if whole else self.logprobs + logprobs
+        self.top_logprobs = tops if whole else self.top_logprobs + tops
+        fresh = len(self.output) - len(self.token_times_s)
+        self.token_times_s.extend([now_s] * fresh)
+        self.finished = self.meta.get("finish_reason") is not None
+
+
+class StreamingClient:
+    """Sends requests to one server; an async context manager.
+
+    Args:
+        url: the server's address, such as ``http://127.0.0.1:30000``.
+        logprobs: ask for the logprobs of the top five tokens of each output token.
+        timeout_s: of one request, from start to last token.
+    """
+
+    def __init__(
+        self, url: str, logprobs: bool = True, timeout_s: float = 600.0
+    ) -> None:
+        self._url = url
+        self._logprobs = logprobs
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._session: aiohttp.ClientSession | None = None
+        self._zero = time.perf_counter()
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            timeout=self._timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=_LINE_BYTES,
+        )
+        self._zero = time.perf_counter()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def now_s(self) -> float:
+        """Seconds since the client was entered."""
+        return time.perf_counter() - self._zero
+
+    async def send(self, request: PlannedRequest, order: int = 0) -> RequestRecord:
+        """Send one request and return its record."""
+        return (await self.send_batch([request], order))[0]
+
+    async def send_batch(
+        self, requests: Sequence[PlannedRequest], order: int = 0
+    ) -> list[RequestRecord]:
+        """Send requests as one HTTP request and return their records.
+
+        SGLang's scheduler receives them in one message and so plans them together.
+        """
+        answers = [_Answer() for _ in requests]
+        started_s = self.now_s()
+        error: str | None = None
+        try:
+            async for event in self._events(self._body(requests)):
+                answers[event.get("index", 0)].take(event, self.now_s())
+        except (aiohttp.ClientError, TimeoutError, _ServerSaidNoError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        return [
+            _record(request, answer, order, started_s, error)
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+
+    def _body(self, requests: Sequence[PlannedRequest]) -> dict[str, Any]:
+        single = len(requests) == 1
+        prompts = [list(request.prompt) for request in requests]
+        sampling = [
+            {
+                "temperature": 0.0,
+                "max_new_tokens": request.max_new_tokens,
+                "ignore_eos": True,
+            }
+            for request in requests
+        ]
+        return {
+            "input_ids": prompts[0] if single else prompts,
+            "sampling_params": sampling[0] if single else sampling,
+            "stream": True,
+            "return_logprob": self._logprobs,
+            "top_logprobs_num": _TOP_LOGPROBS if self._logprobs else 0,
+            # Only of the output: prompt logprobs would forbid prefix reuse.
+            "logprob_start_len": -1,
+        }
+
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        if self._session is None:
+            raise RuntimeError("enter the client first: `async with client:`")
+        async with self._session.post(self._url + "/generate", json=body) as response:
+            if response.status != 200:
+                text = (await response.text())[:500]
+                raise _ServerSaidNoError(f"HTTP {response.status}: {text}")
+            async for line in response.content:
+                if not line.startswith(b"data:"):
+                    continue
+                payload = line[5:].strip()
+                if payload == b"[DONE]":
+                    return
+                event: dict[str, Any] = json.loads(payload)
+                if "error" in event:
+                    raise _ServerSaidNoError(str(event["error"])[:500])
+                yield event
+
+    async def run_sequential(
+        self,
+        requests: Iterable[PlannedRequest],
+        each: Callable[[RequestRecord], None] | None = None,
+    ) -> list[RequestRecord]:
+        """Send requests one after the other; ``each`` sees every record."""
+        records = []
+        for order, request in enumerate(requests):
+            record = await self.send(request, order)
+            records.append(record)
+            if each is not None:
+                each(record)
+        return records
+
+    async def run_batches(
+        self, batches: Iterable[Sequence[PlannedRequest]]
+    ) -> list[RequestRecord]:
+        """Send groups one after the other, each group as one batch."""
+        records: list[RequestRecord] = []
+        for order, batch in enumerate(batches):
+            records.extend(await self.send_batch(batch, order))
+        return records
+
+    async def run_open_loop(
+        self, requests: Sequence[PlannedRequest]
+    ) -> list[RequestRecord]:
+        """Send each request at its ``start_s``, without waiting for others."""
+        zero_s = self.now_s()
+
+        async def one(order: int, request: PlannedRequest) -> RequestRecord:
+            await asyncio.sleep(max(0.0, zero_s + request.start_s - self.now_s()))
+            return await self.send(request, order)
+
+        tasks = [one(order, request) for order, request in enumerate(requests)]
+        return list(await asyncio.gather(*tasks))
+
+
+async def run_chat(
+    client: StreamingClient,
+    sessions: Sequence[ChatSession],
+    each: Callable[[RequestRecord], None] | None = None,
+) -> list[RequestRecord]:
+    """Play chat sessions turn by turn, one request at a time, round robin.
+
+    All first turns come before any second turn, so each session's KV rests while
+    the others speak. A session whose turn failed is left out from then on.
+    """
+    records: list[RequestRecord] = []
+    alive = list(sessions)
+    while alive:
+        for session in list(alive):
+            record = await client.send(session.next_request(), len(records))
+            records.append(record)
+            if each is not None:
+                each(record)
+            session.record_answer(record.output)
+            if session.finished or record.error is not None:
+                alive.remove(session)
+    return records
+
+
+class _ServerSaidNoError(Exception):
+    """The server answered with an error; kept as a value in the record."""
+
+
+def _record(
+    request: PlannedRequest,
+    answer: _Answer,
+    order: int,
+    started_s: float,
+    error: str | None,
+) -> RequestRecord:
+    if error is None and not answer.finished:
+        error = "the stream ended before the answer did"
+    reason = answer.meta.get("finish_reason") or {}
+    if error is None and reason.get("type") == "abort":
+        error = f"aborted: {reason.get('message', '')}"
+    cached = int(answer.meta.get("cached_tokens") or 0)
+    details = answer.meta.get("cached_tokens_details") or {}
+    tiers = {k: int(v) for k, v in details.items() if isinstance(v, int)}
+    if "disk" in tiers:
+        # SGLang's own word for the level below host; the tiers repeat disk in it.
+        tiers.pop("storage", None)
+    return RequestRecord(
+        key=request.key,
+        order=order,
+        prompt=request.prompt,
+        targeted_s=request.start_s,
+        started_s=started_s,
+        token_times_s=tuple(answer.token_times_s),
+        output=tuple(answer.output),
+        logprobs=tuple(float(item[0]) for item in answer.logprobs),
+        top_logprobs=tuple(
+            tuple((float(pair[0]), int(pair[1])) for pair in top)
+            for top in answer.top_logprobs
+        ),
+        cached_tokens=cached,
+        cached_by_tier=tiers,
+        error=error,
+    )

@@ -1,0 +1,208 @@
+"""What a run leaves behind: one frozen record per request, as JSON lines.
+
+Times are seconds on the client's monotonic clock, zero at the start of the run.
+A file starts with one header line (what ran, where, on which commit), so two
+files can be compared without asking anybody. Headers name no path, host or user.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "RequestRecord",
+    "RunHeader",
+    "make_header",
+    "read_records",
+    "write_records",
+]
+
+_VERSIONED = ("sglang", "sgl-tiered", "torch", "numpy", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request and its answer.
+
+    Attributes:
+        key: names the request within its schedule, such as ``s3.t1``.
+        order: its place in the schedule; requests of one forced batch share it.
+        prompt: token ids sent.
+        targeted_s: when it should have left.
+        started_s: when it left.
+        token_times_s: when each output token arrived; the first is TTFT's end.
+        output: token ids received.
+        logprobs: natural log of the probability of each output token.
+        top_logprobs: per output token, (logprob, token id) pairs, best first.
+        cached_tokens: prompt tokens that were not computed.
+        cached_by_tier: the same, split by where they came from.
+        error: why there is no whole answer; None on success.
+    """
+
+    key: str
+    order: int
+    prompt: tuple[int, ...]
+    targeted_s: float
+    started_s: float
+    token_times_s: tuple[float, ...] = ()
+    output: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
+    cached_tokens: int = 0
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token from the actual start; infinite without a token."""
+        if not self.token_times_s:
+            return float("inf")
+        return self.token_times_s[0] - self.started_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Time to the last token from the actual start; infinite without a token."""
+        if not self.token_times_s:
+            return float("inf")
+        return self.token_times_s[-1] - self.started_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per output token after the first; 0 for a single token."""
+        if len(self.token_times_s) < 2:
+            return 0.0
+        spread_s = self.token_times_s[-1] - self.token_times_s[0]
+        return spread_s / (len(self.token_times_s) - 1)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Prompt tokens that were computed, new and lost ones alike."""
+        return len(self.prompt) - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What ran and where.
+
+    Attributes:
+        system: short name of what was measured.
+        facts: flags, preset, seed and whatever else explains the run.
+        commit: git commit of the working tree; empty outside a repository.
+        dirty: whether the tree had uncommitted changes.
+        versions: of the packages that matter.
+        machine: processor, cores, memory in bytes, Python and system.
+    """
+
+    system: str
+    facts: Mapping[str, Any]
+    commit: str
+    dirty: bool
+    versions: Mapping[str, str]
+    machine: Mapping[str, Any]
+
+
+def make_header(system: str, facts: Mapping[str, Any]) -> RunHeader:
+    """Return the header of a run on this machine and commit."""
+    return RunHeader(
+        system=system,
+        facts=dict(facts),
+        commit=_git("rev-parse", "HEAD"),
+        dirty=bool(_git("status", "--porcelain", "--untracked-files=no")),
+        versions=_versions(),
+        machine=_machine(),
+    )
+
+
+def write_records(
+    path: Path, header: RunHeader, records: Iterable[RequestRecord]
+) -> None:
+    """Write a records file, replacing an older one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(path.suffix + ".partial")
+    with partial.open("w", encoding="utf-8") as out:
+        out.write(json.dumps({"kind": "header", **asdict(header)}) + "\n")
+        for record in records:
+            out.write(json.dumps({"kind": "request", **asdict(record)}) + "\n")
+    partial.replace(path)
+
+
+def read_records(path: Path) -> tuple[RunHeader, list[RequestRecord]]:
+    """Read a records file back, exactly as it was written.
+
+    Raises:
+        ValueError: the file has no header or a line of an unknown kind.
+    """
+    header: RunHeader | None = None
+    records: list[RequestRecord] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        fields = json.loads(line)
+        kind = fields.pop("kind", None)
+        if kind == "header":
+            header = RunHeader(**fields)
+        elif kind == "request":
+            records.append(_record(fields))
+        else:
+            raise ValueError(f"{path.name}:{number}: line of unknown kind {kind!r}")
+    if header is None:
+        raise ValueError(f"{path.name} has no header line")
+    return header, records
+
+
+def _record(fields: dict[str, Any]) -> RequestRecord:
+    for name in ("prompt", "token_times_s", "output", "logprobs"):
+        fields[name] = tuple(fields[name])
+    fields["top_logprobs"] = tuple(
+        tuple((pair[0], pair[1]) for pair in top) for top in fields["top_logprobs"]
+    )
+    return RequestRecord(**fields)
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,357 @@
+"""Starts an SGLang server as a subprocess and stops all of it.
+
+The server runs in a process group of its own, so that a Ctrl-C in the terminal
+reaches us first and we end it in order: SIGTERM to the root, then SIGKILL to
+whatever is left of the group. Servers still running at interpreter exit are
+ended too. Flags are data: a list of strings that goes to
+``sglang.launch_server`` as it is. Not thread-safe; one owner per server.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+__all__ = [
+    "ServerSpec",
+    "ServerStartError",
+    "SglangServer",
+    "exit_on_signals",
+    "free_port",
+]
+
+_HOST = "127.0.0.1"
+_LOG_TAIL_LINES = 40
+_POLL_S = 0.25
+_PROGRESS_S = 5.0
+_KILL_S = 5.0
+"""A killed process frees its memory first: seconds, for a large pool."""
+
+Say = Callable[[str], None]
+
+
+class ServerStartError(RuntimeError):
+    """The server died or did not get ready in time.
+
+    Attributes:
+        exit_code: of the process; None if it still ran at the time-out.
+        log_tail: last lines of its log.
+    """
+
+    def __init__(self, reason: str, exit_code: int | None, log_tail: str) -> None:
+        super().__init__(f"{reason}\n--- end of the server's log ---\n{log_tail}")
+        self.exit_code = exit_code
+        self.log_tail = log_tail
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """How to start one server.
+
+    Attributes:
+        name: appears in progress lines and in the log file's name.
+        model: folder of the model.
+        flags: further arguments of ``sglang.launch_server``.
+        env: variables set over the caller's environment; None removes one.
+        program: what is run, before the arguments; tests put a stand-in here.
+    """
+
+    name: str
+    model: Path
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    program: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
+
+    def command(self, port: int) -> list[str]:
+        """Return the whole command line for ``port``."""
+        address = ["--host", _HOST, "--port", str(port)]
+        return [*self.program, "--model-path", str(self.model), *address, *self.flags]
+
+
+def free_port(candidates: Iterable[int] | None = None) -> int:
+    """Return a port of this machine that nobody listens on now.
+
+    Args:
+        candidates: ports to try in order; any port if None.
+
+    Raises:
+        OSError: every candidate is taken.
+    """
+    for port in [0] if candidates is None else candidates:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe,
+            contextlib.suppress(OSError),
+        ):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((_HOST, port))
+            return int(probe.getsockname()[1])
+    raise OSError("no free port among the candidates")
+
+
+_RUNNING: weakref.WeakSet[SglangServer] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for server in list(_RUNNING):
+        server.stop(grace_s=2.0)
+
+
+def exit_on_signals() -> None:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that servers are ended too.
+
+    Call it once from the main thread of a program that owns servers.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGHUP, leave)
+
+
+class SglangServer:
+    """One running server; a context manager that starts and stops it.
+
+    Args:
+        spec: what to start.
+        log_dir: the log goes to ``<name>-<port>.log`` in it.
+        port: where to listen; a free one by default.
+        start_timeout_s: how long it may take until it answers.
+        say: takes progress lines.
+    """
+
+    def __init__(
+        self,
+        spec: ServerSpec,
+        log_dir: Path,
+        port: int | None = None,
+        start_timeout_s: float = 300.0,
+        say: Say = print,
+    ) -> None:
+        self.spec = spec
+        self.port = free_port() if port is None else port
+        self.log_path = log_dir / f"{spec.name}-{self.port}.log"
+        self.url = f"http://{_HOST}:{self.port}"
+        self._start_timeout_s = start_timeout_s
+        self._say = say
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start_s = 0.0
+        """Seconds from the start of the process to its first answer."""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server's root process; None when not running."""
+        return None if self._process is None else self._process.pid
+
+    def exit_code(self) -> int | None:
+        """Return how the root process ended; None while it runs or was stopped."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> None:
+        """Start the process and wait until it answers.
+
+        Raises:
+            ServerStartError: it died, or did not answer in time. It is ended.
+        """
+        if self._process is not None:
+            raise RuntimeError(f"server {self.spec.name} is already running")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        # Three processes import some thousands of modules each; where bytecode may
+        # not be written, every start compiles them all (100 s instead of 20 s).
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        for name, value in self.spec.env.items():
+            if value is None:
+                env.pop(name, None)
+            else:
+                env[name] = value
+        command = self.spec.command(self.port)
+        with self.log_path.open("wb") as log:
+            log.write((" ".join(command) + "\n").encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,
+            )
+        _RUNNING.add(self)
+        try:
+            self._wait_until_ready(self._process)
+        except BaseException:
+            self.stop(grace_s=2.0)
+            raise
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        begin = time.monotonic()
+        said = begin
+        while True:
+            elapsed_s = time.monotonic() - begin
+            exit_code = process.poll()
+            if exit_code is not None:
+                reason = f"server {self.spec.name} ended with code {exit_code}"
+                raise ServerStartError(
+                    f"{reason} after {elapsed_s:.0f} s", exit_code, self.log_tail()
+                )
+            if self._answers():
+                self.start_s = time.monotonic() - begin
+                self._say(f"  {self.spec.name}: ready after {self.start_s:.0f} s")
+                return
+            if elapsed_s > self._start_timeout_s:
+                reason = f"server {self.spec.name} gave no answer"
+                raise ServerStartError(
+                    f"{reason} in {elapsed_s:.0f} s", None, self.log_tail()
+                )
+            if time.monotonic() - said > _PROGRESS_S:
+                said = time.monotonic()
+                self._say(f"  {self.spec.name}: starting, {elapsed_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        """Whether the server is up: /ready, which runs no request of its own."""
+        try:
+            with urllib.request.urlopen(self.url + "/ready", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
+        """Return the last lines of the server's log."""
+        if not self.log_path.exists():
+            return ""
+        text = self.log_path.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def stop(self, grace_s: float = 20.0) -> None:
+        """End the process group and wait for it; does nothing when not running.
+
+        Args:
+            grace_s: time between SIGTERM and SIGKILL.
+        """
+        process = self._process
+        if process is None:
+            return
+        self._process = None
+        _RUNNING.discard(self)
+        # Only the root gets SIGTERM: it ends its children itself, and takes a
+        # scheduler that dies before it for a crash, with 5 s of diagnostics.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=grace_s)
+        # start_new_session made the group's id the root's id. The group lives as
+        # long as any member, so what is still there is the server's own.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        deadline = time.monotonic() + _KILL_S
+        while _group_runs(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def get(self, path: str, timeout_s: float = 30.0) -> Any:
+        """GET ``path`` and return its JSON, or its text where it is not JSON."""
+        return self._ask(path, None, timeout_s)
+
+    def post(self, path: str, body: Any, timeout_s: float = 300.0) -> Any:
+        """POST JSON to ``path`` and return the answer like ``get``."""
+        return self._ask(path, body, timeout_s)
+
+    def _ask(self, path: str, body: Any, timeout_s: float) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                text = response.read().decode()
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")[:500]
+            raise RuntimeError(f"{path}: HTTP {error.code}: {detail}") from error
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def flush_cache(self, timeout_s: float = 30.0) -> None:
+        """Empty the server's caches; waits for running requests to end.
+
+        Raises:
+            RuntimeError: the server refused.
+        """
+        self.post(f"/flush_cache?timeout={timeout_s}", {}, timeout_s + 10.0)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 16,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Answer one prompt greedily, without streaming.
+
+        Args:
+            prompt: text, or token ids.
+            max_new_tokens: length of the answer; the end token does not stop it.
+            fields: further fields of the request, such as ``return_logprob``.
+        """
+        key = "text" if isinstance(prompt, str) else "input_ids"
+        body: dict[str, Any] = {
+            key: prompt if isinstance(prompt, str) else list(prompt),
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
+            **fields,
+        }
+        answer: dict[str, Any] = self.post("/generate", body)
+        return answer
+
+    def server_info(self) -> dict[str, Any]:
+        """Return what the server says of its flags and state."""
+        info: dict[str, Any] = self.get("/server_info")
+        return info
+
+
+def _group_runs(group: int) -> bool:
+    """Whether a process of the group still runs; zombies do not count.
+
+    Orphans are reaped by the system's first process, which in a container may
+    never do it, so asking the group itself would not tell.
+    """
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(process_group) == group and state not in "ZX":
+            return True
+    return False
