@@ -29,7 +29,10 @@ def adopt_records(
     shapes_fit = records.tokens.shape == (num_pages, store.page_tokens) and (
         records.keys.shape == records.parents.shape == (num_pages, KEY_BYTES)
     )
-    if num_pages and shapes_fit and records.namespace in store.index.digests:
+    if num_pages and shapes_fit:
+        # A tenant's namespace is opened by its first request, which is still to come.
+        # The digest covers all that makes bytes differ, so nobody else can hit it.
+        store.index.open(records.namespace)
         _Adoption(store, tier, records, adopted).run()
     return int(np.count_nonzero(adopted)), records.addresses[~adopted].copy()
 

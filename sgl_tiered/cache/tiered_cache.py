@@ -371,9 +371,8 @@ class TieredCache:
     def adopt(self, tier: TierId, records: PageRecords) -> tuple[int, Int64s]:
         """Take over copies that a former process left in a tier.
 
-        A page is refused where its namespace is not open, its key does not follow from
-        its parent's key and its tokens, its parent is unknown, or its slot or its copy
-        is there already.
+        A page is refused where its key does not follow from its parent's key and its
+        tokens, its parent is unknown, or its slot or its copy is there already.
 
         Returns:
             How many were adopted, and the addresses that were refused.
