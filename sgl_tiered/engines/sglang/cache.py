@@ -38,7 +38,6 @@ _MAX_TOKEN_ID = 2**31 - 1
 _IDLE_WAIT_S = 0.001
 """Nap of the scheduler while all it could do is wait for a read: long enough to leave
 the core to the reader, short enough not to be seen in a TTFT."""
-_DRAIN_WAIT_S = 0.05
 
 
 class TieredRadixCache(UnifiedRadixCache):
@@ -88,16 +87,16 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Start reading from disk as soon as the request is queued."""
-        self.check_prefetch_progress(request)
+        found = self._request(request.rid)
+        if found is not None:
+            self.tiered.coordinator.prefetch(*found)
 
     def check_prefetch_progress(self, request: Any) -> bool:
         """Return False while the request should wait for pages on their way."""
-        state = self.tiered.coordinator.state(request.rid)
-        key = self._keys.get(request.rid)
-        if state is None or key is None:
+        found = self._request(request.rid)
+        if found is None:
             return True
-        on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
-        ready = self.tiered.coordinator.prepare(state, on_device // self.page_size)
+        ready = self.tiered.coordinator.prepare(*found)
         self.tiered.note_wait(request.rid, waiting=not ready)
         return ready
 
@@ -209,14 +208,14 @@ class TieredRadixCache(UnifiedRadixCache):
         self._forget(request.rid)
 
     def has_pending_cache_operations(self) -> bool:
-        """Say whether pages of the tree are still being read by an offload.
-
-        Asked when nothing runs, so it may wait a little for the last copy.
-        """
-        if self._locks:
-            self.tiered.completions.wait(_DRAIN_WAIT_S)
-            self._pump()
+        """Say whether pages of the tree are still being read by an offload."""
+        self._pump()
         return bool(self._locks)
+
+    def finish_offloads(self) -> None:
+        """Wait for running offloads, which hold locks on pages of the tree."""
+        self.tiered.drain_offloads()
+        self._pump()
 
     # -- Events ----------------------------------------------------------------
 
@@ -275,7 +274,7 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
         """Note the prompt of ``req``; None where the tiers cannot serve it."""
-        if req is None or self.disable or req.session is not None:
+        if req is None or self.disable:
             return None
         max_pages = len(key) // self.page_size
         if max_pages == 0:
@@ -286,6 +285,15 @@ class TieredRadixCache(UnifiedRadixCache):
         self._keys[req.rid] = key
         digest = self.tiered.namespace(key.extra_key, key.cache_salt)
         return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
+
+    def _request(self, rid: str) -> tuple[RequestState, int] | None:
+        """Return a request's state and how many of its pages are on the device now."""
+        state = self.tiered.coordinator.state(rid)
+        key = self._keys.get(rid)
+        if state is None or key is None:
+            return None
+        on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
+        return state, on_device // self.page_size
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator

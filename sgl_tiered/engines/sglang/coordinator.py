@@ -51,8 +51,9 @@ class RequestState:
         plan: the committed load.
         staged: the read of the plan's disk pages, where it has any.
         num_good: leading pages of the plan that can be loaded.
+        patience_s: how long the read may be waited for.
         bad_pages: indices into the plan whose bytes failed a check.
-        give_up_at_s: when waiting for the read ends.
+        give_up_at_s: when waiting for the read ends; None before it was waited for.
         waiting_since_s: when waiting for another request's load began.
         memory_only: the disk was given up for this request.
         started: the layer-wise load was handed out.
@@ -69,7 +70,8 @@ class RequestState:
     staged: StagedRead | None = None
     num_good: int = 0
     bad_pages: list[int] = field(default_factory=list)
-    give_up_at_s: float = 0.0
+    patience_s: float = 0.0
+    give_up_at_s: float | None = None
     waiting_since_s: float | None = None
     memory_only: bool = False
     started: bool = False
@@ -116,11 +118,20 @@ class LoadCoordinator:
             state.tokens, state.max_pages = tokens, max_pages
         return state
 
+    def prefetch(self, state: RequestState, device_pages: int) -> None:
+        """Start reading from disk for a request that has just arrived.
+
+        Its patience begins later, when it could be admitted but for the read.
+        """
+        decision = self._decide(state, device_pages)
+        if decision.lookup is Lookup.HIT and decision.num_from(TierId.DISK):
+            self._stage(state, decision)
+
     def prepare(self, state: RequestState, device_pages: int) -> bool:
         """Decide and start what can be started; False while the request should wait.
 
         Args:
-            state: of the request.
+            state: of the request, which could be admitted now.
             device_pages: pages of the prompt that are on the device now.
         """
         if state.plan is not None:
@@ -130,10 +141,13 @@ class LoadCoordinator:
         decision = self._decide(state, device_pages)
         if decision.lookup is Lookup.PENDING:
             return self._waited_long(state, decision)
-        state.waiting_since_s = None
-        if decision.num_from(TierId.DISK) == 0:
+        if decision.num_from(TierId.DISK) == 0 or not self._stage(state, decision):
+            state.waiting_since_s = None
             return True
-        return not self._stage(state, decision)
+        if state.plan is None and self._waited_long(state, decision):
+            state.memory_only = True
+            return True
+        return False
 
     def loadable_pages(self, state: RequestState, device_pages: int) -> int:
         """Return how many pages after ``device_pages`` can be loaded at once."""
@@ -230,7 +244,10 @@ class LoadCoordinator:
         return decision
 
     def _stage(self, state: RequestState, decision: Decision) -> bool:
-        """Commit and start reading; False where there is no room to read into."""
+        """Commit and start reading; False where waiting for it would be in vain.
+
+        True without a plan means that other reads hold the staging memory for now.
+        """
         assert self._stager is not None
         disk = np.flatnonzero(decision.tiers == TierId.DISK).astype(np.int32)
         largest = self._stager.largest_read_pages
@@ -256,17 +273,21 @@ class LoadCoordinator:
                 # Nobody's read will free rows, so waiting would never end.
                 state.memory_only = True
                 return False
-            return not self._waited_long(state, decision)
+            return True
         state.plan, state.staged, state.decision = plan, staged, None
         state.num_good = plan.num_pages
-        state.give_up_at_s = self._clock.now() + self._patience_s(decision)
+        state.patience_s = self._patience_s(decision)
+        state.give_up_at_s = None
         self._staging[plan.plan_id] = state
         return True
 
     def _staged_or_late(self, state: RequestState) -> bool:
         if state.staged is None or state.staged.done:
             return True
-        if self._clock.now() < state.give_up_at_s:
+        now = self._clock.now()
+        if state.give_up_at_s is None:
+            state.give_up_at_s = now + state.patience_s
+        if now < state.give_up_at_s:
             return False
         state.memory_only = True
         self._abandon(state)

@@ -26,6 +26,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
     return [
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
+        (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
         (_STATE + "_update_handlers", _add_knobs, HookType.AFTER),
@@ -58,6 +59,13 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         return scheduler.running_batch.is_empty() and scheduler.chunked_req is None
 
     runtime.engine_idle = idle
+
+
+def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Let the last offload end, so that SGLang finds its cache idle and flushes it."""
+    del args, kwargs
+    if _tiered(scheduler.tree_cache) is not None:
+        scheduler.tree_cache.finish_offloads()
 
 
 def _streamer_class(original: Any, scheduler: Any) -> Any:
@@ -125,6 +133,7 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
         return handlers
 
     def validate(key: str, value: Any) -> None:
+        scheduler.tree_cache.finish_offloads()
         if not scheduler.is_fully_idle():
             raise UpdateRejected(f"{key}: requests are running.")
 

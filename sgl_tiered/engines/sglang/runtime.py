@@ -229,6 +229,10 @@ class TieredRuntime:
         self.cache.drop_tier(tier)
         self._forget_on_disk()
 
+    def drain_offloads(self) -> None:
+        """Wait until no copy from the device runs."""
+        self._parts.offloader.drain()
+
     def drain(self) -> None:
         """Wait until no transfer runs."""
         parts = self._parts

@@ -131,6 +131,7 @@ SEAMS: tuple[Seam, ...] = (
         attributes=(
             "init_schedule_policy",
             "get_output_streamer_class",
+            "flush_cache",
             "_record_step_counters",
         ),
     ),
