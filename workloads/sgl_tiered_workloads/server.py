@@ -37,6 +37,8 @@ __all__ = [
 
 _HOST = "127.0.0.1"
 _LOG_TAIL_LINES = 40
+_LINE_CHARS = 400
+"""SGLang logs its several hundred arguments in one line."""
 _POLL_S = 0.25
 _PROGRESS_S = 5.0
 _KILL_S = 5.0
@@ -141,7 +143,7 @@ class SglangServer:
         spec: ServerSpec,
         log_dir: Path,
         port: int | None = None,
-        start_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
         say: Say = print,
     ) -> None:
         self.spec = spec
@@ -246,11 +248,11 @@ class SglangServer:
             return False
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
-        """Return the last lines of the server's log."""
+        """Return the last lines of the server's log, each cut to a readable length."""
         if not self.log_path.exists():
             return ""
         text = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return "\n".join(line[:_LINE_CHARS] for line in text.splitlines()[-lines:])
 
     def stop(self, grace_s: float = 20.0) -> None:
         """End the process group and wait for it; does nothing when not running.
