@@ -8,6 +8,9 @@ ARGS ?=
 PY := "$(VENV)/bin/python"
 SAY := . scripts/say.sh; say
 TEST := bash scripts/test.sh "$(VENV)"
+# SGLang has thousands of modules: without written bytecode every process of every server
+# compiles them again, which takes longer than all else.
+unexport PYTHONDONTWRITEBYTECODE
 export STARTED_AT := $(shell date +%s)
 .DEFAULT_GOAL := help
 

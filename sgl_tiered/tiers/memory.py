@@ -26,6 +26,7 @@ __all__ = [
     "Register",
     "aligned_buffer",
     "available_memory_bytes",
+    "available_memory_bytes",
     "check_available",
 ]
 

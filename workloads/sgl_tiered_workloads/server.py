@@ -188,7 +188,7 @@ class SglangServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         # Three processes import some thousands of modules each; where bytecode may
-        # not be written, every start compiles them all (100 s instead of 20 s).
+        # not be written, every start compiles them all.
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         for name, value in self.spec.env.items():
             if value is None:

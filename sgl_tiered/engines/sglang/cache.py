@@ -307,6 +307,9 @@ class TieredRadixCache(UnifiedRadixCache):
         num_pages = num_tokens // self.page_size
         if num_pages == 0 or (state is not None and num_pages <= state.num_offloaded):
             return
+        if self.tiered.config.write_policy == "selective" and not req.finished():
+            # Each plan counts as a sighting, and a request is to be one.
+            return
         tokens = _tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if tokens is None:
             return

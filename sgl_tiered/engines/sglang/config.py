@@ -19,6 +19,7 @@ from typing import Any
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = [
     "BACKEND_NAME",
@@ -27,7 +28,6 @@ __all__ = [
     "FLAG_PREFIX",
     "Emulation",
     "TieredConfig",
-    "available_memory_bytes",
     "parse_size",
     "read_config",
 ]
@@ -167,21 +167,6 @@ def parse_size(setting: str, value: object) -> int:
     return int(float(match.group(1)) * _UNITS[unit])
 
 
-def available_memory_bytes() -> int:
-    """Return the memory that can still be taken, within a cgroup's limit, in bytes."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    used = Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists():
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    return max(available, 0)
-
-
 def _read_file(path: str, known: set[str]) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:
@@ -208,11 +193,12 @@ def _read_file(path: str, known: set[str]) -> dict[str, Any]:
 
 
 def _host_bytes(value: object) -> int:
-    if value == "auto":
-        return min(int(available_memory_bytes() * _AUTO_SHARE), _AUTO_HOST_MAX_BYTES)
-    size = parse_size("--tiered-host-size", value)
     available = available_memory_bytes()
-    if size > available:
+    if value == "auto":
+        share = _AUTO_HOST_MAX_BYTES if available is None else available * _AUTO_SHARE
+        return min(int(share), _AUTO_HOST_MAX_BYTES)
+    size = parse_size("--tiered-host-size", value)
+    if available is not None and size > available:
         raise ConfigError(
             "--tiered-host-size",
             f"{size / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB "
