@@ -198,8 +198,8 @@ class TieredCache:
             first_page=decision.first_page,
             pages=rows,
             tiers=decision.tiers,
-            addresses=table.address[entries],
-            checksums=table.checksum[entries],
+            addresses=table.address.take(entries),
+            checksums=table.checksum.take(entries),
             predicted_s=decision.load_s,
         )
         self._loads[plan.plan_id] = entries
@@ -267,7 +267,7 @@ class TieredCache:
         path = self._index.walk(root, raw)
         store.touch(path)
         known = concat_rows(path)
-        positions = np.flatnonzero(table.entry_of[0][known] < 0)
+        positions = np.flatnonzero(table.entry_of[0].take(known) < 0)
         num_new = num_pages - len(known)
         if num_new and self._config.write_policy == "selective":
             num_new = self._num_sighted(path, digest, tokens, len(known), num_pages)
@@ -490,7 +490,7 @@ class TieredCache:
         for number, tier in enumerate(self._tiers):
             mine = tiers == tier
             if mine.all():
-                return self._table.entry_of[number][rows].astype(np.int64)
+                return self._table.entry_of[number].take(rows).astype(np.int64)
             entries[mine] = self._table.entry_of[number][rows[mine]]
         return entries
 

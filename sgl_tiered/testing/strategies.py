@@ -7,6 +7,8 @@ prompts part inside a page as well as between pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -25,10 +27,21 @@ def spell(word: str, page_tokens: int, tail: int = 0) -> Int32s:
 
 @st.composite
 def prompts(
-    draw: st.DrawFn, *, page_tokens: int, max_pages: int = 8, letters: str = "abc"
+    draw: st.DrawFn,
+    *,
+    page_tokens: int,
+    words: Sequence[str],
+    letters: str = "abc",
+    max_more: int = 2,
 ) -> Int32s:
-    """One prompt of up to ``max_pages`` pages, sometimes with a partial one."""
-    word = draw(st.text(alphabet=letters, max_size=max_pages))
+    """One prompt: the beginning of a word, then up to ``max_more`` other pages.
+
+    Sometimes with a partial page at the end.
+    """
+    word = draw(st.sampled_from(words))
+    if draw(st.booleans()):
+        word = word[: draw(st.integers(0, len(word)))]
+        word += draw(st.text(alphabet=letters, max_size=max_more))
     tail = draw(st.integers(0, page_tokens - 1))
     return spell(word, page_tokens, tail)
 
