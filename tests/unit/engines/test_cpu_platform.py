@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 # SGLang warns while it is imported on a machine without CUDA.
-pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore::UserWarning")]
+pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("sglang")
 
 
