@@ -26,7 +26,6 @@ __all__ = [
     "Register",
     "aligned_buffer",
     "available_memory_bytes",
-    "available_memory_bytes",
     "check_available",
 ]
 

@@ -5,7 +5,7 @@ batch. Its keys and values are gathered once into a scratch buffer that is padde
 with zero rows to whole ``_PAD_TOKENS``; then torch's blocked flash kernel runs over
 them with an additive mask. Every row thus sees the same blocks of 512 keys from
 position zero, whether its prefix was cached, chunked or computed in one go: with
-bfloat16 on AVX-512 and AMX machines the outputs of the three are equal bit for bit
+bfloat16 on a machine with AMX the outputs of the three are equal bit for bit
 (without the padding, the length of the last block changes the order of its sums).
 
 Grouped heads share gathered keys: the query heads of a KV head become further rows
