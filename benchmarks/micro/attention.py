@@ -5,6 +5,9 @@ Both are SGLang's real backend classes on the same real pool, with the shape of 
 the two are interleaved; medians are printed, and one JSON object at the end.
 
     python benchmarks/micro/attention.py
+
+On a machine that others keep busy, ``--clock cpu --threads 1`` counts the CPU seconds
+of one thread instead of wall time.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -54,7 +58,8 @@ CASES = [
 class Bench:
     """One pool, the layers over it, and both backends."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
         gen = torch.Generator().manual_seed(0)
         self.pool = MHATokenToKVPool(
             size=POOL_TOKENS,
@@ -129,9 +134,9 @@ class Bench:
         seconds: dict[str, list[float]] = {"ours": [], "stock": []}
         for _ in range(repeats):
             for name, backend in (("ours", self.ours), ("stock", self.stock)):
-                began = time.perf_counter()
+                began = self.clock()
                 self.forward(backend, case, forward, qkv)
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(self.clock() - began)
         ours, stock = map(statistics.median, seconds.values())
         return {
             "case": case.name,
@@ -147,9 +152,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     args = parser.parse_args()
+    if args.clock == "cpu" and args.threads != 1:
+        parser.error("--clock cpu counts one thread; add --threads 1")
     torch.set_num_threads(args.threads)
-    bench, results = Bench(), []
+    clock = time.thread_time if args.clock == "cpu" else time.perf_counter
+    bench, results = Bench(clock), []
     print(f"{'case':32} {'ours ms':>10} {'stock ms':>10} {'speedup':>8}")
     with torch.inference_mode():
         for case in CASES:
@@ -165,6 +174,7 @@ def main() -> None:
         "cases": results,
         "shape": [LAYERS, HEADS, KV_HEADS, HEAD_DIM],
         "dtype": str(DTYPE),
+        "clock": args.clock,
         "threads": args.threads,
         "repeats": args.repeats,
         "torch": torch.__version__,

@@ -8,6 +8,7 @@ from sgl_tiered_kernels.paged_attention import (
     PagedAttention,
     RequestRows,
     attend_reference,
+    cpu,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -88,9 +89,20 @@ def test_new_rows_behind_a_prefix_match_the_reference(prefix, new, heads, dtype)
     Case([(prefix + new, new)], heads, 64, dtype).check()
 
 
-def test_more_rows_than_one_product_holds_match_the_reference():
+def test_more_rows_than_one_product_holds_match_the_reference(monkeypatch):
     """A chunk of more rows than one masked product holds is cut without a seam."""
-    Case([(900, 700)], (4, 2), 64, torch.bfloat16).check()
+    monkeypatch.setattr(cpu, "_MAX_ROWS", 128)
+    Case([(430, 300), (200, 70)], (4, 2), 64, torch.bfloat16).check()
+
+
+def test_queries_may_be_a_slice_of_a_wider_projection():
+    """Rows of q that are not next to each other in memory are read as they lie."""
+    for lengths in ([(90, 90)], [(90, 5)]):
+        case = Case(lengths, (8, 4), 64, torch.bfloat16)
+        wide = torch.full((len(case.query), 16, 64), float("nan"), dtype=case.dtype)
+        wide[:, 4:12] = case.query
+        case.query = wide[:, 4:12]
+        case.check()
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
