@@ -99,9 +99,7 @@ def store_layers(
     for target, sources in zip(rows.host, rows.device, strict=True):
         for layer, source in enumerate(sources):
             nbytes = source.shape[1]
-            page_copy.copy_rows(
-                target, host, layer * nbytes, source, device, 0, nbytes
-            )
+            page_copy.copy_rows(target, host, layer * nbytes, source, device, 0, nbytes)
 
 
 def _rows(buffer: torch.Tensor, num_rows: int) -> Bytes:
