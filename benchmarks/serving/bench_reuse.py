@@ -152,9 +152,9 @@ class Bench:
         found: dict[str, list[PlannedRequest]] = {}
         if "sets" in self.args.part:
             for pools in self.scale.pools:
-                found[_label(pools)] = sum(self._rounds(pools), [])
+                found[_label(pools)] = _flat(self._rounds(pools))
         if "beyond" in self.args.part:
-            found["beyond host"] = sum(self._rounds(self.scale.beyond_pools), [])
+            found["beyond host"] = _flat(self._rounds(self.scale.beyond_pools))
         kinds = ["host"] * ("host" in self.args.part)
         kinds += ["cold", "warm"] * ("disk" in self.args.part)
         for kind in kinds:
@@ -368,6 +368,10 @@ def _finish(out: Path, bench: Bench, result: Mapping[str, object]) -> int:
     bench.say(f"records, logs, table and picture are in {out}")
     print(json.dumps(result))
     return 1 if bench.findings.problems else 0
+
+
+def _flat(rounds: Iterable[Sequence[PlannedRequest]]) -> list[PlannedRequest]:
+    return [request for requests in rounds for request in requests]
 
 
 def _label(pools: float) -> str:
