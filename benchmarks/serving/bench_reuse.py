@@ -38,6 +38,7 @@ from reuse.parts import (
     run_hits,
     run_no_reuse,
     run_rounds,
+    sources,
 )
 from reuse.picture import draw
 from reuse.results import Findings, good_hits, markdown, summary
@@ -58,7 +59,6 @@ from sgl_tiered_workloads.gate import (
 )
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
-from sgl_tiered_workloads.report import tokens_by_source
 from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
 from sgl_tiered_workloads.sessions import PlannedRequest, swap_page
 
@@ -257,8 +257,7 @@ class Bench:
             later = [record for record in every if not record.key.startswith("r0.")]
             times = self.findings.sets.setdefault(label, {})
             times[name] = [record.ttft_s for record in later]
-            sources = self.findings.sources.setdefault(label, {})
-            sources[name] = tokens_by_source(later)
+            self.findings.sources.setdefault(label, {})[name] = sources(later)
 
     def _take_hits(self, fleet: Fleet, kind: str, suffix: str, run: HitRun) -> None:
         """Check and keep what a series of hits gave."""

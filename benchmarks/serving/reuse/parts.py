@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from reuse.schedules import HitSchedule, fresh_run
 from reuse.statistics import median_interval
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.records import RequestRecord
+from sgl_tiered_workloads.report import tokens_by_source
 from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest
 
@@ -30,6 +31,7 @@ __all__ = [
     "run_no_reuse",
     "run_rounds",
     "settle",
+    "sources",
 ]
 
 Say = Callable[[str], None]
@@ -60,6 +62,20 @@ def rotated(items: Sequence[T], turn: int) -> list[T]:
     """Return the items with another one first in every turn."""
     start = turn % len(items)
     return [*items[start:], *items[:start]]
+
+
+def sources(records: Sequence[RequestRecord]) -> dict[str, int]:
+    """Return prompt tokens by where their KV came from.
+
+    Our servers report what the disk gave under SGLang's own name too; it counts once.
+    """
+    once = []
+    for record in records:
+        tiers = dict(record.cached_by_tier)
+        if tiers.get("disk"):
+            tiers.pop("storage", None)
+        once.append(replace(record, cached_by_tier=tiers))
+    return tokens_by_source(once)
 
 
 def bytes_by_edge(server: SglangServer) -> dict[str, int]:

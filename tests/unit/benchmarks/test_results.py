@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from reuse.parts import pair_ratios, rotated
+from reuse.parts import pair_ratios, rotated, sources
 from reuse.picture import draw
 from reuse.results import Findings, good_hits, markdown, summary
 from reuse.schedules import (
@@ -102,6 +102,12 @@ def test_only_whole_hits_of_the_tier_count():
     mixed = record(HIT_CACHED_TOKENS, host=HIT_CACHED_TOKENS - 2048, device=2048)
     part = record(2048, host=2048)
     assert good_hits([whole, mixed, part], ("host",)) == [0.25]
+
+
+def test_a_disk_hit_counts_once():
+    """What is reported under two names is counted under one."""
+    ours = record(5984, device=1000, disk=4984, storage=4984)
+    assert sources([ours]) == {"device": 1000, "disk": 4984, "computed": 16}
 
 
 def test_turns_and_pairs():
