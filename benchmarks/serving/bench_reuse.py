@@ -24,7 +24,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 # The baselines are a folder beside, used by the micro benchmarks too.
@@ -41,6 +41,7 @@ from reuse.parts import (
     sources,
 )
 from reuse.picture import draw
+from reuse.reference import Reference
 from reuse.results import Findings, good_hits, markdown, summary
 from reuse.schedules import (
     FULL,
@@ -50,21 +51,14 @@ from reuse.schedules import (
     Scale,
     set_rounds,
 )
-from sgl_tiered_workloads.client import StreamingClient
-from sgl_tiered_workloads.gate import (
-    NegativeControlError,
-    check_equality,
-    measure_spread,
-    negative_control,
-)
+from sgl_tiered_workloads.gate import NegativeControlError
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
-from sgl_tiered_workloads.sessions import PlannedRequest, swap_page
+from sgl_tiered_workloads.sessions import PlannedRequest
 
 PARTS = ("sets", "host", "beyond", "disk", "noreuse")
 PRESET = "bench"
-PAGE_SIZE = 16
 POOL_TOKENS = 8192
 DISK_BYTES = 6_000_000_000
 HALF_WIDTH = 0.01
@@ -83,7 +77,7 @@ class Bench:
         self.scale = scale
         self.begin = time.monotonic()
         self.findings = Findings()
-        self.references: dict[str, list[RequestRecord]] = {}
+        self.reference = Reference(self.findings, self.say)
         self.stores: dict[str, Path] = {}
 
     def say(self, text: str) -> None:
@@ -137,15 +131,10 @@ class Bench:
         self.say("reference: plain SGLang whose device pool holds everything")
         await fleet.only(["reference"], self._warm_up())
         server = fleet.servers["reference"]
-        async with StreamingClient(server.url) as client:
-            for label, requests in self._schedules().items():
-                await asyncio.to_thread(server.flush_cache)
-                records = await client.run_sequential(requests)
-                self.references[label] = records
-                self._write(fleet, label, "reference", records)
-                self.say(f"  reference: {label}, {len(records)} requests")
-            await asyncio.to_thread(server.flush_cache)
-            self._control(await self._wrong_pages(client))
+        for label, requests in self._schedules().items():
+            records = await self.reference.answer(server, label, requests)
+            self._write(fleet, label, "reference", records)
+        await self.reference.control(server)
 
     def _schedules(self) -> dict[str, list[PlannedRequest]]:
         """Return all schedules that a gate needs, by label."""
@@ -166,25 +155,6 @@ class Bench:
 
     def _warm_up(self) -> PlannedRequest:
         return PlannedRequest("warm", tuple(range(100, 1700)), 4)
-
-    async def _wrong_pages(self, client: StreamingClient) -> list[RequestRecord]:
-        """Answer two cold prompts as if one early page were another prompt's."""
-        right = next(iter(self.references.values()))[:2]
-        wrong = []
-        for record, donor in zip(right, reversed(right), strict=True):
-            request = PlannedRequest(record.key, record.prompt, len(record.output))
-            damaged = swap_page(request, donor.prompt, 4, PAGE_SIZE)
-            answer = await client.send(damaged, record.order)
-            wrong.append(replace(answer, prompt=record.prompt))
-        return wrong
-
-    def _control(self, wrong: Sequence[RequestRecord]) -> None:
-        right = next(iter(self.references.values()))[: len(wrong)]
-        caught = check_equality(
-            right, wrong, page_size=PAGE_SIZE, min_exact_fraction=0.0
-        )
-        negative_control({"another prompt's page": caught})
-        self.say(f"  negative control: caught, {caught.differences[0].reason}")
 
     async def _host_parts(self, fleet: Fleet) -> None:
         self.say("device and host: plain, both forms of HiCache, tiered")
@@ -242,9 +212,9 @@ class Bench:
         )
         for name in names:
             self._write(fleet, "noreuse", name, records[name])
-        self.references["noreuse"] = records["plain"]
+        self.reference.answers["noreuse"] = records["plain"]
         for name in names[1:]:
-            self._check("noreuse", name, records[name], ())
+            self.reference.check("noreuse", name, records[name], ())
             self.findings.ratios[name] = pair_ratios(rates, name)
         self.findings.moved = moved
 
@@ -253,7 +223,7 @@ class Bench:
         for name, every in records.items():
             self._write(fleet, label, name, every)
             if name != "plain":
-                self._check(label, name, every, (), records["plain"])
+                self.reference.check(label, name, every, (), records["plain"])
             later = [record for record in every if not record.key.startswith("r0.")]
             times = self.findings.sets.setdefault(label, {})
             times[name] = [record.ttft_s for record in later]
@@ -272,7 +242,7 @@ class Bench:
                 cover = ("host",)
                 if suffix:
                     cover = ("disk",) if name == "tiered-disk" else ("storage",)
-                self._check(kind, name, every, cover)
+                self.reference.check(kind, name, every, cover)
             if len(found) < min(MIN_HITS, self.scale.hits):
                 self.findings.problems.append(
                     f"{name}{suffix}: only {len(found)} of {self.scale.hits} requests "
@@ -284,31 +254,6 @@ class Bench:
                 self.findings.problems.append(
                     f"{name}: {share:.1%} of its store was in the page cache"
                 )
-
-    def _check(
-        self,
-        label: str,
-        name: str,
-        records: Sequence[RequestRecord],
-        must_cover: Iterable[str],
-        plain: Sequence[RequestRecord] | None = None,
-    ) -> None:
-        """Compare a system's answers with the reference's."""
-        reference = self.references[label]
-        result = check_equality(
-            reference,
-            records,
-            page_size=PAGE_SIZE,
-            # Plain with a small pool recomputes where the reference hits: the
-            # rounding that a decision to recompute may rightly cause.
-            spread=None if plain is None else measure_spread(reference, plain),
-            min_exact_fraction=0.5,
-            must_cover=must_cover,
-        )
-        self.say(f"  {label}, {name}: {result.summary()}")
-        if not result.passed:
-            self.findings.outputs_identical = False
-            self.findings.problems.append(f"{label}, {name}: the gate is red")
 
     def _write(
         self, fleet: Fleet, label: str, name: str, records: Iterable[RequestRecord]

@@ -216,10 +216,14 @@ async def run_no_reuse(
     before = {name: bytes_by_edge(server) for name, server in servers.items()}
     for number in range(max_pairs):
         requests = fresh_run(number, num_prompts)
+        first = number * num_prompts
         for name in rotated(list(servers), number):
             async with StreamingClient(servers[name].url) as client:
-                done = await client.run_sequential(requests)
-            records[name].extend(_answered(name, record) for record in done)
+                done = [
+                    _answered(name, await client.send(request, first + place))
+                    for place, request in enumerate(requests)
+                ]
+            records[name].extend(done)
             tokens = sum(len(r.prompt) + len(r.output) for r in done)
             spent_s = done[-1].token_times_s[-1] - done[0].started_s
             rates[name].append(tokens / spent_s)

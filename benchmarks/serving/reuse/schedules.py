@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from sgl_tiered_workloads.sessions import (
@@ -49,7 +49,7 @@ class Scale:
     run_prompts: int
 
 
-NORMAL = Scale((0.5, 4, 16), 2, 20, 8, 4, 60, 16, 40, 4)
+NORMAL = Scale((0.5, 4, 16), 2, 20, 8, 4, 60, 16, 60, 4)
 FULL = Scale((0.5, 4, 16), 5, 20, 16, 4, 200, 40, 120, 6)
 QUICK = Scale((0.5, 1.5), 1, 3, 2.5, 2, 6, 6, 6, 1)
 
@@ -109,4 +109,7 @@ class HitSchedule:
 def fresh_run(number: int, num_prompts: int) -> list[PlannedRequest]:
     """Return one run of prompts that never come again."""
     generator = np.random.default_rng([3, number])
-    return no_reuse(num_prompts, PROMPT_TOKENS, ANSWER_TOKENS, generator, VOCAB_TOKENS)
+    requests = no_reuse(
+        num_prompts, PROMPT_TOKENS, ANSWER_TOKENS, generator, VOCAB_TOKENS
+    )
+    return [replace(item, key=f"run{number}.{item.key}") for item in requests]

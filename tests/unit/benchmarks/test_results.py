@@ -8,7 +8,6 @@ from reuse.picture import draw
 from reuse.results import Findings, good_hits, markdown, summary
 from reuse.schedules import (
     HIT_CACHED_TOKENS,
-    QUICK,
     HitSchedule,
     fresh_run,
     set_rounds,
@@ -124,8 +123,9 @@ def test_schedules_repeat_and_fresh_runs_do_not():
     assert prompts[0] == prompts[1] == prompts[2]
     keys = [request.key for requests in rounds for request in requests]
     assert len(set(keys)) == len(keys)
-    fresh = [r.prompt for n in range(2) for r in fresh_run(n, QUICK.run_prompts)]
-    assert len(set(fresh)) == len(fresh)
+    fresh = [request for number in range(3) for request in fresh_run(number, 2)]
+    assert len({request.prompt for request in fresh}) == len(fresh)
+    assert len({request.key for request in fresh}) == len(fresh)
 
 
 def test_hits_take_turns_so_that_each_finds_the_device_empty():
