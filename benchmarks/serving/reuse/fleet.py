@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from install import hicache_env
+from hicache_cpu.distribution import hicache_env
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.server import ServerSpec, SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest

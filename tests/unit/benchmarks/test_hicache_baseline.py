@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from install import hicache_env
+from hicache_cpu.distribution import hicache_env
 
 torch = pytest.importorskip("torch")
 

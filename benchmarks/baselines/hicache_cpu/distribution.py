@@ -2,7 +2,7 @@
 
 SGLang finds plugins by their distribution's entry points, and Python finds
 distributions in every folder of its path. So a folder with a ``dist-info`` of two small
-files is generated where the benchmark writes, and it and this folder go on
+files is generated where the benchmark writes, and it and the folder of baselines go on
 ``PYTHONPATH`` of the servers that need the baseline, and of no other.
 """
 
@@ -24,7 +24,7 @@ def hicache_env(folder: Path, asynchronous: bool) -> dict[str, str]:
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(_METADATA)
     (info / "entry_points.txt").write_text(_ENTRY_POINTS)
-    path = [str(info.parent), str(Path(__file__).resolve().parent)]
+    path = [str(info.parent), str(Path(__file__).resolve().parents[1])]
     if os.environ.get("PYTHONPATH"):
         path.append(os.environ["PYTHONPATH"])
     return {
