@@ -1,0 +1,1 @@
+"""SGLang's HiCache on a machine without an accelerator: a baseline."""

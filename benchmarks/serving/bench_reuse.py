@@ -1,0 +1,326 @@
+"""Reuse of KV: plain SGLang, HiCache and sgl-tiered on the same work.
+
+Parts (all by default; ``--part`` picks):
+
+- ``sets``: working sets of several device pools, in turns; TTFT of what could hit.
+- ``host``: hits of a 6,000-token prompt in host memory.
+- ``beyond``: a working set beyond host memory, for the systems with a disk.
+- ``disk``: hits of the same prompt on disk, page cache cold and warm.
+- ``noreuse``: prompts that never come again, with the flags of the parts above.
+
+A hit's penalty is its TTFT over plain SGLang's device hit of the same length. Before
+anything is claimed, every answer is compared with those of plain SGLang whose device
+pool holds everything, and a negative control shows that the comparison can fail.
+Records, table and picture go to ``--out``; the last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+# The baselines are a folder beside, used by the micro benchmarks too.
+sys.path.append(str(Path(__file__).parents[1] / "baselines"))
+
+from reuse.fleet import Fleet, Sizes, Stores, system_specs
+from reuse.parts import (
+    HitRun,
+    Records,
+    pair_ratios,
+    run_hits,
+    run_no_reuse,
+    run_rounds,
+    sources,
+)
+from reuse.picture import draw
+from reuse.reference import Reference
+from reuse.results import Findings, good_hits, markdown, summary
+from reuse.schedules import (
+    FULL,
+    NORMAL,
+    QUICK,
+    HitSchedule,
+    Scale,
+    set_rounds,
+)
+from sgl_tiered_workloads.gate import NegativeControlError
+from sgl_tiered_workloads.model import PRESETS, make_model
+from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
+from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
+from sgl_tiered_workloads.sessions import PlannedRequest
+
+PARTS = ("sets", "host", "beyond", "disk", "noreuse")
+PRESET = "bench"
+POOL_TOKENS = 8192
+DISK_BYTES = 6_000_000_000
+HALF_WIDTH = 0.01
+MIN_HITS = 50
+DISK_SYSTEMS = ("hicache-file", "tiered-disk")
+HOST_SYSTEMS = ("hicache-sync", "hicache-async", "tiered")
+# SGLang's own readers call the disk tier "storage".
+DISK_TIERS = ("storage", "disk")
+
+
+class Bench:
+    """One run of the benchmark: servers, findings and the reference's answers."""
+
+    def __init__(self, args: argparse.Namespace, scale: Scale) -> None:
+        self.args = args
+        self.scale = scale
+        self.begin = time.monotonic()
+        self.findings = Findings()
+        self.reference = Reference(self.findings, self.say)
+        self.stores: dict[str, Path] = {}
+
+    def say(self, text: str) -> None:
+        """Print one line with the time since the start."""
+        print(f"[{time.monotonic() - self.begin:5.0f} s] {text}", flush=True)
+
+    def out_of_time(self) -> bool:
+        """Whether the budget is spent."""
+        return time.monotonic() - self.begin > self.args.minutes * 60
+
+    async def run(self) -> dict[str, object]:
+        """Measure all parts and return the result."""
+        out, parts = self.args.out.resolve(), self.args.part
+        self.say(f"making the {PRESET} model (random weights, cached)")
+        model = await asyncio.to_thread(make_model, PRESET, self.args.models.resolve())
+        self.stores = {
+            "tiered-disk": out / "store" / "tiered",
+            "hicache-file": out / "store" / "hicache",
+        }
+        for folder in self.stores.values():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        most = max(*self.scale.pools, self.scale.beyond_pools)
+        sizes = Sizes(
+            PRESETS[PRESET].kv_bytes_per_token,
+            POOL_TOKENS,
+            self.scale.host_pools,
+            self.scale.small_host_pools,
+            DISK_BYTES,
+            int((most + 3) * POOL_TOKENS),
+        )
+        stores = Stores(self.stores["tiered-disk"], self.stores["hicache-file"])
+        specs = system_specs(model, sizes, stores, out / "plugin", self.args.layout)
+        first_port = self.args.first_port
+        try:
+            with Fleet(specs, out / "logs", first_port, self.say) as fleet:
+                await self._reference(fleet)
+                if {"sets", "host"} & set(parts):
+                    await self._host_parts(fleet)
+                if {"beyond", "disk"} & set(parts):
+                    await self._disk_parts(fleet)
+                if "noreuse" in parts:
+                    await self._no_reuse(fleet)
+        finally:
+            shutil.rmtree(out / "store", ignore_errors=True)
+        return summary(self.findings)
+
+    async def _reference(self, fleet: Fleet) -> None:
+        if set(self.args.part) == {"noreuse"}:
+            return
+        self.say("reference: plain SGLang whose device pool holds everything")
+        await fleet.only(["reference"], self._warm_up())
+        server = fleet.servers["reference"]
+        for label, requests in self._schedules().items():
+            records = await self.reference.answer(server, label, requests)
+            self._write(fleet, label, "reference", records)
+        await self.reference.control(server)
+
+    def _schedules(self) -> dict[str, list[PlannedRequest]]:
+        """Return all schedules that a gate needs, by label."""
+        found: dict[str, list[PlannedRequest]] = {}
+        if "sets" in self.args.part:
+            for pools in self.scale.pools:
+                found[_label(pools)] = _flat(self._rounds(pools))
+        if "beyond" in self.args.part:
+            found["beyond host"] = _flat(self._rounds(self.scale.beyond_pools))
+        kinds = ["host"] * ("host" in self.args.part)
+        kinds += ["cold", "warm"] * ("disk" in self.args.part)
+        for kind in kinds:
+            found[kind] = HitSchedule(self.scale.hits, kind).every()
+        return found
+
+    def _rounds(self, pools: float) -> list[list[PlannedRequest]]:
+        return set_rounds(POOL_TOKENS, pools, self.scale.rounds + 1)
+
+    def _warm_up(self) -> PlannedRequest:
+        return PlannedRequest("warm", tuple(range(100, 1700)), 4)
+
+    async def _host_parts(self, fleet: Fleet) -> None:
+        self.say("device and host: plain, both forms of HiCache, tiered")
+        names = ("plain", *HOST_SYSTEMS)
+        await fleet.only(names, self._warm_up())
+        servers = {name: fleet.servers[name] for name in names}
+        if "sets" in self.args.part:
+            for pools in self.scale.pools:
+                self.say(f"  working set of {pools} device pools")
+                records = await run_rounds(
+                    servers, self._rounds(pools), self.stores, self.say
+                )
+                self._take_set(fleet, _label(pools), records)
+        if "host" in self.args.part:
+            self.say("  host hits of a 6,000-token prompt")
+            schedule = HitSchedule(self.scale.hits, "host")
+            run = await run_hits(servers, schedule, self.stores, None, self.say)
+            self._take_hits(fleet, "host", "", run)
+
+    async def _disk_parts(self, fleet: Fleet) -> None:
+        self.say("disk: plain, HiCache with files, tiered with a disk; small host")
+        names = ("plain", *DISK_SYSTEMS)
+        # Kept for the runs without reuse, asleep until then.
+        later = [n for n in ("tiered",) if n in fleet.servers]
+        await fleet.only([*names, *later], self._warm_up())
+        servers = {name: fleet.servers[name] for name in names}
+        if "beyond" in self.args.part:
+            pools, small = self.scale.beyond_pools, self.scale.small_host_pools
+            self.say(f"  working set of {pools} device pools, host memory of {small}")
+            records = await run_rounds(
+                servers, self._rounds(pools), self.stores, self.say
+            )
+            self._take_set(fleet, "beyond host", records)
+        if "disk" in self.args.part:
+            for kind in ("cold", "warm"):
+                self.say(f"  disk hits of a 6,000-token prompt, page cache {kind}")
+                schedule = HitSchedule(self.scale.hits, kind)
+                cold = kind == "cold"
+                run = await run_hits(servers, schedule, self.stores, cold, self.say)
+                self._take_hits(fleet, kind, f" {kind}", run)
+
+    async def _no_reuse(self, fleet: Fleet) -> None:
+        self.say("no reuse: the same flags, prompts that never come again")
+        names = ("plain", "tiered", "tiered-disk")
+        await fleet.only(names, self._warm_up())
+        servers = {name: fleet.servers[name] for name in names}
+        rates, moved, records = await run_no_reuse(
+            servers,
+            self.scale.run_prompts,
+            self.scale.min_pairs,
+            self.scale.max_pairs,
+            HALF_WIDTH,
+            self.out_of_time,
+            self.say,
+        )
+        for name in names:
+            self._write(fleet, "noreuse", name, records[name])
+        self.reference.answers["noreuse"] = records["plain"]
+        for name in names[1:]:
+            self.reference.check("noreuse", name, records[name], ())
+            self.findings.ratios[name] = pair_ratios(rates, name)
+        self.findings.moved = moved
+
+    def _take_set(self, fleet: Fleet, label: str, records: Records) -> None:
+        """Check and keep what a working set gave."""
+        for name, every in records.items():
+            self._write(fleet, label, name, every)
+            if name != "plain":
+                self.reference.check(label, name, every, (), records["plain"])
+            later = [record for record in every if not record.key.startswith("r0.")]
+            times = self.findings.sets.setdefault(label, {})
+            times[name] = [record.ttft_s for record in later]
+            self.findings.sources.setdefault(label, {})[name] = sources(later)
+
+    def _take_hits(self, fleet: Fleet, kind: str, suffix: str, run: HitRun) -> None:
+        """Check and keep what a series of hits gave."""
+        for name, every in run.records.items():
+            self._write(fleet, kind, name, every)
+            if name == "plain":
+                found = good_hits(run.hits[name], ("device",))
+                self.findings.device_s += found
+            else:
+                found = good_hits(run.hits[name], DISK_TIERS if suffix else ("host",))
+                self.findings.hits_s[name + suffix] = found
+                cover = ("host",)
+                if suffix:
+                    cover = ("disk",) if name == "tiered-disk" else ("storage",)
+                self.reference.check(kind, name, every, cover)
+            if len(found) < min(MIN_HITS, self.scale.hits):
+                self.findings.problems.append(
+                    f"{name}{suffix}: only {len(found)} of {self.scale.hits} requests "
+                    "found all their KV where they should"
+                )
+        for name, share in run.resident.items():
+            self.findings.resident[name] = share
+            if kind == "cold" and share > 0:
+                self.findings.problems.append(
+                    f"{name}: {share:.1%} of its store was in the page cache"
+                )
+
+    def _write(
+        self, fleet: Fleet, label: str, name: str, records: Iterable[RequestRecord]
+    ) -> None:
+        spec = fleet.servers[name].spec
+        # Headers name no path of the machine.
+        flags = [Path(f).name if f.startswith("/") else f for f in spec.flags]
+        facts = {"part": label, "flags": flags, "scale": asdict(self.scale)}
+        facts |= {"preset": PRESET, "pool_tokens": POOL_TOKENS}
+        path = self.args.out / "records" / f"{label.replace(' ', '-')}.{name}.jsonl"
+        write_records(path, make_header(name, facts), records)
+
+
+def main() -> int:
+    """Run the benchmark; 0 if the gate is green and nothing else failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("out/bench-reuse"))
+    parser.add_argument("--models", type=Path, default=Path("out/models"))
+    parser.add_argument("--part", action="append", choices=PARTS)
+    parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")
+    parser.add_argument("--minutes", type=float, help="when to add no more pairs")
+    parser.add_argument("--first-port", type=int, help="default: any free ports")
+    parser.add_argument(
+        "--layout",
+        choices=("page_first", "page_first_direct"),
+        default="page_first_direct",
+        help="of HiCache's host memory; the default copies as fast as ours",
+    )
+    args = parser.parse_args()
+    full = os.environ.get("FULL") == "1"
+    args.part = args.part or list(PARTS)
+    args.minutes = args.minutes or (150.0 if full else 42.0)
+    scale = QUICK if args.quick else FULL if full else NORMAL
+    exit_on_signals()
+    bench = Bench(args, scale)
+    try:
+        result = asyncio.run(bench.run())
+    except ServerStartError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except NegativeControlError as error:
+        print(f"the gate cannot fail, so it proves nothing: {error}", file=sys.stderr)
+        return 1
+    return _finish(args.out, bench, result)
+
+
+def _finish(out: Path, bench: Bench, result: Mapping[str, object]) -> int:
+    """Write and print table, picture and result."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = markdown(bench.findings, result)
+    (out / "summary.md").write_text(text)
+    (out / "result.json").write_text(json.dumps(result, indent=1))
+    if bench.findings.outputs_identical:
+        draw(out / "reuse.png", bench.findings, result)
+    print("\n" + text)
+    bench.say(f"records, logs, table and picture are in {out}")
+    print(json.dumps(result))
+    return 1 if bench.findings.problems else 0
+
+
+def _flat(rounds: Iterable[Sequence[PlannedRequest]]) -> list[PlannedRequest]:
+    return [request for requests in rounds for request in requests]
+
+
+def _label(pools: float) -> str:
+    return f"{pools:g} pools"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

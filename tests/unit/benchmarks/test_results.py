@@ -1,0 +1,137 @@
+"""Table and result say what was found, and nothing on a red gate."""
+
+import json
+
+import pytest
+from reuse.parts import pair_ratios, rotated, sources
+from reuse.picture import draw
+from reuse.results import Findings, good_hits, markdown, summary
+from reuse.schedules import (
+    HIT_CACHED_TOKENS,
+    HitSchedule,
+    fresh_run,
+    set_rounds,
+)
+from sgl_tiered_workloads.records import RequestRecord
+
+
+def record(cached, **tiers):
+    return RequestRecord(
+        key="host.hit0",
+        order=0,
+        prompt=(1,) * 6000,
+        targeted_s=0.0,
+        started_s=0.0,
+        token_times_s=(0.25,),
+        output=(1,),
+        cached_tokens=cached,
+        cached_by_tier=tiers,
+    )
+
+
+@pytest.fixture
+def findings():
+    return Findings(
+        sets={
+            "4 pools": {"plain": [1.0, 1.2], "tiered": [0.1, 0.1]},
+            "16 pools": {"plain": [1.0, 1.0], "tiered": [0.05, 0.05]},
+        },
+        sources={"4 pools": {"plain": {"computed": 10}, "tiered": {"host": 10}}},
+        device_s=[0.05] * 50,
+        hits_s={
+            "tiered": [0.06] * 50,
+            "hicache-sync": [0.09] * 50,
+            "hicache-async": [0.07] * 50,
+            "tiered-disk cold": [0.08] * 50,
+            "hicache-file cold": [0.10] * 50,
+        },
+        ratios={"tiered": [0.99] * 16, "tiered-disk": [0.98] * 16},
+        moved={"tiered": {"device->host": 5_000_000}},
+    )
+
+
+def test_the_lower_speedup_and_the_better_peer_count(findings):
+    """Of two sets the lower speed-up counts, of two HiCache forms the faster."""
+    result = summary(findings)
+    assert result["ttft_p50_speedup_vs_plain"] == pytest.approx(11.0)
+    assert result["better_hicache_form"] == "hicache-async"
+    assert result["host_hit_penalty_vs_hicache"] == pytest.approx(0.5)
+    assert result["disk_hit_penalty_vs_hicache_file"] == pytest.approx(0.6)
+    assert result["no_reuse_throughput_vs_plain"] == pytest.approx(0.98)
+    assert result["penalties_ms"]["tiered"]["hits"] == 50
+    assert result["problems"] == []
+
+
+def test_red_gate_claims_nothing(findings):
+    """On a red gate neither result nor table holds a figure."""
+    findings.outputs_identical = False
+    result = summary(findings)
+    assert set(result) == {"outputs_identical", "problems"}
+    assert "no speed" in markdown(findings, result)
+
+
+def test_peer_without_penalty_fails_the_run(findings):
+    """A peer penalty of zero or less is a problem, not a figure."""
+    findings.hits_s["hicache-file cold"] = [0.05] * 50
+    result = summary(findings)
+    assert result["disk_hit_penalty_vs_hicache_file"] is None
+    assert any("hicache-file" in problem for problem in result["problems"])
+
+
+def test_result_is_json_without_infinity(findings):
+    """An unbounded interval is written as null."""
+    findings.hits_s["hicache-file cold"] = [0.01, 0.09] * 25 + [0.051]
+    text = json.dumps(summary(findings))
+    assert "Infinity" not in text
+
+
+def test_table_and_picture(findings, tmp_path):
+    """Every system has its line, and a picture is drawn."""
+    result = summary(findings)
+    text = markdown(findings, result)
+    for part in ("| 4 pools | tiered | 100.0 |", "hicache-file cold", "5 MB"):
+        assert part in text
+    draw(tmp_path / "a.png", findings, result)
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_only_whole_hits_of_the_tier_count():
+    """A hit counts if all its KV came from the tier in question."""
+    whole = record(HIT_CACHED_TOKENS, host=HIT_CACHED_TOKENS, device=0)
+    mixed = record(HIT_CACHED_TOKENS, host=HIT_CACHED_TOKENS - 2048, device=2048)
+    part = record(2048, host=2048)
+    assert good_hits([whole, mixed, part], ("host",)) == [0.25]
+
+
+def test_a_disk_hit_counts_once():
+    """What is reported under two names is counted under one."""
+    ours = record(5984, device=1000, disk=4984, storage=4984)
+    assert sources([ours]) == {"device": 1000, "disk": 4984, "computed": 16}
+
+
+def test_turns_and_pairs():
+    """Everyone begins once in turn; ratios pair runs of equal number."""
+    assert [rotated("abc", turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+    rates = {"plain": [10.0, 20.0], "tiered": [5.0, 20.0]}
+    assert pair_ratios(rates, "tiered") == [0.5, 1.0]
+
+
+def test_schedules_repeat_and_fresh_runs_do_not():
+    """Rounds hold the same prompts; runs without reuse share none."""
+    rounds = set_rounds(8192, 1.5, 3)
+    prompts = [[request.prompt for request in requests] for requests in rounds]
+    assert prompts[0] == prompts[1] == prompts[2]
+    keys = [request.key for requests in rounds for request in requests]
+    assert len(set(keys)) == len(keys)
+    fresh = [request for number in range(3) for request in fresh_run(number, 2)]
+    assert len({request.prompt for request in fresh}) == len(fresh)
+    assert len({request.key for request in fresh}) == len(fresh)
+
+
+def test_hits_take_turns_so_that_each_finds_the_device_empty():
+    """Two prompts larger than the pool together pass between two uses of one."""
+    schedule = HitSchedule(6, "host")
+    prompts = [request.prompt for request in schedule.every()]
+    assert len(set(prompts)) == 3
+    assert all(len(set(prompts[i : i + 3])) == 3 for i in range(len(prompts) - 2))
+    assert schedule.hit(4, same=True).prompt == prompts[0]
