@@ -3,7 +3,7 @@
 A test asks for a server by its spec. The one that runs is handed out again if its spec
 is equal, else it is stopped first; so tests of one server stand together in a file.
 Whatever happens, the last one is stopped at the end of the session.
-``SGL_TIERED_TEST_PORTS=first-last`` confines the ports.
+``TIERED_TEST_PORTS=first-last`` confines the ports.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Servers:
             current.stop()
 
     def _start(self, spec: ServerSpec) -> SglangServer:
-        ports = os.environ.get("SGL_TIERED_TEST_PORTS")
+        ports = os.environ.get("TIERED_TEST_PORTS")
         candidates = None
         if ports is not None:
             first, last = map(int, ports.split("-"))
