@@ -52,7 +52,7 @@ POOL_TOKENS = 1536
 REFERENCE_POOL_TOKENS = 16384
 PATIENCE_S = 120.0
 """Upper bound of every wait: only a defect makes a test wait so long."""
-START_TIMEOUT_S = 420.0
+START_TIMEOUT_S = 600.0
 SHAPE = ChatShape(
     num_sessions=8,
     num_turns=3,

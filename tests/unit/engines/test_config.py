@@ -58,7 +58,9 @@ def test_sizes_are_understood(text, num_bytes):
     assert parse_size("--s", text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "1XB", "1e9", "1,5GB", -3, True, 1.5j])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1", "1XB", "1e9", "1,5GB", -3, True, 1.5j]
+)
 def test_what_is_no_size_is_refused(text):
     """A text that is not a size is refused by the name of its setting."""
     with pytest.raises(ConfigError, match="is not a size") as caught:
