@@ -1,4 +1,4 @@
-"""One server with a small host and a disk: every way in which its answers might go wrong.
+"""One server with a small host and a disk: what might make its answers wrong.
 
 The tests share the server and start from an empty cache each.
 """
@@ -230,7 +230,7 @@ def test_a_wholly_damaged_disk_is_a_miss(server, plain, disk):
 
 
 def test_a_read_error_is_a_miss(server, plain, disk):
-    """Where the disk's files can no longer be read the prompt is computed, and right."""
+    """Where the files can no longer be read the prompt is computed, and right."""
     request = fresh_prompt(22)
     cold = left_on_disk_only(server, request)
     before = stats(server)

@@ -8,6 +8,8 @@ from sgl_tiered.engines.sglang.fingerprint import model_fingerprint  # noqa: E40
 
 
 class Config:
+    """The part of a Hugging Face configuration that is read."""
+
     def __init__(self, **values):
         self.values = values
 

@@ -50,7 +50,7 @@ def test_layout_is_read_off_the_pool(page_tokens):
 @pytest.mark.parametrize("spare", [0, 1])
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_pages_survive_host_and_back(page_tokens, spare):
-    """What was stored comes back bit for bit, to other pages, and nothing else moves."""
+    """What was stored comes back bit for bit, elsewhere, and nothing else moves."""
     pool = fake_pool(page_tokens, spare=spare)
     layout = page_layout(pool, page_tokens)
     device = make_device_pool(pool, layout, None)
@@ -110,7 +110,7 @@ def test_a_page_in_memory_is_layer_by_layer_keys_then_values():
 
 
 def test_other_shapes_are_refused():
-    """A pool that is not rows of tokens, or whose keys and values differ, is refused."""
+    """A pool that is not rows of tokens, or of uneven keys and values, is refused."""
     flat = fake_pool(16)
     flat.k_buffer = [buffer.view(-1) for buffer in flat.k_buffer]
     with pytest.raises(EngineCompatibilityError, match="laid out"):
