@@ -142,7 +142,7 @@ def symbols() -> dict[str, Any]:
         "window": {"is_hybrid_swa": True},
         "window of the model": {"sliding_window_size": 512},
         "latent": {"attention_arch": "MLA"},
-        "other pool": {"pool": object()},
+        "other pool": {"kv": object()},
     }.items():
         try:
             refuse_unsupported(context(pool, **changes))
@@ -159,7 +159,7 @@ def context(pool: Any, **changes: Any) -> Any:
     from sglang.srt.configs.model_config import AttentionArch
 
     arch = AttentionArch[changes.get("attention_arch", "MHA")]
-    kv = changes.get("pool", pool)
+    kv = changes.get("kv", pool)
     return SimpleNamespace(
         is_hybrid_ssm=changes.get("is_hybrid_ssm", False),
         is_hybrid_swa=changes.get("is_hybrid_swa", False),
