@@ -273,7 +273,12 @@ def _whole(
 
 def _seconds(settings: Mapping[str, Any], name: str, default: float) -> float:
     value = settings.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+    # isfinite: TOML and float() know nan, which no comparison catches.
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not (math.isfinite(value) and value >= 0)
+    ):
         raise ConfigError(
             _flag(name), f"{value!r} is not a time", "give seconds, 0 for never"
         )
@@ -300,7 +305,7 @@ def _emulation(value: object) -> dict[TierId, Emulation]:
             if "bandwidth" in pairs
             else math.inf
         )
-        if bandwidth <= 0 or latency < 0:
+        if bandwidth <= 0 or not (math.isfinite(latency) and latency >= 0):
             raise ConfigError(setting, f"{part!r} is not positive", remedy)
         emulate[tiers[name]] = Emulation(bandwidth, latency)
     return emulate

@@ -116,6 +116,8 @@ class LoadCoordinator:
             self._states[rid] = state
         elif len(tokens) != len(state.tokens) or max_pages != state.max_pages:
             state.tokens, state.max_pages = tokens, max_pages
+            # It was made for other tokens, and might load more than may be reused.
+            state.decision = None
         return state
 
     def prefetch(self, state: RequestState, device_pages: int) -> None:

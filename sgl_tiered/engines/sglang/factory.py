@@ -93,7 +93,8 @@ def refuse_unsupported(ctx: Any) -> None:
             pool, MHATokenToKVPool
         ),
         "its KV pool is quantised": getattr(pool, "is_quantized_kv_cache", False)
-        or torch.empty(0, dtype=pool.dtype).element_size() < 2,
+        # Pools of other kinds, refused above, need not have a dtype.
+        or getattr(pool, "dtype", torch.bfloat16).itemsize < 2,
     }
     for reason, applies in reasons.items():
         if applies:

@@ -1,0 +1,165 @@
+"""Our flags in SGLang's command line: known, checked, refused in one sentence."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from sgl_tiered.engines.sglang.config import CHOICES, FAULT_ENV
+
+pytestmark = pytest.mark.sglang
+
+ON = ["--radix-cache-backend", "tiered"]
+GOOD = {
+    "all": [
+        *ON,
+        "--tiered-host-size=64MB",
+        "--tiered-disk-path={tmp}/disk",
+        "--tiered-disk-size=1GB",
+        "--tiered-disk-threads=4",
+        "--tiered-staging-size=8MiB",
+        "--tiered-eviction-policy=fifo",
+        "--tiered-write-policy=selective",
+        "--tiered-demote-policy=on-evict",
+        "--tiered-load-policy=always",
+        "--tiered-log-interval=5",
+        "--tiered-seed=3",
+        "--tiered-emulate=host:latency=0.001",
+    ],
+    "file": [*ON, "--tiered-config={tmp}/good.toml"],
+    "plain": [],
+}
+# Name -> arguments, the flag that the sentence names.
+BAD = {
+    "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
+    "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),
+    "zero": ([*ON, "--tiered-host-size=0"], "--tiered-host-size"),
+    "too large": ([*ON, "--tiered-host-size=9000TB"], "--tiered-host-size"),
+    "disk without path": ([*ON, "--tiered-disk-size=1GB"], "--tiered-disk-size"),
+    "disk path": ([*ON, "--tiered-disk-path={tmp}/a-file"], "--tiered-disk-path"),
+    "disk size": (
+        [*ON, "--tiered-disk-path={tmp}/disk", "--tiered-disk-size=big"],
+        "--tiered-disk-size",
+    ),
+    "threads": ([*ON, "--tiered-disk-threads=0"], "--tiered-disk-threads"),
+    "staging": ([*ON, "--tiered-staging-size=0"], "--tiered-staging-size"),
+    "interval": ([*ON, "--tiered-log-interval=-1"], "--tiered-log-interval"),
+    "interval nan": ([*ON, "--tiered-log-interval=nan"], "--tiered-log-interval"),
+    "seed": ([*ON, "--tiered-seed=-1"], "--tiered-seed"),
+    "emulate": ([*ON, "--tiered-emulate=tape:latency=1"], "--tiered-emulate"),
+    "fault": ([*ON, "--tiered-fault-corrupt=zero"], "--tiered-fault-corrupt"),
+    "file missing": ([*ON, "--tiered-config={tmp}/none.toml"], "--tiered-config"),
+    "file key": ([*ON, "--tiered-config={tmp}/key.toml"], "--tiered-config"),
+    "file syntax": ([*ON, "--tiered-config={tmp}/syntax.toml"], "--tiered-config"),
+    "file value": ([*ON, "--tiered-config={tmp}/value.toml"], "--tiered-load-policy"),
+    "hicache": ([*ON, "--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
+    "no radix cache": ([*ON, "--disable-radix-cache"], "--disable-radix-cache"),
+    "tensor parallel": ([*ON, "--tp-size=2"], "--tp-size"),
+    "data parallel": ([*ON, "--dp-size=2"], "--dp-size"),
+}
+# These are argparse's own: it prints the usage first.
+BAD_CHOICES = {name: [*ON, f"--tiered-{name.replace('_', '-')}=no"] for name in CHOICES}
+
+
+@pytest.fixture(scope="session")
+def seen(look, model, tmp_path_factory):
+    """What came of every command line, by name."""
+    tmp = tmp_path_factory.mktemp("flags")
+    (tmp / "a-file").write_text("")
+    (tmp / "good.toml").write_text('host-size = "32MB"\nload-policy = "never"\n')
+    (tmp / "key.toml").write_text("host_sise = 1\n")
+    (tmp / "syntax.toml").write_text("host_size = \n")
+    (tmp / "value.toml").write_text('load-policy = "perhaps"\n')
+    names, cases = [], []
+
+    def add(name, argv, env=None):
+        names.append(name)
+        argv = [word.replace("{tmp}", str(tmp)) for word in argv]
+        cases.append({"argv": argv, "env": env or {}})
+
+    for name, argv in GOOD.items():
+        add(name, argv)
+    for name, (argv, _) in BAD.items():
+        add(name, argv)
+    for name, argv in BAD_CHOICES.items():
+        add(name, argv)
+    add("fault allowed", BAD["fault"][0], {FAULT_ENV: "1"})
+    file = tmp / "cases.json"
+    file.write_text(json.dumps(cases))
+    out = look("flags", model, file)
+    out["parsed"] = dict(zip(names, out["parsed"], strict=True))
+    return out
+
+
+def test_the_classes_are_replaced(seen):
+    """The server's and the offline engine's arguments are our subclass."""
+    assert seen["server_args"] == "TieredServerArgs"
+    assert seen["engine"] == "TieredServerArgs"
+
+
+def test_help_shows_the_flags(seen):
+    """--help lists our flags among SGLang's."""
+    for flag in ("config", "host-size", "disk-path", "load-policy", "emulate"):
+        assert f"--tiered-{flag}" in seen["help"]
+
+
+@pytest.mark.parametrize("name", [*GOOD, "fault allowed"])
+def test_good_lines_are_accepted(seen, name):
+    """Values that can work are accepted and kept as given."""
+    parsed = seen["parsed"][name]
+    assert parsed["code"] == 0, parsed["stderr"]
+    if name == "all":
+        assert parsed["values"]["host_size"] == "64MB"
+        assert parsed["values"]["disk_threads"] == 4
+        assert len(parsed["values"]) == len(GOOD["all"]) - len(ON)
+    if name == "plain":
+        assert parsed["values"] == {}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_lines_are_refused_in_one_sentence(seen, name):
+    """Exit code 2, and one line on stderr that names the flag and a remedy."""
+    parsed = seen["parsed"][name]
+    assert parsed["code"] == 2, parsed
+    errors = [line for line in parsed["stderr"].splitlines() if line.startswith("err")]
+    assert len(errors) == 1, parsed["stderr"]
+    assert errors[0].startswith(f"error: {BAD[name][1]}")
+    assert errors[0].endswith(".")
+    assert "Traceback" not in parsed["stderr"]
+
+
+@pytest.mark.parametrize("name", BAD_CHOICES)
+def test_unknown_choices_are_refused(seen, name):
+    """A choice that there is not is refused with those that there are."""
+    parsed = seen["parsed"][name]
+    assert parsed["code"] == 2
+    last = parsed["stderr"].strip().splitlines()[-1]
+    for choice in CHOICES[name]:
+        assert choice in last
+
+
+def test_the_real_command_line_refuses_in_one_sentence(model):
+    """launch_server itself ends with code 2 and one sentence, without a traceback."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    done = subprocess.run(
+        [*command, "--tiered-host-size", "1GB"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    sentences = [line for line in done.stderr.splitlines() if "--tiered-" in line]
+    assert len(sentences) == 1, done.stderr[-2000:]
+    assert "without the tiered cache" in sentences[0]
+
+
+def test_a_plugin_that_cannot_attach_stops_tiered_servers_only(look, model):
+    """With a seam gone a tiered server says so and ends; a plain one starts."""
+    seen = look("broken", model)
+    assert seen["registered"]
+    assert seen["tiered"].startswith("EngineCompatibilityError: ")
+    assert "could not attach" in seen["tiered"]
+    assert "_record_step_counters" in seen["tiered"]
+    assert seen["plain"] == ["ServerArgs", None]

@@ -1,0 +1,127 @@
+"""Servers of the end-to-end tests: one at a time, reused as long as the flags agree.
+
+A test asks for a server by its spec. The one that runs is handed out again if its spec
+is equal, else it is stopped first; so tests of one server stand together in a file.
+Whatever happens, the last one is stopped at the end of the session.
+``TIERED_TEST_PORTS=first-last`` confines the ports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sgl_tiered_workloads.model import make_model
+from sgl_tiered_workloads.server import ServerSpec, SglangServer, free_port
+from sgl_tiered_workloads.systems import plain_spec
+
+from tests.e2e.e2e_support import (
+    MODELS,
+    REFERENCE_POOL_TOKENS,
+    START_TIMEOUT_S,
+    Case,
+    Reference,
+    record_reference,
+)
+
+__all__: list[str] = []
+
+_FORBIDDEN_IN_LOGS = ("Traceback", "leak detected", "AssertionError")
+
+
+class Servers:
+    """Starts servers on demand, at most one at a time."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.num_starts = 0
+        self._current: SglangServer | None = None
+
+    def get(self, spec: ServerSpec) -> SglangServer:
+        """Return a running server of this spec."""
+        current = self._current
+        if current is not None and current.spec == spec and current.exit_code() is None:
+            return current
+        self.stop()
+        return self._start(spec)
+
+    def restart(self, spec: ServerSpec) -> SglangServer:
+        """Return a new server of this spec, started after the former one ended."""
+        self.stop()
+        return self._start(spec)
+
+    def stop(self) -> None:
+        """Stop the server that runs; its log must be free of broken invariants."""
+        current, self._current = self._current, None
+        if current is None:
+            return
+        died = current.exit_code()
+        current.stop()
+        log = current.log_path.read_text(errors="replace")
+        assert died is None, f"the server died by itself: {current.log_tail()}"
+        for text in _FORBIDDEN_IN_LOGS:
+            assert text not in log, f"{text} in {current.log_path}"
+
+    def abandon(self) -> None:
+        """Stop the server that runs, whatever its state."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.stop()
+
+    def _start(self, spec: ServerSpec) -> SglangServer:
+        ports = os.environ.get("TIERED_TEST_PORTS")
+        candidates = None
+        if ports is not None:
+            first, last = map(int, ports.split("-"))
+            candidates = range(first, last + 1)
+        self.num_starts += 1
+        server = SglangServer(
+            spec,
+            self.log_dir / f"{self.num_starts:02d}",
+            free_port(candidates),
+            START_TIMEOUT_S,
+        )
+        server.start()
+        self._current = server
+        return server
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """The one place that starts servers."""
+    servers = Servers(tmp_path_factory.mktemp("logs"))
+    try:
+        yield servers
+    finally:
+        print(f"\n{servers.num_starts} servers were started")
+        servers.abandon()
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The folder of the tiny Llama."""
+    return make_model("tiny", MODELS)
+
+
+@pytest.fixture(scope="session")
+def reference(servers: Servers, model: Path) -> Callable[[Case], Reference]:
+    """Return a function that gives a case's reference, recorded once per session.
+
+    The overlap schedule changes when things happen and not what is computed, so cases
+    that differ in it alone share a reference.
+    """
+    made: dict[tuple[int, int | None], Reference] = {}
+
+    def get(case: Case) -> Reference:
+        key = (case.page_size, case.chunk_tokens)
+        if key not in made:
+            shared = Case(*key)
+            device = shared.device(model, REFERENCE_POOL_TOKENS)
+            server = servers.get(plain_spec(device, f"plain-{shared.name}"))
+            made[key] = record_reference(server)
+            servers.stop()
+        return made[key]
+
+    return get

@@ -1,0 +1,214 @@
+"""Settings of a tiered server: what is read, and what is refused in which words."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.config import (
+    FAULT_ENV,
+    Emulation,
+    parse_size,
+    read_config,
+)
+from sgl_tiered.errors import ConfigError
+
+HOST = {"host_size": "1MB"}
+NAMES = (
+    "config",
+    "host_size",
+    "disk_path",
+    "disk_size",
+    "disk_threads",
+    "staging_size",
+    "eviction_policy",
+    "write_policy",
+    "demote_policy",
+    "load_policy",
+    "log_interval",
+    "seed",
+    "emulate",
+    "fault_corrupt",
+)
+
+
+def read(**values):
+    return read_config({name: values.get(name) for name in NAMES})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (0, 0),
+        (7, 7),
+        ("7", 7),
+        ("7B", 7),
+        ("2KB", 2000),
+        ("2KiB", 2048),
+        ("1.5MB", 1_500_000),
+        ("1 GiB", 2**30),
+        (" 3gb ", 3 * 10**9),
+        ("2TB", 2 * 10**12),
+        ("2TiB", 2 * 2**40),
+    ],
+)
+def test_sizes_are_understood(text, num_bytes):
+    """Whole numbers are bytes, and a text has a decimal or a binary unit."""
+    assert parse_size("--s", text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-1", "1XB", "1e9", "1,5GB", -3, True, 1.5j]
+)
+def test_what_is_no_size_is_refused(text):
+    """A text that is not a size is refused by the name of its setting."""
+    with pytest.raises(ConfigError, match="is not a size") as caught:
+        parse_size("--tiered-x", text)
+    assert caught.value.setting == "--tiered-x"
+
+
+def test_defaults():
+    """Without flags there is a host tier of some size, no disk, and LRU."""
+    config = read()
+    assert config.host_bytes > 0
+    assert config.disk_path is None
+    assert config.disk_bytes == 0
+    assert config.eviction_policy == "lru"
+    assert config.write_policy == "write-through"
+    assert config.load_policy == "auto"
+    assert config.emulate == {}
+    assert config.fault_corrupt is None
+
+
+def test_file_stands_for_flags_and_flags_win(tmp_path):
+    """Keys with dashes or underscores stand for flags; a given flag wins."""
+    file = tmp_path / "tiers.toml"
+    file.write_text('host-size = "1MB"\nlog_interval = 5\nload-policy = "never"\n')
+    config = read(config=str(file), load_policy="always")
+    assert config.host_bytes == 10**6
+    assert config.log_interval_s == 5.0
+    assert config.load_policy == "always"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("host_sise = 1", "unknown key 'host_sise'"),
+        ("host_size = ", "is not TOML"),
+        ('config = "x.toml"', "unknown key 'config'"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, text, words):
+    """A file with a wrong key or wrong syntax is refused with its path."""
+    file = tmp_path / "tiers.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        read(config=str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    """A file that is not there is refused, not ignored."""
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(config=str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(
+    ("values", "setting"),
+    [
+        ({"host_size": "0"}, "--tiered-host-size"),
+        ({"host_size": "9000TB"}, "--tiered-host-size"),
+        ({"host_size": "much"}, "--tiered-host-size"),
+        ({"disk_size": "1GB"}, "--tiered-disk-size"),
+        ({"staging_size": "0"}, "--tiered-staging-size"),
+        ({"eviction_policy": "best"}, "--tiered-eviction-policy"),
+        ({"write_policy": "no"}, "--tiered-write-policy"),
+        ({"demote_policy": "no"}, "--tiered-demote-policy"),
+        ({"load_policy": "no"}, "--tiered-load-policy"),
+        ({"disk_threads": 0}, "--tiered-disk-threads"),
+        ({"disk_threads": True}, "--tiered-disk-threads"),
+        ({"seed": -1}, "--tiered-seed"),
+        ({"log_interval": -0.5}, "--tiered-log-interval"),
+        ({"log_interval": math.nan}, "--tiered-log-interval"),
+        ({"emulate": "host"}, "--tiered-emulate"),
+        ({"emulate": "tape:latency=1"}, "--tiered-emulate"),
+        ({"emulate": "host:speed=1GB"}, "--tiered-emulate"),
+        ({"emulate": "host:latency=soon"}, "--tiered-emulate"),
+        ({"emulate": "host:latency=-1"}, "--tiered-emulate"),
+        ({"emulate": "host:latency=nan"}, "--tiered-emulate"),
+        ({"emulate": "disk:bandwidth=0"}, "--tiered-emulate"),
+        ({"emulate": "disk:bandwidth=fast"}, "--tiered-emulate"),
+        ({"fault_corrupt": "zero"}, "--tiered-fault-corrupt"),
+    ],
+)
+def test_bad_values_name_their_flag(monkeypatch, values, setting):
+    """A value that cannot work is refused with the flag's name and a remedy."""
+    monkeypatch.delenv(FAULT_ENV, raising=False)
+    with pytest.raises(ConfigError) as caught:
+        read(**{**HOST, **values})
+    assert caught.value.setting == setting
+    assert caught.value.remedy
+    assert "\n" not in str(caught.value)
+
+
+def test_a_disk_folder_is_made(tmp_path):
+    """A folder that is not there yet is made; auto takes half of the free space."""
+    folder = tmp_path / "a" / "b"
+    config = read(**HOST, disk_path=str(folder))
+    assert config.disk_path == folder
+    assert folder.is_dir()
+    assert config.disk_bytes > 0
+    config = read(**HOST, disk_path=str(folder), disk_size="3MB")
+    assert config.disk_bytes == 3 * 10**6
+
+
+@pytest.mark.parametrize("size", ["0", "none"])
+def test_a_disk_of_no_size_is_refused(tmp_path, size):
+    """A disk tier has a size."""
+    with pytest.raises(ConfigError) as caught:
+        read(**HOST, disk_path=str(tmp_path), disk_size=size)
+    assert caught.value.setting == "--tiered-disk-size"
+
+
+def test_a_disk_path_that_is_a_file_is_refused(tmp_path):
+    """A path at which there is a file cannot be a tier's folder."""
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError) as caught:
+        read(**HOST, disk_path=str(file))
+    assert caught.value.setting == "--tiered-disk-path"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host:bandwidth=2GB", {TierId.HOST: Emulation(2e9, 0.0)}),
+        ("disk:latency=0.25", {TierId.DISK: Emulation(math.inf, 0.25)}),
+        (
+            "host:bandwidth=2GB,latency=0.001; disk:bandwidth=500MB",
+            {TierId.HOST: Emulation(2e9, 0.001), TierId.DISK: Emulation(5e8, 0.0)},
+        ),
+    ],
+)
+def test_emulations_are_understood(text, expected):
+    """Each tier can get a bandwidth, a latency or both."""
+    assert read(**HOST, emulate=text).emulate == expected
+
+
+@pytest.mark.parametrize("fault", ["zero", "swap"])
+def test_faults_need_the_environment(monkeypatch, fault):
+    """Wrong answers are to be had only by who asks for them twice."""
+    monkeypatch.setenv(FAULT_ENV, "1")
+    assert read(**HOST, fault_corrupt=fault).fault_corrupt == fault
+    monkeypatch.setenv(FAULT_ENV, "yes")
+    with pytest.raises(ConfigError):
+        read(**HOST, fault_corrupt=fault)
+
+
+def test_paths_are_expanded(tmp_path, monkeypatch):
+    """A tilde stands for the user's home, and a relative path becomes absolute."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read(**HOST, disk_path="~/kv").disk_path == tmp_path / "kv"
+    monkeypatch.chdir(tmp_path)
+    assert read(**HOST, disk_path="kv").disk_path == Path(tmp_path / "kv")

@@ -1,0 +1,339 @@
+"""The coordinator: what a waiting request may count on, whatever the tiers do."""
+
+import numpy as np
+import pytest
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.plans import TransferResult
+from tests.unit.engines.coordinator_support import LONG_S, PATIENCE_S, Rig
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def small():
+    """A rig that can stage two pages only."""
+    rig = Rig(staging_rows=2)
+    yield rig
+    rig.close()
+
+
+def pages(num):
+    return np.arange(100, 100 + num, dtype=np.int64)
+
+
+def test_nothing_known(rig):
+    """A prompt that nobody kept goes on at once, with nothing to load."""
+    state = rig.track("r", "abc")
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 0
+    assert rig.coordinator.begin(state, pages(0)) is None
+
+
+def test_host_hit(rig):
+    """Pages in host memory can be loaded at once, from where they lie."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    job = rig.coordinator.begin(state, pages(4))
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd"))
+    assert rig.num_pinned() == 4
+    rig.coordinator.settle(state, landed=True)
+    assert rig.num_pinned() == 0
+    assert rig.cache.stats.pages_loaded[TierId.HOST] == 4
+    rig.cache.check()
+
+
+def test_device_prefix_is_not_loaded(rig):
+    """What the device has already is left out of the load."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    assert rig.coordinator.prepare(state, 3)
+    assert rig.coordinator.loadable_pages(state, 3) == 1
+    job = rig.coordinator.begin(state, pages(1))
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd", 3))
+    rig.coordinator.settle(state, landed=True)
+
+
+def test_disk_hit_is_staged_then_loadable(rig):
+    """Pages on disk hold the request back until they are read; then they load."""
+    rig.keep_on_disk("abcd")
+    rig.disk.hold()
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.num_staging == 1
+    assert rig.coordinator.loadable_pages(state, 0) == 0
+    rig.disk.release()
+    rig.pump()
+    assert rig.coordinator.num_staging == 0
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    job = rig.coordinator.begin(state, pages(4))
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd"))
+    assert rig.stager.num_free_rows == 4
+    rig.coordinator.landed(state)
+    assert rig.stager.num_free_rows == 8
+    rig.coordinator.settle(state, landed=True)
+    assert rig.num_pinned() == 0
+    assert rig.cache.stats.pages_loaded[TierId.DISK] == 4
+
+
+def test_host_and_disk_in_one_load(rig):
+    """A load may take its front from host memory and its rest from disk."""
+    rig.keep_on_disk("abcd")
+    plan = rig.cache.plan_offload(rig.digest, rig.track("x", "ab").tokens)
+    for position, address in zip(plan.positions, plan.addresses, strict=True):
+        rig.host.region[address] = rig.contents["ab"[: position + 1]]
+    done = np.ones(2, np.bool_)
+    rig.cache.finish_offload(plan, TransferResult(done, 0, 0.0, np.zeros(2, np.uint64)))
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 0)
+    rig.pump()
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    job = rig.coordinator.begin(state, pages(4))
+    assert len(job.segments) == 2
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd"))
+    rig.coordinator.settle(state, landed=True)
+
+
+def test_a_late_read_is_given_up(rig):
+    """When the disk is late the request goes on by memory and recompute alone."""
+    rig.keep_on_disk("abcd")
+    rig.disk.hold()
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 0)
+    rig.clock.advance(LONG_S)
+    assert rig.coordinator.prepare(state, 0)
+    assert state.memory_only
+    assert rig.coordinator.loadable_pages(state, 0) == 0
+    assert rig.num_pinned() == 0
+    rig.disk.release()
+    rig.pump()
+    assert rig.stager.num_free_rows == 8
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 0, "the disk stays given up"
+    rig.cache.check()
+
+
+@pytest.mark.parametrize("bad", [0, 2, 3])
+def test_a_bad_page_shortens_the_load(rig, bad):
+    """Pages before a bad one load; the bad copy is dropped and not found again."""
+    rig.keep_on_disk("abcd")
+    rig.spoil("abcd"[: bad + 1])
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 0)
+    rig.pump()
+    assert rig.coordinator.prepare(state, 0)
+    if bad:
+        assert rig.coordinator.loadable_pages(state, 0) == bad
+        job = rig.coordinator.begin(state, pages(bad))
+        assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd"[:bad]))
+        rig.coordinator.settle(state, landed=True)
+    else:
+        assert rig.coordinator.loadable_pages(state, 0) == 0
+    rig.coordinator.release("r")
+    assert rig.cache.stats.pages_bad[TierId.DISK] == 1
+    assert rig.stager.num_free_rows == 8
+    found = rig.cache.lookup(rig.digest, state.tokens, 0)
+    assert found.num_found == bad
+    assert rig.num_pinned() == 0
+    rig.cache.check()
+
+
+def test_a_second_request_waits_for_the_first_load(rig):
+    """Only one load moves a page at a time; the second request waits for its end."""
+    rig.keep("abcd")
+    first, second = rig.track("1", "abcd"), rig.track("2", "abcd")
+    assert rig.coordinator.prepare(first, 0)
+    assert rig.coordinator.loadable_pages(first, 0) == 4
+    assert rig.coordinator.begin(first, pages(4)) is not None
+    assert not rig.coordinator.prepare(second, 0)
+    assert rig.coordinator.loadable_pages(second, 0) == 0
+    rig.coordinator.landed(first)
+    assert not rig.coordinator.prepare(second, 0), "not yet in the engine's tree"
+    rig.coordinator.settle(first, landed=True)
+    assert rig.coordinator.prepare(second, 4)
+    assert rig.coordinator.loadable_pages(second, 4) == 0
+    assert rig.cache.stats.pages_loaded[TierId.HOST] == 4
+
+
+def test_a_second_request_does_not_wait_for_ever(rig):
+    """A request that waits for another's load goes on after a while, without it."""
+    rig.keep("abcd")
+    first, second = rig.track("1", "abcd"), rig.track("2", "abcd")
+    rig.coordinator.prepare(first, 0)
+    assert rig.coordinator.begin(first, pages(4)) is not None
+    assert not rig.coordinator.prepare(second, 0)
+    rig.clock.advance(LONG_S)
+    assert rig.coordinator.prepare(second, 0)
+    assert rig.coordinator.begin(second, pages(0)) is None
+    rig.coordinator.settle(first, landed=True)
+    rig.cache.check()
+
+
+def test_a_failed_load_can_be_tried_again(rig):
+    """Pages of a load that did not land stay where they are for the next one."""
+    rig.keep("abc")
+    state = rig.track("r", "abc")
+    rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.begin(state, pages(3)) is not None
+    rig.coordinator.settle(state, landed=False)
+    assert rig.cache.stats.pages_loaded[TierId.HOST] == 0
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 3
+
+
+def test_release_while_staging_frees_the_rows(rig):
+    """An aborted request's rows are free once the read into them has ended."""
+    rig.keep_on_disk("abcd")
+    rig.disk.hold()
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 0)
+    assert rig.disk.started.acquire(timeout=PATIENCE_S)
+    rig.coordinator.release("r")
+    assert rig.coordinator.state("r") is None
+    assert rig.coordinator.num_staging == 0
+    assert rig.num_pinned() == 0
+    assert rig.stager.num_free_rows == 4
+    rig.disk.release()
+    rig.pump()
+    assert rig.stager.num_free_rows == 8
+    rig.cache.check()
+
+
+def test_release_of_a_started_load_ends_its_plan(rig):
+    """An aborted request whose load was handed out leaves no pin behind."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.begin(state, pages(4)) is not None
+    rig.coordinator.release("r")
+    assert rig.num_pinned() == 0
+    again = rig.track("r2", "abcd")
+    assert rig.coordinator.prepare(again, 0)
+    assert rig.coordinator.loadable_pages(again, 0) == 4
+
+
+def test_release_of_an_unknown_request(rig):
+    """Forgetting a request that was never announced does nothing."""
+    rig.coordinator.release("nobody")
+
+
+def test_device_grew_while_staging(rig):
+    """Pages that came to the device meanwhile are left out of the staged load."""
+    rig.keep_on_disk("abcd")
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 0)
+    rig.pump()
+    assert rig.coordinator.prepare(state, 2)
+    assert rig.coordinator.loadable_pages(state, 2) == 2
+    job = rig.coordinator.begin(state, pages(2))
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd", 2))
+    rig.coordinator.settle(state, landed=True)
+    assert rig.stager.num_free_rows == 8
+
+
+def test_device_grew_over_the_whole_load(rig):
+    """A staged load of which the device has everything is given up."""
+    rig.keep_on_disk("abcd")
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 0)
+    rig.pump()
+    assert rig.coordinator.prepare(state, 4)
+    assert rig.coordinator.loadable_pages(state, 4) == 0
+    assert rig.stager.num_free_rows == 8
+    assert rig.num_pinned() == 0
+
+
+def test_device_shrank_while_staging(rig):
+    """When the device lost the pages before the load, it starts over from there."""
+    rig.keep_on_disk("abcd")
+    state = rig.track("r", "abcd")
+    assert not rig.coordinator.prepare(state, 2)
+    rig.pump()
+    assert rig.coordinator.loadable_pages(state, 1) == 0
+    assert not rig.coordinator.prepare(state, 1)
+    rig.pump()
+    assert rig.coordinator.prepare(state, 1)
+    assert rig.coordinator.loadable_pages(state, 1) == 3
+    job = rig.coordinator.begin(state, pages(3))
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd", 1))
+    rig.coordinator.settle(state, landed=True)
+    assert rig.stager.num_free_rows == 8
+    assert rig.num_pinned() == 0
+
+
+def test_a_read_larger_than_the_staging_memory_is_cut(small):
+    """What fits into the staging memory is read; the rest is computed."""
+    small.keep_on_disk("abcd")
+    state = small.track("r", "abcd")
+    assert not small.coordinator.prepare(state, 0)
+    small.pump()
+    assert small.coordinator.prepare(state, 0)
+    assert small.coordinator.loadable_pages(state, 0) == 2
+    job = small.coordinator.begin(state, pages(2))
+    assert np.array_equal(small.landed_bytes(job), small.expected("ab"))
+    small.coordinator.settle(state, landed=True)
+
+
+def test_requests_take_turns_in_the_staging_memory(small):
+    """A request waits for rows that another's read will free, then gets them."""
+    small.keep_on_disk("ab")
+    small.keep_on_disk("cd")
+    small.disk.hold()
+    first, second = small.track("1", "ab"), small.track("2", "cd")
+    assert not small.coordinator.prepare(first, 0)
+    assert not small.coordinator.prepare(second, 0)
+    assert second.plan is None
+    small.disk.release()
+    small.pump()
+    assert small.coordinator.prepare(first, 0)
+    assert small.coordinator.begin(first, pages(2)) is not None
+    small.coordinator.settle(first, landed=True)
+    assert not small.coordinator.prepare(second, 0)
+    small.pump()
+    assert small.coordinator.prepare(second, 0)
+    assert small.coordinator.loadable_pages(second, 0) == 2
+
+
+def test_the_cache_may_move_on(rig):
+    """A source that is gone by the time of the load means no load, not a wrong one."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    rig.cache.reset()
+    assert rig.coordinator.begin(state, pages(4)) is None
+    assert rig.num_pinned() == 0
+
+
+def test_release_all(rig):
+    """A reset ends every request's plan."""
+    rig.keep("ab")
+    rig.keep_on_disk("cd")
+    states = [rig.track("1", "ab"), rig.track("2", "cd")]
+    for state in states:
+        rig.coordinator.prepare(state, 0)
+    rig.coordinator.release_all()
+    rig.pump()
+    assert rig.num_pinned() == 0
+    assert rig.stager.num_free_rows == 8
+    assert rig.coordinator.state("1") is None
+
+
+def test_a_prompt_announced_again_is_decided_again(rig):
+    """A longer prompt finds more, a shorter one loads no more than it may reuse."""
+    rig.keep("abcd")
+    state = rig.track("r", "ab")
+    assert rig.coordinator.loadable_pages(state, 0) == 2
+    assert rig.track("r", "abcd") is state
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    rig.track("r", "abc")
+    assert rig.coordinator.loadable_pages(state, 0) == 3

@@ -1,0 +1,75 @@
+"""The layer counter that SGLang's KV pool asks before it reads a layer."""
+
+import threading
+
+from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.engines.sglang.runtime import LayerCounter
+from sgl_tiered.pipelines.layerwise_load import LoadTicket
+
+PATIENCE_S = 20.0
+NUM_LAYERS = 3
+
+
+def ticket():
+    return LoadTicket([], NUM_LAYERS, SystemClock())
+
+
+def waits(counter, layer):
+    """Return whether the layer is waited for, and let the waiter go."""
+    passed = threading.Event()
+
+    def wait():
+        counter.wait_until(layer)
+        passed.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread, passed
+
+
+def test_a_batch_without_loads_waits_for_nothing():
+    """Where nothing is loaded no layer is waited for."""
+    counter = LayerCounter()
+    counter.wait_until(0)
+    counter.add(ticket())
+    counter.set_consumer(-1)
+    counter.wait_until(NUM_LAYERS - 1)
+
+
+def test_a_layer_is_waited_for_until_it_arrives():
+    """A consumer of a batch with loads passes a layer only once it is there."""
+    counter = LayerCounter()
+    load = ticket()
+    assert counter.add(load) == 0
+    counter.set_consumer(0)
+    load._arrive()
+    counter.wait_until(0)
+    thread, passed = waits(counter, 1)
+    assert not passed.wait(0.05)
+    load._arrive()
+    assert passed.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_a_failed_load_lets_everybody_go():
+    """A load that broke does not leave the model waiting."""
+    counter = LayerCounter()
+    load = ticket()
+    counter.set_consumer(counter.add(load))
+    thread, passed = waits(counter, NUM_LAYERS - 1)
+    load._finish("broke")
+    assert passed.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
+def test_indices_grow_and_old_tickets_are_let_go():
+    """Each batch gets the next index; a batch and its predecessor are kept."""
+    counter = LayerCounter()
+    indices = [counter.add(ticket()) for _ in range(4)]
+    assert indices == [0, 1, 2, 3]
+    assert counter.latest == 3
+    counter.set_consumer(0)
+    counter.wait_until(0)
+    counter.set_consumer(2)
+    _, passed = waits(counter, 0)
+    assert not passed.wait(0.05)
