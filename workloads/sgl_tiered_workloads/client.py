@@ -207,10 +207,13 @@ async def run_chat(
     sessions: Sequence[ChatSession],
     each: Callable[[RequestRecord], None] | None = None,
 ) -> list[RequestRecord]:
-    """Play chat sessions turn by turn, one request at a time, round robin.
+    """Play chat sessions turn by turn, one request at a time, there and back.
 
     All first turns come before any second turn, so each session's KV rests while
-    the others speak. A session whose turn failed is left out from then on.
+    the others speak. Each round goes in the opposite direction of the one before, so
+    that rests are short and long, as with real users; a strict round robin is LRU's
+    worst case, in which a tier smaller than the whole set is never hit. A session
+    whose turn failed is left out from then on.
     """
     records: list[RequestRecord] = []
     alive = list(sessions)
@@ -223,6 +226,7 @@ async def run_chat(
             session.record_answer(record.output)
             if session.finished or record.error is not None:
                 alive.remove(session)
+        alive.reverse()
     return records
 
 

@@ -156,14 +156,14 @@ def test_open_loop_keeps_targeted_and_actual_start() -> None:
     assert all(record.started_s >= record.targeted_s for record in records)
 
 
-def test_chat_goes_round_robin_and_feeds_answers_back() -> None:
-    """All first turns come first, and a second turn carries the first answer."""
+def test_chat_goes_there_and_back_and_feeds_answers_back() -> None:
+    """All first turns come first, the second ones in the opposite order the answers."""
     sessions = chat_sessions(ChatShape(2, 2, 4, 4, 2, 2), np.random.default_rng(0), 99)
     records, bodies = play(
         lambda body: [event([len(body["input_ids"]), 50], 2, True)],
         lambda c: run_chat(c, sessions),
     )
-    assert [record.key for record in records] == ["s0.t0", "s1.t0", "s0.t1", "s1.t1"]
+    assert [record.key for record in records] == ["s0.t0", "s1.t0", "s1.t1", "s0.t1"]
     assert [record.order for record in records] == [0, 1, 2, 3]
     assert bodies[2]["input_ids"][8:10] == [8, 50]
 
