@@ -146,7 +146,9 @@ class LoadCoordinator:
         if decision.num_from(TierId.DISK) == 0 or not self._stage(state, decision):
             state.waiting_since_s = None
             return True
-        if state.plan is None and self._waited_long(state, decision):
+        if state.plan is not None:
+            return self._staged_or_late(state)
+        if self._waited_long(state, decision):
             state.memory_only = True
             return True
         return False
