@@ -65,8 +65,6 @@ HALF_WIDTH = 0.01
 MIN_HITS = 50
 DISK_SYSTEMS = ("hicache-file", "tiered-disk")
 HOST_SYSTEMS = ("hicache-sync", "hicache-async", "tiered")
-# SGLang's own readers call the disk tier "storage".
-DISK_TIERS = ("storage", "disk")
 
 
 class Bench:
@@ -144,14 +142,16 @@ class Bench:
                 found[_label(pools)] = _flat(self._rounds(pools))
         if "beyond" in self.args.part:
             found["beyond host"] = _flat(self._rounds(self.scale.beyond_pools))
-        kinds = ["host"] * ("host" in self.args.part)
-        kinds += ["cold", "warm"] * ("disk" in self.args.part)
-        for kind in kinds:
-            found[kind] = HitSchedule(self.scale.hits, kind).every()
+        for kind in {"host", "disk"} & set(self.args.part):
+            found[kind] = self._hits(kind).every()
         return found
 
     def _rounds(self, pools: float) -> list[list[PlannedRequest]]:
         return set_rounds(POOL_TOKENS, pools, self.scale.rounds + 1)
+
+    def _hits(self, kind: str) -> HitSchedule:
+        # On disk every second hit is a cold one.
+        return HitSchedule(self.scale.hits * (2 if kind == "disk" else 1), kind)
 
     def _warm_up(self) -> PlannedRequest:
         return PlannedRequest("warm", tuple(range(100, 1700)), 4)
@@ -170,9 +170,8 @@ class Bench:
                 self._take_set(fleet, _label(pools), records)
         if "host" in self.args.part:
             self.say("  host hits of a 6,000-token prompt")
-            schedule = HitSchedule(self.scale.hits, "host")
-            run = await run_hits(servers, schedule, self.stores, None, self.say)
-            self._take_hits(fleet, "host", "", run)
+            run = await run_hits(servers, self._hits("host"), {}, ("host",), self.say)
+            self._take_hits(fleet, "host", run)
 
     async def _disk_parts(self, fleet: Fleet) -> None:
         self.say("disk: plain, HiCache with files, tiered with a disk; small host")
@@ -189,12 +188,10 @@ class Bench:
             )
             self._take_set(fleet, "beyond host", records)
         if "disk" in self.args.part:
-            for kind in ("cold", "warm"):
-                self.say(f"  disk hits of a 6,000-token prompt, page cache {kind}")
-                schedule = HitSchedule(self.scale.hits, kind)
-                cold = kind == "cold"
-                run = await run_hits(servers, schedule, self.stores, cold, self.say)
-                self._take_hits(fleet, kind, f" {kind}", run)
+            self.say("  disk hits of a 6,000-token prompt, page cache cold and warm")
+            schedule, states = self._hits("disk"), ("cold", "warm")
+            run = await run_hits(servers, schedule, self.stores, states, self.say)
+            self._take_hits(fleet, "disk", run)
 
     async def _no_reuse(self, fleet: Fleet) -> None:
         self.say("no reuse: the same flags, prompts that never come again")
@@ -229,30 +226,32 @@ class Bench:
             times[name] = [record.ttft_s for record in later]
             self.findings.sources.setdefault(label, {})[name] = sources(later)
 
-    def _take_hits(self, fleet: Fleet, kind: str, suffix: str, run: HitRun) -> None:
+    def _take_hits(self, fleet: Fleet, kind: str, run: HitRun) -> None:
         """Check and keep what a series of hits gave."""
         for name, every in run.records.items():
             self._write(fleet, kind, name, every)
+            if name != "plain":
+                # HiCache calls its disk "storage".
+                tier = "storage" if name == "hicache-file" else kind
+                self.reference.check(kind, name, every, (tier,))
+        for (name, state), records in run.hits.items():
             if name == "plain":
-                found = good_hits(run.hits[name], ("device",))
-                self.findings.device_s += found
-            else:
-                found = good_hits(run.hits[name], DISK_TIERS if suffix else ("host",))
-                self.findings.hits_s[name + suffix] = found
-                cover = ("host",)
-                if suffix:
-                    cover = ("disk",) if name == "tiered-disk" else ("storage",)
-                self.reference.check(kind, name, every, cover)
+                self.findings.device_s += good_hits(records, "device")
+                continue
+            tier = "storage" if name == "hicache-file" else kind
+            label = name if state == "host" else f"{name} {state}"
+            found = good_hits(records, tier)
+            self.findings.hits_s[label] = found
             if len(found) < min(MIN_HITS, self.scale.hits):
                 self.findings.problems.append(
-                    f"{name}{suffix}: only {len(found)} of {self.scale.hits} requests "
-                    "found all their KV where they should"
+                    f"{label}: only {len(found)} of {len(records)} requests found all "
+                    f"their KV in {tier}"
                 )
+        self.findings.resident |= run.resident
         for name, share in run.resident.items():
-            self.findings.resident[name] = share
-            if kind == "cold" and share > 0:
+            if share > 0:
                 self.findings.problems.append(
-                    f"{name}: {share:.1%} of its store was in the page cache"
+                    f"{name}: {share:.1%} of its store stayed in the page cache"
                 )
 
     def _write(

@@ -145,22 +145,26 @@ def install() -> None:
         on_layer_done: Any = None,
     ) -> Any:
         done = completion()
-        if len(transfers) != 1 or transfers[0].layer_mapper is not None:
-            raise NotImplementedError("this baseline copies one plain KV pool")
-        (item,) = engine._prepare_transfers(transfers)
+        prepared = engine._prepare_transfers(transfers)
 
         def job() -> None:
             if start_event is not None:
                 start_event.wait()
             for layer in range(transfer_layer_id_max):
-                item.host_pool.load_to_device_per_layer_physical(
-                    item.device_pool,
-                    item.host_indices,
-                    item.device_indices,
-                    layer,
-                    engine.io_backend,
-                    is_draft=item.is_draft,
-                )
+                for item in prepared:
+                    mapper = item.layer_mapper
+                    own_layer = layer if mapper is None else mapper(layer)
+                    # A pool with fewer layers has nothing to copy for this one.
+                    if own_layer is None or own_layer >= item.host_pool.layer_num:
+                        continue
+                    item.host_pool.load_to_device_per_layer_physical(
+                        item.device_pool,
+                        item.host_indices,
+                        item.device_indices,
+                        own_layer,
+                        engine.io_backend,
+                        is_draft=item.is_draft,
+                    )
                 if on_layer_done is not None:
                     on_layer_done(layer)
             done.finish_event.record()

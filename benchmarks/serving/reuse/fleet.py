@@ -24,6 +24,8 @@ __all__ = ["Fleet", "Sizes", "Stores", "system_specs"]
 
 Say = Callable[[str], None]
 
+_STARTS = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -160,14 +162,26 @@ class Fleet:
         await asyncio.to_thread(
             self._stop, [name for name in self.servers if name not in wanted]
         )
-        for name in wanted:
-            if name in self.servers:
-                continue
+        fresh = [name for name in wanted if name not in self.servers]
+        # A start is mostly imports on one core; two at a time fill two cores.
+        turn = asyncio.Semaphore(_STARTS)
+
+        async def start(name: str) -> None:
             server = SglangServer(
                 self._specs[name], self._logs, self._ports[name], 600.0, self._say
             )
-            await asyncio.to_thread(server.start)
+            async with turn:
+                await asyncio.to_thread(server.start)
             self.servers[name] = server
+
+        ended = await asyncio.gather(
+            *(start(name) for name in fresh), return_exceptions=True
+        )
+        for error in ended:
+            if error is not None:
+                raise error
+        for name in fresh:
+            server = self.servers[name]
             # Compute, hit and decode once each before anything counts.
             async with StreamingClient(server.url) as client:
                 await client.run_sequential([warm_up] * 3)

@@ -49,12 +49,12 @@ class HitRun:
 
     Attributes:
         records: every request by system, those that brought the prompts in included.
-        hits: the hits alone.
+        hits: the hits alone, by system and state.
         resident: largest share of a store found in the page cache before a cold hit.
     """
 
     records: Records = field(default_factory=dict)
-    hits: Records = field(default_factory=dict)
+    hits: dict[tuple[str, str], list[RequestRecord]] = field(default_factory=dict)
     resident: dict[str, float] = field(default_factory=dict)
 
 
@@ -142,7 +142,7 @@ async def run_hits(
     servers: Servers,
     schedule: HitSchedule,
     stores: Mapping[str, Path],
-    cold: bool | None,
+    states: Sequence[str],
     say: Say,
 ) -> HitRun:
     """Measure hits of a 6,000-token prompt.
@@ -151,11 +151,11 @@ async def run_hits(
         servers: ``plain`` gives device hits, the others hits below the device.
         schedule: the prompts.
         stores: folders of the systems with a disk.
-        cold: None for host hits. Else hits of the disk: device and host are emptied
-            before each, and the page cache too if True.
+        states: taken in turn. In ``cold`` and ``warm``, device and host of a system
+            with a disk are emptied before the hit, in ``cold`` the page cache too.
         say: takes progress lines.
     """
-    run = HitRun({n: [] for n in servers}, {n: [] for n in servers}, {})
+    run = HitRun({name: [] for name in servers})
     async with AsyncExitStack() as stack:
         clients = {
             name: await stack.enter_async_context(StreamingClient(server.url))
@@ -175,16 +175,15 @@ async def run_hits(
                 await send(name, schedule.hit(0, same=True))
             await settle(server, stores.get(name))
         for number in range(schedule.num_hits):
-            for name in rotated(list(servers), number):
-                if cold is not None and name in stores:
+            state = states[number % len(states)]
+            for name in rotated(list(servers), number // len(states)):
+                if name in stores:
                     await asyncio.to_thread(_empty_above_disk, servers[name])
-                if cold and name in stores:
-                    await asyncio.to_thread(drop_page_cache, stores[name])
-                    found = await asyncio.to_thread(residence, stores[name])
-                    worst = max(run.resident.get(name, 0.0), found.fraction)
-                    run.resident[name] = worst
-                request = schedule.hit(number, same=name == "plain")
-                run.hits[name].append(await send(name, request))
+                if name in stores and state == "cold":
+                    share = await asyncio.to_thread(_make_cold, stores[name])
+                    run.resident[name] = max(run.resident.get(name, 0.0), share)
+                record = await send(name, schedule.hit(number, same=name == "plain"))
+                run.hits.setdefault((name, state), []).append(record)
             if (number + 1) % 20 == 0:
                 say(f"    {number + 1} of {schedule.num_hits} hits each")
     return run
@@ -258,6 +257,12 @@ def _empty_above_disk(server: SglangServer) -> None:
     else:
         # HiCache forgets device and host here and keeps its storage.
         server.flush_cache()
+
+
+def _make_cold(store: Path) -> float:
+    """Drop a store from the page cache; return the share that stayed."""
+    drop_page_cache(store)
+    return residence(store).fraction
 
 
 def _answered(name: str, record: RequestRecord) -> RequestRecord:

@@ -100,7 +100,7 @@ def test_only_whole_hits_of_the_tier_count():
     whole = record(HIT_CACHED_TOKENS, host=HIT_CACHED_TOKENS, device=0)
     mixed = record(HIT_CACHED_TOKENS, host=HIT_CACHED_TOKENS - 2048, device=2048)
     part = record(2048, host=2048)
-    assert good_hits([whole, mixed, part], ("host",)) == [0.25]
+    assert good_hits([whole, mixed, part], "host") == [0.25]
 
 
 def test_a_disk_hit_counts_once():
