@@ -28,7 +28,13 @@ from tests.e2e.e2e_support import (
 
 __all__: list[str] = []
 
-_FORBIDDEN_IN_LOGS = ("Traceback", "leak detected", "AssertionError")
+_FORBIDDEN_IN_LOGS = (
+    "Traceback",
+    "AssertionError",
+    "leak detected",
+    "double free",
+    "use-after-free",
+)
 
 
 class Servers:
@@ -116,6 +122,7 @@ def reference(servers: Servers, model: Path) -> Callable[[Case], Reference]:
 
     def get(case: Case) -> Reference:
         key = (case.page_size, case.chunk_tokens)
+
         if key not in made:
             shared = Case(*key)
             device = shared.device(model, REFERENCE_POOL_TOKENS)
