@@ -200,17 +200,17 @@ def test_restart_on_a_kept_disk(servers, server, spec, plain):
     assert_same(plain, before, after)
 
 
-def test_a_flipped_bit_is_a_miss(server, plain, disk):
+@pytest.mark.parametrize("victim", [0, PROMPT_PAGES // 2, PROMPT_PAGES - 1])
+def test_a_flipped_bit_is_a_miss(server, plain, disk, victim):
     """One wrong bit on disk costs the pages from there on, and no wrong token."""
-    request = fresh_prompt(20)
+    request = fresh_prompt(20 + victim)
     cold = left_on_disk_only(server, request)
-    victim = PROMPT_PAGES // 2
     flip_bit(disk, page_tokens(request, victim))
     before = stats(server)
     (again,) = sequential(server, [request])
     after = settle(server)
-    assert_same(plain, [cold], [again])
     assert again.cached_by_tier.get("disk", 0) == victim * CASE.page_size
+    assert_same(plain, [cold], [again])
     failed = [edge(state, "disk->host", "failed_pages") for state in (before, after)]
     assert failed[1] == failed[0] + 1
     assert pinned(after) == 0
@@ -218,7 +218,7 @@ def test_a_flipped_bit_is_a_miss(server, plain, disk):
 
 def test_a_wholly_damaged_disk_is_a_miss(server, plain, disk):
     """Where every byte on disk is wrong the prompt is computed, and right."""
-    request = fresh_prompt(21)
+    request = fresh_prompt(61)
     cold = left_on_disk_only(server, request)
     for slab in disk.glob("tiered-slab-*.kv"):
         content = np.fromfile(slab, np.uint8)
@@ -231,7 +231,7 @@ def test_a_wholly_damaged_disk_is_a_miss(server, plain, disk):
 
 def test_a_read_error_is_a_miss(server, plain, disk):
     """Where the files can no longer be read the prompt is computed, and right."""
-    request = fresh_prompt(22)
+    request = fresh_prompt(62)
     cold = left_on_disk_only(server, request)
     before = stats(server)
     for slab in disk.glob("tiered-slab-*.kv"):

@@ -500,6 +500,18 @@ def test_adopt_refuses_strangers_and_bad_slots(make_cache: MakeCache) -> None:
     story.cache.check()
 
 
+def test_adopt_for_a_namespace_that_nobody_named_yet(make_cache: MakeCache) -> None:
+    """Pages adopted under a bare digest are found once the namespace is named."""
+    cache = make_cache(disk=4)
+    records = make_records("ab", [0, 1])
+    cache.open_digest(records.namespace)
+    assert cache.adopt(TierId.DISK, records)[0] == 2
+    story = Story(cache)
+    assert story.digest == records.namespace
+    assert story.found("ab") == 2
+    cache.check()
+
+
 def test_adopt_joins_branches_and_later_parts(make_cache: MakeCache) -> None:
     """Prompts that part, in two calls, the second of which starts in the middle."""
     story = Story(make_cache(disk=16))

@@ -103,12 +103,18 @@ def test_host_and_disk_in_one_load(rig):
     rig.coordinator.settle(state, landed=True)
 
 
-def test_a_late_read_is_given_up(rig):
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_late_read_is_given_up(rig, prefetched):
     """When the disk is late the request goes on by memory and recompute alone."""
     rig.keep_on_disk("abcd")
     rig.disk.hold()
     state = rig.track("r", "abcd")
-    assert not rig.coordinator.prepare(state, 0)
+    if prefetched:
+        rig.coordinator.prefetch(state, 0)
+        rig.clock.advance(LONG_S)
+    else:
+        assert not rig.coordinator.prepare(state, 0)
+    assert not rig.coordinator.prepare(state, 0), "patience begins with the waiting"
     rig.clock.advance(LONG_S)
     assert rig.coordinator.prepare(state, 0)
     assert state.memory_only
@@ -120,6 +126,29 @@ def test_a_late_read_is_given_up(rig):
     assert rig.coordinator.prepare(state, 0)
     assert rig.coordinator.loadable_pages(state, 0) == 0, "the disk stays given up"
     rig.cache.check()
+
+
+def test_prefetch_reads_ahead(rig):
+    """A read that began on arrival is over when the request could be admitted."""
+    rig.keep_on_disk("abcd")
+    state = rig.track("r", "abcd")
+    rig.coordinator.prefetch(state, 0)
+    rig.pump()
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    job = rig.coordinator.begin(state, pages(4))
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abcd"))
+    rig.coordinator.settle(state, landed=True)
+
+
+def test_prefetch_of_what_is_not_on_disk(rig):
+    """Arrival starts nothing for pages in memory, nor for pages that nobody has."""
+    rig.keep("ab")
+    for rid, word in (("1", "ab"), ("2", "xy")):
+        state = rig.track(rid, word)
+        rig.coordinator.prefetch(state, 0)
+        assert state.plan is None
+    assert rig.num_pinned() == 0
 
 
 @pytest.mark.parametrize("bad", [0, 2, 3])
