@@ -84,9 +84,8 @@ def run(servers, model, reference, setup, folder):
 
 
 @pytest.mark.parametrize("setup", CHOSEN, ids=lambda setup: setup.name)
-def test_chats_equal_plain(servers, model, reference, setup, tmp_path, small_folder):
+def test_chats_equal_plain(servers, model, reference, setup, folder):
     """Whatever the page size, the chunks and the schedule, the answers are plain's."""
-    folder = small_folder if setup.small_filesystem else tmp_path
     result, state = run(servers, model, reference, setup, folder)
     assert result.passed, result.summary()
     assert result.exact_tokens_by_tier.get("disk", 0) + edge(state, "host->device") > 0
@@ -110,15 +109,23 @@ def test_cross_product(servers, model, reference, setup, tmp_path):
 
 
 @pytest.fixture
-def small_folder(tmp_path_factory):
-    """A folder on a file system of 6 MB where one may be mounted, else a plain one."""
-    folder = tmp_path_factory.mktemp("small")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False, timeout=20)
-    except FileNotFoundError:
+def folder(setup, tmp_path_factory):
+    """The disk tier's folder; on a file system of 6 MB where that can be mounted."""
+    folder = tmp_path_factory.mktemp("disk")
+    if not setup.small_filesystem or not mount_small(folder):
         yield folder
         return
-    yield folder
-    if mounted.returncode == 0:
+    try:
+        yield folder
+    finally:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+
+
+def mount_small(folder):
+    """Mount a small file system; say whether that was allowed."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False, timeout=20)
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0

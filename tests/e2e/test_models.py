@@ -113,6 +113,7 @@ def test_a_sliding_window_is_refused_in_one_sentence(servers, tmp_path):
         "query_pre_attn_scalar": 32,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
+        "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
     }
     path.write_text(json.dumps(config))
