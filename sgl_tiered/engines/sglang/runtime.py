@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 _DEMOTE_PAGES = 128
 """Pages per write to disk: 25 MB at 196 kB a page, enough for the disk to stream, short
 enough that a read does not wait long behind it."""
+_DEMOTE_REST_S = 5.0
+"""Pause after a write of which no page arrived: a full disk does not empty itself in the
+next scheduling pass. The tier's own circuit breaker rests as long."""
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -118,6 +121,7 @@ class TieredRuntime:
         )
         self.namespaces: dict[tuple[str, str], bytes] = {}
         self._demoting = False
+        self._demote_not_before_s = 0.0
         self._closed = False
         self._waits: dict[str, float] = {}
         self._logged_at_s = parts.clock.now()
@@ -172,6 +176,10 @@ class TieredRuntime:
                 case DemoteFinished(plan, result):
                     self._demoting = False
                     self.cache.finish_demote(plan, result)
+                    if not result.ok.any():
+                        self._demote_not_before_s = (
+                            self._parts.clock.now() + _DEMOTE_REST_S
+                        )
                 case StageFinished(plan, positions, _, result):
                     self.coordinator.stage_finished(plan, positions, result)
                     if result.num_bytes:
@@ -345,7 +353,7 @@ class TieredRuntime:
         demoter, disk = self._parts.demoter, self._parts.disk
         if demoter is None or disk is None or self._demoting:
             return
-        if not disk.health().usable:
+        if self._parts.clock.now() < self._demote_not_before_s:
             return
         plan = self.cache.plan_demote(_DEMOTE_PAGES)
         if plan is not None:
