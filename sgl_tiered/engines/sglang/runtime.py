@@ -44,8 +44,8 @@ _DEMOTE_PAGES = 128
 """Pages per write to disk: 25 MB at 196 kB a page, enough for the disk to stream, short
 enough that a read does not wait long behind it."""
 _DEMOTE_REST_S = 5.0
-"""Pause after a write of which no page arrived: a full disk does not empty itself in the
-next scheduling pass. The tier's own circuit breaker rests as long."""
+"""Pause after a write of which no page arrived: a full disk does not empty itself in
+the next scheduling pass. The tier's own circuit breaker rests as long."""
 _CLOSE_TIMEOUT_S = 10.0
 
 
