@@ -224,7 +224,7 @@ class Bench:
             later = [record for record in every if not record.key.startswith("r0.")]
             times = self.findings.sets.setdefault(label, {})
             times[name] = [record.ttft_s for record in later]
-            self.findings.sources.setdefault(label, {})[name] = sources(later)
+            self.findings.sources.setdefault(label, {})[name] = sources(every)
 
     def _take_hits(self, fleet: Fleet, kind: str, run: HitRun) -> None:
         """Check and keep what a series of hits gave."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from reuse.page_cache import drop_page_cache, residence
-from reuse.schedules import HitSchedule, fresh_run
+from reuse.schedules import PAGE_SIZE, HitSchedule, fresh_run
 from reuse.statistics import median_interval
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.records import RequestRecord
@@ -75,7 +75,7 @@ def sources(records: Sequence[RequestRecord]) -> dict[str, int]:
         if tiers.get("disk"):
             tiers.pop("storage", None)
         once.append(replace(record, cached_by_tier=tiers))
-    return tokens_by_source(once)
+    return tokens_by_source(once, PAGE_SIZE)
 
 
 def bytes_by_edge(server: SglangServer) -> dict[str, int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from reuse.results import Findings
+from reuse.schedules import PAGE_SIZE
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.gate import (
     check_equality,
@@ -23,7 +24,6 @@ from sgl_tiered_workloads.sessions import PlannedRequest, swap_page
 
 __all__ = ["Reference"]
 
-PAGE_SIZE = 16
 _SWAPPED_PAGE = 4
 
 

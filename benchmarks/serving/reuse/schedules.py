@@ -13,8 +13,18 @@ from sgl_tiered_workloads.sessions import (
 )
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
-__all__ = ["FULL", "NORMAL", "QUICK", "HitSchedule", "Scale", "fresh_run", "set_rounds"]
+__all__ = [
+    "FULL",
+    "NORMAL",
+    "PAGE_SIZE",
+    "QUICK",
+    "HitSchedule",
+    "Scale",
+    "fresh_run",
+    "set_rounds",
+]
 
+PAGE_SIZE = 16
 PROMPT_TOKENS = 2000
 HIT_PROMPT_TOKENS = 6000
 HIT_CACHED_TOKENS = 5984
