@@ -106,7 +106,7 @@ def test_only_whole_hits_of_the_tier_count():
 def test_a_disk_hit_counts_once():
     """What is reported under two names is counted under one."""
     ours = record(5984, device=1000, disk=4984, storage=4984)
-    assert sources([ours]) == {"device": 1000, "disk": 4984, "computed": 16}
+    assert sources([ours]) == {"device": 1000, "disk": 4984, "new": 16}
 
 
 def test_turns_and_pairs():
