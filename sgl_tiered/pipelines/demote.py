@@ -63,7 +63,11 @@ class DemoteWorker:
         self._max_pause_s = max_pause_s
         self._closing = threading.Event()
         self._worker: Worker[DemotePlan] = Worker(
-            "tiered-demote", self._copy, self._give_up, max_queued=max_queued
+            "tiered-demote",
+            self._copy,
+            self._give_up,
+            max_queued=max_queued,
+            background=True,
         )
 
     @property

@@ -60,7 +60,11 @@ class OffloadWorker:
         self._clock = clock
         self._metrics = metrics
         self._worker: Worker[_Job] = Worker(
-            "tiered-offload", self._store, self._give_up, max_queued=max_queued
+            "tiered-offload",
+            self._store,
+            self._give_up,
+            max_queued=max_queued,
+            background=True,
         )
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +14,10 @@ __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job")
+
+_BACKGROUND_NICE = 10
+"""A copy that nobody waits for must not take a core from the forward: on a machine
+where the device is the CPU, one displaced thread holds up all threads of a kernel."""
 
 
 class Worker(Generic[Job]):
@@ -26,6 +32,7 @@ class Worker(Generic[Job]):
         on_error: settles a job that failed; must not raise.
         max_queued: jobs that may wait; the running ones do not count.
         num_threads: jobs worked on at a time.
+        background: nobody waits for the jobs, so that everything else goes first.
     """
 
     def __init__(
@@ -36,8 +43,10 @@ class Worker(Generic[Job]):
         *,
         max_queued: int | None = None,
         num_threads: int = 1,
+        background: bool = False,
     ) -> None:
         self._name = name
+        self._background = background
         self._work = work
         self._on_error = on_error
         self._max_queued = max_queued
@@ -104,6 +113,11 @@ class Worker(Generic[Job]):
         return ended
 
     def _run(self) -> None:
+        if self._background:
+            # Linux knows a priority per thread; elsewhere the copies just run.
+            with contextlib.suppress(OSError):
+                thread = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, thread, _BACKGROUND_NICE)
         while True:
             with self._changed:
                 while not self._queue and not self._closed:
