@@ -172,7 +172,9 @@ async def _wrong_pages(
     The records claim the right prompts, as a server with a wrong page would.
     """
     await asyncio.to_thread(server.flush_cache)
-    right, donor = replay(reference[-2:]), reference[0].prompt
+    # The middle session of the first round is none of the last two.
+    donor = reference[SHAPE.num_sessions // 2].prompt
+    right = replay(reference[-2:])
     page = SHAPE.system_tokens // PAGE_SIZE + 4
     damaged = [swap_page(request, donor, page, PAGE_SIZE) for request in right]
     answers = await _replay(server, damaged)
