@@ -117,14 +117,6 @@ class TieredCache:
         self._index.open(digest)
         return digest
 
-    def open_digest(self, digest: bytes) -> None:
-        """Make room for a namespace of which only the digest is known. Idempotent.
-
-        For pages that a former process left: its tenants' names cannot be read from
-        digests, and their pages are found again once such a name is opened.
-        """
-        self._index.open(digest)
-
     # Device <- tiers.
 
     def lookup(

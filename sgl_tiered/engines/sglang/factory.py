@@ -229,9 +229,6 @@ def _adopt(cache: TieredCache, disk: Tier) -> None:
     """Take over what a former server left, after the checks that need no payload."""
     adopted = refused = 0
     for records in disk.recover():
-        # The directory's fingerprint was checked, so these are this model's pages; no
-        # request has opened their namespace yet.
-        cache.open_digest(records.namespace)
         count, orphans = cache.adopt(disk.tier_id, records)
         disk.forget(orphans)
         adopted += count

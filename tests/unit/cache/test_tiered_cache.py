@@ -504,7 +504,6 @@ def test_adopt_for_a_namespace_that_nobody_named_yet(make_cache: MakeCache) -> N
     """Pages adopted under a bare digest are found once the namespace is named."""
     cache = make_cache(disk=4)
     records = make_records("ab", [0, 1])
-    cache.open_digest(records.namespace)
     assert cache.adopt(TierId.DISK, records)[0] == 2
     story = Story(cache)
     assert story.digest == records.namespace
