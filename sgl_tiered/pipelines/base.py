@@ -31,16 +31,28 @@ class DevicePool(Protocol):
         """
         ...
 
+    @property
+    def waiter_copies(self) -> bool:
+        """Whether the engine's thread copies a layer that it would have to wait for.
+
+        True where the cores that copy are those that compute: then a copy beside the
+        forward slows it by more than the copy takes by itself.
+        """
+        ...
+
     def load_layer(
         self,
         layer: int,
         region: npt.NDArray[np.uint8],
         rows: npt.NDArray[np.int64],
         device_pages: npt.NDArray[np.int64],
+        *,
+        by_waiter: bool = False,
     ) -> None:
         """Copy one layer of pages from rows of ``region`` to the device.
 
-        Returns when the engine may read the layer.
+        Returns when the engine may read the layer. ``by_waiter``: called on the
+        engine's thread, which has nothing else to do.
         """
         ...
 

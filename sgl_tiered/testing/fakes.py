@@ -29,6 +29,8 @@ class FakeDevicePool:
         fail_layer: ``load_layer`` of this layer raises; -1 for none.
         fail_store: ``store_pages`` raises while True.
         copies: (layer, number of pages) of each ``load_layer`` that ended.
+        waiter_copies: whether the waiting thread copies; set it before the load.
+        by_waiter: who called ``load_layer``, one per call.
         store_started: a semaphore, released when a ``store_pages`` begins.
         marks: tokens handed to ``store_pages``.
     """
@@ -45,6 +47,8 @@ class FakeDevicePool:
         self.fail_layer = -1
         self.fail_store = False
         self.copies: list[tuple[int, int]] = []
+        self.waiter_copies = False
+        self.by_waiter: list[bool] = []
         self.marks: list[object] = []
         self._num_marks = 0
 
@@ -77,9 +81,16 @@ class FakeDevicePool:
         return self._num_marks
 
     def load_layer(
-        self, layer: int, region: UInt8s, rows: Int64s, device_pages: Int64s
+        self,
+        layer: int,
+        region: UInt8s,
+        rows: Int64s,
+        device_pages: Int64s,
+        *,
+        by_waiter: bool = False,
     ) -> None:
         """Copy one layer in, once its gate is open."""
+        self.by_waiter.append(by_waiter)
         self.gates[layer].wait()
         if layer == self.fail_layer:
             raise RuntimeError(f"layer {layer} was told to fail")

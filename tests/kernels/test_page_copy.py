@@ -178,3 +178,30 @@ def test_the_compiled_copies_release_the_gil(name):
     from sgl_tiered_kernels.page_copy import cpu
 
     assert getattr(cpu, name).targetoptions["nogil"] is True
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_a_team_copies_the_same_bytes(nbytes, count):
+    """Torch's threads share the rows; none is left out, none done twice."""
+    if backend.load_team() is None:
+        pytest.skip("torch has no libgomp here, or one thread")
+    host = region(2, 13, 4 * nbytes)
+    keys, values = region(0, 8, nbytes), region(1, 8, nbytes)
+    pages, host_pages = pick(3, 8, count), pick(4, 13, count)
+    want_keys, want_values = keys.copy(), values.copy()
+    want_keys[pages] = host[host_pages, nbytes : 2 * nbytes]
+    want_values[pages] = host[host_pages, 3 * nbytes :]
+    page_copy.copy_layer(
+        keys,
+        values,
+        pages,
+        host,
+        host_pages,
+        nbytes,
+        3 * nbytes,
+        nbytes,
+        by_team=True,
+    )
+    np.testing.assert_array_equal(keys, want_keys)
+    np.testing.assert_array_equal(values, want_values)

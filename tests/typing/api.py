@@ -74,6 +74,7 @@ class ThirdPartyPool:
     """A device pool by somebody else."""
 
     layout = PageLayout(num_layers=2, page_tokens=16, token_bytes=64)
+    waiter_copies = False
 
     def mark(self) -> object:
         """Return nothing to wait for."""
@@ -85,6 +86,8 @@ class ThirdPartyPool:
         region: npt.NDArray[np.uint8],
         rows: npt.NDArray[np.int64],
         device_pages: npt.NDArray[np.int64],
+        *,
+        by_waiter: bool = False,
     ) -> None:
         """Copy nothing."""
 

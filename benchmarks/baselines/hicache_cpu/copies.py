@@ -8,6 +8,7 @@ by side, so a layer of a page is ``page_size`` pieces), a page in ``page_first_d
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -80,13 +81,24 @@ def host_rows(pool: Any) -> HostRows:
 def load_layer(
     pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, layer: int
 ) -> None:
-    """Copy one layer of whole pages from the host pool to the device pool."""
+    """Copy one layer of whole pages from the host pool to the device pool.
+
+    On the thread that runs the model, torch's threads share the copy, as in ours.
+    """
+    by_team = threading.current_thread() is threading.main_thread()
     rows = host_rows(pool)
     host, device = rows.pair_of_load(host_indices, device_indices)
     for source, targets in zip(rows.host, rows.device, strict=True):
         nbytes = targets[layer].shape[1]
         page_copy.copy_rows(
-            targets[layer], device, 0, source, host, layer * nbytes, nbytes
+            targets[layer],
+            device,
+            0,
+            source,
+            host,
+            layer * nbytes,
+            nbytes,
+            by_team=by_team,
         )
 
 

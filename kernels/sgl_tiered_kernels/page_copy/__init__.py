@@ -2,7 +2,8 @@
 
 All arrays are host memory, 2-D and C-contiguous, of any dtype; offsets and sizes are
 in bytes. One call runs without the GIL from its first byte to its last, on the
-calling thread alone. Rows that are written must not overlap rows that are read.
+calling thread alone (but see ``by_team``). Rows that are written must not overlap rows
+that are read.
 
 The compiled form needs numba and compiles once per machine (``prepare`` does it
 ahead, about 3 s; the result is cached on disk). Without numba the same functions run
@@ -16,7 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered_kernels.page_copy.backend import backend_name, load_backend
+from sgl_tiered_kernels.page_copy.backend import (
+    backend_name,
+    load_backend,
+    load_team,
+)
 
 __all__ = ["backend_name", "copy_layer", "copy_rows", "gather_layer", "prepare"]
 
@@ -32,6 +37,7 @@ def prepare() -> str:
     backend.copy_rows(data, row, 0, data.copy(), row, 0, 1)
     backend.copy_layer(data, data.copy(), row, data.copy(), row, 0, 0, 1)
     backend.gather_layer(data, row, 0, 0, data.copy(), data.copy(), row, 1)
+    load_team()
     return backend_name()
 
 
@@ -43,6 +49,8 @@ def copy_rows(
     src_rows: npt.ArrayLike,
     src_offset: int,
     nbytes: int,
+    *,
+    by_team: bool = False,
 ) -> None:
     """Copy ``nbytes`` from each source row to the destination row beside it.
 
@@ -54,6 +62,9 @@ def copy_rows(
         src_rows: ``[n]`` row numbers.
         src_offset: Bytes from the start of a source row.
         nbytes: Bytes per row.
+        by_team: Share the copy among the threads that run torch's kernels, where
+            that can be done; for the thread that runs the model. The rows of
+            ``dst_rows`` must then differ.
 
     Raises:
         ValueError: if a row, an offset or a size lies outside; nothing is copied.
@@ -63,7 +74,7 @@ def copy_rows(
     _check_pairs(to_rows, from_rows)
     _check_block("dst", to, to_rows, dst_offset, nbytes)
     _check_block("src", frm, from_rows, src_offset, nbytes)
-    load_backend().copy_rows(
+    _copies(by_team).copy_rows(
         to, to_rows, dst_offset, frm, from_rows, src_offset, nbytes
     )
 
@@ -77,6 +88,8 @@ def copy_layer(
     k_offset: int,
     v_offset: int,
     nbytes: int,
+    *,
+    by_team: bool = False,
 ) -> None:
     """Copy one layer's keys and values out of host pages: the load of a layer.
 
@@ -89,6 +102,7 @@ def copy_layer(
         k_offset: Bytes from the start of a host page to the layer's keys.
         v_offset: The same to its values.
         nbytes: Bytes of one layer's keys (and of its values) in a page.
+        by_team: As for ``copy_rows``.
 
     Raises:
         ValueError: if a row, an offset or a size lies outside; nothing is copied.
@@ -101,7 +115,7 @@ def copy_layer(
     _check_block("v_dst", v_to, to_rows, 0, nbytes)
     _check_block("src", frm, from_rows, k_offset, nbytes)
     _check_block("src", frm, from_rows, v_offset, nbytes)
-    load_backend().copy_layer(
+    _copies(by_team).copy_layer(
         k_to, v_to, to_rows, frm, from_rows, k_offset, v_offset, nbytes
     )
 
@@ -142,6 +156,10 @@ def gather_layer(
     load_backend().gather_layer(
         to, to_rows, k_offset, v_offset, k_frm, v_frm, from_rows, nbytes
     )
+
+
+def _copies(by_team: bool) -> Any:
+    return (load_team() if by_team else None) or load_backend()
 
 
 def _as_bytes(name: str, array: npt.NDArray[Any]) -> _Bytes:

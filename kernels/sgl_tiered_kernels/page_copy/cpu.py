@@ -13,14 +13,14 @@ import numpy.typing as npt
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = ["copy_layer", "copy_rows", "gather_layer"]
+__all__ = ["copy_layer", "copy_rows", "gather_layer", "memcpy"]
 
 _Bytes = npt.NDArray[np.uint8]
 _Rows = npt.NDArray[np.int64]
 
 
 @intrinsic
-def _memcpy(typingctx: Any, to: Any, frm: Any, nbytes: Any) -> Any:
+def memcpy(typingctx: Any, to: Any, frm: Any, nbytes: Any) -> Any:
     """Call memcpy on two addresses; libc's copy beats a compiled word loop."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -47,7 +47,7 @@ def copy_rows(
     to = dst.ctypes.data + dst_offset
     frm = src.ctypes.data + src_offset
     for i in range(dst_rows.shape[0]):
-        _memcpy(
+        memcpy(
             to + dst_rows[i] * dst.shape[1], frm + src_rows[i] * src.shape[1], nbytes
         )
 
@@ -67,8 +67,8 @@ def copy_layer(
     for i in range(dst_rows.shape[0]):
         frm = src.ctypes.data + src_rows[i] * src.shape[1]
         to = dst_rows[i]
-        _memcpy(k_dst.ctypes.data + to * k_dst.shape[1], frm + k_offset, nbytes)
-        _memcpy(v_dst.ctypes.data + to * v_dst.shape[1], frm + v_offset, nbytes)
+        memcpy(k_dst.ctypes.data + to * k_dst.shape[1], frm + k_offset, nbytes)
+        memcpy(v_dst.ctypes.data + to * v_dst.shape[1], frm + v_offset, nbytes)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -86,5 +86,5 @@ def gather_layer(
     for i in range(dst_rows.shape[0]):
         to = dst.ctypes.data + dst_rows[i] * dst.shape[1]
         frm = src_rows[i]
-        _memcpy(to + k_offset, k_src.ctypes.data + frm * k_src.shape[1], nbytes)
-        _memcpy(to + v_offset, v_src.ctypes.data + frm * v_src.shape[1], nbytes)
+        memcpy(to + k_offset, k_src.ctypes.data + frm * k_src.shape[1], nbytes)
+        memcpy(to + v_offset, v_src.ctypes.data + frm * v_src.shape[1], nbytes)

@@ -9,6 +9,8 @@ in the constructor); its class only where a model runs (``init_backend``).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import Any, ClassVar, Final
 
 from sglang.srt.arg_groups.choices import (
@@ -25,6 +27,13 @@ ATTENTION_BACKEND: Final = "tiered_cpu"
 # The "device" pool, the host tier and the page cache all live in one RAM here, so
 # SGLang's own default (about 0.8, made for a card of its own) would starve the rest.
 MEM_FRACTION_STATIC: Final = 0.4
+
+# glibc gives a freed block of some MB back to the kernel, and the next forward touches
+# fresh pages again: 10 to 20 % of a prefill, and a different share in every start, for
+# the limit moves with the order of the first blocks. These are `mallopt`'s M_*.
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+KEPT_BYTES: Final = 1 << 30
 
 _ATTENTION_FIELDS: Final = (
     "attention_backend",
@@ -88,10 +97,19 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
         )
 
         register_attention_backend(ATTENTION_BACKEND)(_create_attention)
+        _keep_freed_memory()
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         """There is no device to pin host memory for."""
         return False
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep up to ``KEPT_BYTES`` for the next forward, on glibc."""
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def _create_attention(model_runner: Any) -> Any:

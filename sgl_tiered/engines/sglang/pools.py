@@ -76,8 +76,19 @@ class CpuDevicePool:
         """Return nothing to wait for: the CPU's forward ends before its results."""
         return None
 
+    @property
+    def waiter_copies(self) -> bool:
+        """Copies and forward share the cores."""
+        return True
+
     def load_layer(
-        self, layer: int, region: Bytes, rows: Int64s, device_pages: Int64s
+        self,
+        layer: int,
+        region: Bytes,
+        rows: Int64s,
+        device_pages: Int64s,
+        *,
+        by_waiter: bool = False,
     ) -> None:
         """Copy one layer of pages from rows of ``region`` to the pool."""
         page_copy.copy_layer(
@@ -89,6 +100,7 @@ class CpuDevicePool:
             self._layout.key_offset(layer),
             self._layout.value_offset(layer),
             self._layout.part_bytes,
+            by_team=by_waiter,
         )
 
     def store_pages(
@@ -140,10 +152,22 @@ class CudaDevicePool:
             event.record(stream)
         return events
 
+    @property
+    def waiter_copies(self) -> bool:
+        """The copy engine works beside the forward."""
+        return False
+
     def load_layer(
-        self, layer: int, region: Bytes, rows: Int64s, device_pages: Int64s
+        self,
+        layer: int,
+        region: Bytes,
+        rows: Int64s,
+        device_pages: Int64s,
+        *,
+        by_waiter: bool = False,
     ) -> None:
         """Copy one layer of pages from rows of ``region`` to the pool."""
+        del by_waiter
         begin = self._layout.key_offset(layer)
         end = begin + self._layout.layer_page_bytes
         part = torch.from_numpy(region[rows, begin:end]).pin_memory()

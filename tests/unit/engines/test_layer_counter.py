@@ -3,15 +3,18 @@
 import threading
 
 from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.runtime import LayerCounter
 from sgl_tiered.pipelines.layerwise_load import LoadTicket
+from sgl_tiered.testing.fakes import FakeDevicePool
 
 PATIENCE_S = 20.0
 NUM_LAYERS = 3
 
 
 def ticket():
-    return LoadTicket([], NUM_LAYERS, SystemClock())
+    layout = PageLayout(num_layers=NUM_LAYERS, page_tokens=16, token_bytes=64)
+    return LoadTicket([], FakeDevicePool(layout, 1), SystemClock())
 
 
 def waits(counter, layer):
@@ -42,11 +45,11 @@ def test_a_layer_is_waited_for_until_it_arrives():
     load = ticket()
     assert counter.add(load) == 0
     counter.set_consumer(0)
-    load._arrive()
+    load._copy(by_waiter=False)
     counter.wait_until(0)
     thread, passed = waits(counter, 1)
     assert not passed.wait(0.05)
-    load._arrive()
+    load._copy(by_waiter=False)
     assert passed.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
 

@@ -206,3 +206,53 @@ def test_negative_control_reaches_the_device(loader, pool):
     zero = [not pool.page(device_page).any() for device_page in (7, 8, 9)]
     assert zero.count(True) == 1
     host.close()
+
+
+def test_a_waiter_that_copies_brings_every_layer_itself(loader, pool, completions):
+    """Where copies and computation share the cores, the loader leaves them to it."""
+    pool.waiter_copies = True
+    region = make_pages(3, SLOT, 9)
+    ticket = loader.submit([job(region, [0, 2], [4, 5])])
+    for layer in range(LAYOUT.num_layers):
+        ticket.wait_layer(layer)
+        begin = LAYOUT.key_offset(layer)
+        wanted = region[[0, 2], begin : begin + LAYOUT.layer_page_bytes]
+        assert np.array_equal(pool.layers[layer, [4, 5]], wanted)
+    assert ticket.wait(PATIENCE_S)
+    assert pool.by_waiter == [True] * LAYOUT.num_layers
+    assert loader.drain(PATIENCE_S)
+    (finished,) = completions.drain()
+    assert finished.landed
+    assert finished.num_bytes == 2 * LAYOUT.page_bytes
+
+
+def test_the_loader_steps_in_where_the_waiter_does_not_come_back(loader, pool):
+    """A forward that breaks off leaves no load behind that never ends."""
+    pool.waiter_copies = True
+    ticket = loader.submit([job(make_pages(1, SLOT, 9), [0], [4])])
+    ticket.wait_layer(0)
+    assert loader.drain(PATIENCE_S)
+    assert ticket.done
+    assert pool.by_waiter == [True] + [False] * (LAYOUT.num_layers - 1)
+
+
+def test_who_waits_for_the_whole_wakes_the_loader(loader, pool):
+    """Nobody else would copy then."""
+    pool.waiter_copies = True
+    ticket = loader.submit([job(make_pages(1, SLOT, 9), [0], [4])])
+    assert ticket.wait(PATIENCE_S)
+    assert not any(pool.by_waiter)
+
+
+def test_a_waiter_whose_copy_fails_is_released(loader, pool, completions):
+    """The failure reaches ``wait`` and the completion, and never the model."""
+    pool.waiter_copies = True
+    pool.fail_layer = 1
+    ticket = loader.submit([job(make_pages(1, SLOT, 9), [0], [4])])
+    for layer in range(LAYOUT.num_layers):
+        ticket.wait_layer(layer)
+    assert not ticket.wait(PATIENCE_S)
+    assert "layer 1" in ticket.failed
+    assert loader.drain(PATIENCE_S)
+    (finished,) = completions.drain()
+    assert not finished.landed
