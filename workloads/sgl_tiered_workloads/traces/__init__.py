@@ -1,0 +1,1 @@
+"""Readers of public traces and data sets; paths are the user's."""
