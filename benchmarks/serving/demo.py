@@ -49,7 +49,14 @@ from sgl_tiered_workloads.sessions import (
     replay,
     swap_page,
 )
-from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
+from sgl_tiered_workloads.systems import (
+    CPU_FLAGS,
+    MB,
+    Device,
+    Tiers,
+    plain_spec,
+    tiered_spec,
+)
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 PRESET = "demo"
@@ -111,7 +118,7 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
     )
     say(f"making the {PRESET} model (random weights, cached in {args.models})")
     model = make_model(PRESET, args.models)
-    device = Device(model, POOL_TOKENS, PAGE_SIZE, tuple(args.server_flag))
+    device = Device(model, POOL_TOKENS, PAGE_SIZE, (*CPU_FLAGS, *args.server_flag))
     disk = args.out / "disk"
     shutil.rmtree(disk, ignore_errors=True)
     disk.mkdir(parents=True)

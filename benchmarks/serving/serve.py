@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.server import ServerStartError, SglangServer, exit_on_signals
-from sgl_tiered_workloads.systems import MB, Device, Tiers, tiered_spec
+from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers, tiered_spec
 
 POOL_TOKENS = 16384
 HOST_BYTES = 1000 * MB
@@ -30,7 +30,7 @@ def main() -> int:
     args = parser.parse_args()
     exit_on_signals()
     print(f"making the {args.preset} model (random weights, cached)", flush=True)
-    device = Device(make_model(args.preset, args.models), POOL_TOKENS)
+    device = Device(make_model(args.preset, args.models), POOL_TOKENS, flags=CPU_FLAGS)
     disk = args.out / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     spec = tiered_spec(

@@ -92,6 +92,9 @@ def suggest(facts: Facts) -> Suggestion | None:
     words = ["python", "-m", "sglang.launch_server", "--model-path", "MODEL"]
     words += ["--radix-cache-backend", "tiered", "--page-size", "16"]
     words += ["--tiered-host-size", f"{host // GB}GB"]
+    if facts.accelerator.kind is None:
+        # A forward ends there where it is launched: nothing to overlap with.
+        words += ["--sleep-on-idle", "--disable-overlap-schedule"]
     if disk:
         words += ["--tiered-disk-path", facts.disk.path]
         words += ["--tiered-disk-size", f"{disk // GB}GB"]

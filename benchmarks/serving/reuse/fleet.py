@@ -18,16 +18,19 @@ from hicache_cpu.distribution import hicache_env
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.server import ServerSpec, SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest
-from sgl_tiered_workloads.systems import Device, Tiers, plain_spec, tiered_spec
+from sgl_tiered_workloads.systems import (
+    CPU_FLAGS,
+    Device,
+    Tiers,
+    plain_spec,
+    tiered_spec,
+)
 
 __all__ = ["Fleet", "Sizes", "Stores", "system_specs"]
 
 Say = Callable[[str], None]
 
 _STARTS = 2
-_FLAGS = ("--sleep-on-idle", "--disable-overlap-schedule")
-"""On a CPU a forward ends where it is launched, so SGLang's overlap schedule hides
-nothing and holds every token back for one more forward (25 ms here), for all alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def system_specs(
         plugin_folder: where HiCache's baseline may write its entry point.
         layout: of HiCache's host memory.
     """
-    device = Device(model, sizes.pool_tokens, flags=_FLAGS)
+    device = Device(model, sizes.pool_tokens, flags=CPU_FLAGS)
 
     def hicache(
         name: str, pools: int, asynchronous: bool, more: tuple[str, ...] = ()
