@@ -17,8 +17,8 @@ __all__ = ["CPU_FLAGS", "Device", "Tiers", "faulty_spec", "plain_spec", "tiered_
 MB = 1_000_000
 CPU_FLAGS = ("--sleep-on-idle", "--disable-overlap-schedule")
 """What serves best without an accelerator. An idle scheduler otherwise spins a core.
-And a forward ends there where it is launched, so SGLang's overlap schedule hides nothing
-and holds every token back for one more forward."""
+And a forward ends there where it is launched, so SGLang's overlap schedule hides
+nothing and holds every token back for one more forward."""
 
 
 @dataclass(frozen=True, slots=True)
