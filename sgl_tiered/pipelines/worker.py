@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from sgl_tiered.core.background import give_way
+
 __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job")
-
-_BACKGROUND_NICE = 10
-"""A copy that nobody waits for must not take a core from the forward: on a machine
-where the device is the CPU, one displaced thread holds up all threads of a kernel."""
 
 
 class Worker(Generic[Job]):
@@ -114,10 +110,7 @@ class Worker(Generic[Job]):
 
     def _run(self) -> None:
         if self._background:
-            # Linux knows a priority per thread; elsewhere the copies just run.
-            with contextlib.suppress(OSError):
-                thread = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, thread, _BACKGROUND_NICE)
+            give_way()
         while True:
             with self._changed:
                 while not self._queue and not self._closed:

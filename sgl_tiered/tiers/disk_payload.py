@@ -2,7 +2,8 @@
 
 A batch is cut into extents that a pool of threads works off, so that several I/Os are
 in flight; each thread also computes the checksums of what it moved. A batch has ended
-only when no thread touches its buffer any more, whatever failed.
+only when no thread touches its buffer any more, whatever failed. Requests wait for
+reads and nobody waits for writes, so writes have few threads, which give way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.core.background import give_way
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
 from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.checks import checksum
@@ -29,6 +31,8 @@ from sgl_tiered.tiers.disk_io import (
 )
 
 __all__ = ["Batch", "PayloadIO"]
+
+_NUM_WRITERS = 2
 
 
 @dataclass(slots=True)
@@ -65,7 +69,7 @@ class PayloadIO:
         calls: the operating system.
         meta: sizes.
         direct: the slabs are open with O_DIRECT: buffers must be aligned.
-        num_threads: I/Os in flight, over all batches.
+        num_threads: reads in flight, over all batches.
         max_io_bytes: longest single I/O.
     """
 
@@ -85,7 +89,11 @@ class PayloadIO:
         self._direct = direct
         self._num_threads = num_threads
         self._max_io_bytes = max_io_bytes
-        self._threads = ThreadPoolExecutor(num_threads, "tiered-disk")
+        self._readers = ThreadPoolExecutor(num_threads, "tiered-disk-read")
+        self._num_writers = min(num_threads, _NUM_WRITERS)
+        self._writers = ThreadPoolExecutor(
+            self._num_writers, "tiered-disk-write", initializer=give_way
+        )
 
     def batch(self, io: TierIO, checksums: npt.NDArray[np.uint64]) -> Batch:
         """Return a batch of which no page is ok yet.
@@ -107,25 +115,28 @@ class PayloadIO:
 
     def read(self, batch: Batch, positions: npt.NDArray[np.int64]) -> None:
         """Read these pages; ok are those that have ``batch.checksums``."""
-        self._run(batch, positions, self._read)
+        self._run(batch, positions, self._read, self._readers, self._num_threads)
 
     def write(self, batch: Batch, positions: npt.NDArray[np.int64]) -> None:
         """Write these pages and fill in their checksums; slabs must be allocated."""
-        self._run(batch, positions, self._write)
+        self._run(batch, positions, self._write, self._writers, self._num_writers)
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run something small on one of the threads, later."""
-        self._threads.submit(work)
+        """Run something small on one of the writing threads, later."""
+        self._writers.submit(work)
 
     def close(self) -> None:
         """Wait for the threads; may be called twice."""
-        self._threads.shutdown(wait=True)
+        self._readers.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
 
     def _run(
         self,
         batch: Batch,
         positions: npt.NDArray[np.int64],
         work: Callable[[Batch, Extent], None],
+        threads: ThreadPoolExecutor,
+        num_threads: int,
     ) -> None:
         queue = deque(
             plan_extents(
@@ -134,7 +145,7 @@ class PayloadIO:
                 self._meta.slots_per_slab,
                 self._meta.slot_bytes,
                 self._max_io_bytes,
-                self._num_threads,
+                num_threads,
             )
         )
 
@@ -152,8 +163,8 @@ class PayloadIO:
         if len(queue) <= 1:
             work_off()
             return
-        count = min(self._num_threads, len(queue))
-        futures = [self._threads.submit(work_off) for _ in range(count)]
+        count = min(num_threads, len(queue))
+        futures = [threads.submit(work_off) for _ in range(count)]
         wait(futures)
         for future in futures:
             future.result()
