@@ -23,6 +23,10 @@ CHEAPER_LOAD = "loading is cheaper"
 CHEAPER_RECOMPUTE = "recomputing is cheaper"
 ALWAYS = "load_policy is always"
 NEVER = "load_policy is never"
+TRIAL = "recomputing seems cheaper, and a trial of the load is due"
+
+_TRIAL_FACTOR = 4.0
+"""A trial may be predicted to take this many times what it saves, and no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,9 @@ class Choice:
 
 
 class Planner:
-    """Chooses by predicted time; pure.
+    """Chooses by predicted time, but for trials of a link that looks slow.
+
+    Depends on nothing but its arguments, the costs and the number of earlier choices.
 
     Args:
         cost: seconds to load and to recompute.
@@ -94,9 +100,17 @@ class Planner:
             return Choice(last.num_pages, last.load_s, last.recompute_s, ALWAYS)
         if self._load_policy == "never":
             return Choice(0, last.load_s, last.recompute_s, NEVER)
+        if best.num_pages < last.num_pages and self._is_trial(last, tiers):
+            return Choice(last.num_pages, last.load_s, last.recompute_s, TRIAL)
         if not best.num_pages:
             return Choice(0, last.load_s, last.recompute_s, CHEAPER_RECOMPUTE)
         return best
+
+    def _is_trial(self, whole: Choice, tiers: UInt8s) -> bool:
+        """Whether to load all that was found although it seems the slower way."""
+        if whole.load_s > _TRIAL_FACTOR * whole.recompute_s:
+            return False
+        return self._cost.trial_due(TierId(int(tiers[-1])))
 
 
 def _run_ends(tiers: UInt8s) -> list[int]:

@@ -33,6 +33,10 @@ class CostModel:
         """Return the predicted time to bring bytes from a tier, in seconds."""
         return self._links[tier].seconds(num_bytes)
 
+    def trial_due(self, tier: TierId) -> bool:
+        """Note that a load from a tier was decided against; see ``LinkCost``."""
+        return self._links[tier].trial_due()
+
     def recompute_s(self, prefix_tokens: int, new_tokens: int) -> float:
         """Return the predicted time of a pass over ``new_tokens``, in seconds."""
         return self._prefill.seconds(prefix_tokens, new_tokens)

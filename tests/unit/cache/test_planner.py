@@ -104,3 +104,40 @@ def test_load_policy_overrides_the_costs(policy: str, num_pages: int) -> None:
     assert choice.num_pages == num_pages
     assert choice.load_s > 10.0
     assert policy in choice.reason
+
+
+def test_a_link_that_looks_slow_is_tried_now_and_then() -> None:
+    """A figure from a bad moment is corrected by a trial; a true one is tried less."""
+    disk = LinkCost(1e-6, 4e4)  # 25 ms a page, against 20 ms of computing
+    prefill = PrefillCost(10**6, 1, 1, 1e9, overhead_s=5.0)
+    cost = CostModel(prefill, {TierId.DISK: disk})
+    planner = Planner(cost, LAYOUT, "auto")
+
+    def declined_until_trial() -> int:
+        for number in range(1000):
+            if planner.choose(tiers(DISK), 0, 100).num_pages:
+                return number
+        raise AssertionError("no trial in 1,000 choices")
+
+    assert declined_until_trial() == 32
+    disk.observe(1000, 25e-3)
+    assert declined_until_trial() == 64
+    for _ in range(20):
+        disk.observe(1000, 1e-3)
+    choice = planner.choose(tiers(DISK), 0, 100)
+    assert choice.num_pages == 1
+    assert choice.reason == "loading is cheaper"
+
+
+def test_a_hopeless_link_is_never_tried() -> None:
+    """Where a load would take over four times what it saves, no trial is due."""
+    planner = make_planner(disk=(1.0, 1e5))
+    choices = [planner.choose(tiers(DISK), 0, 100) for _ in range(200)]
+    assert not any(choice.num_pages for choice in choices)
+
+
+def test_a_trial_ends_without_an_observation() -> None:
+    """Loads that never report do not keep the trial open."""
+    planner = make_planner(disk=(25e-3, 1e6))
+    loaded = [planner.choose(tiers(DISK), 0, 100).num_pages for _ in range(60)]
+    assert sum(loaded) == 8
