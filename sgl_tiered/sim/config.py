@@ -12,7 +12,7 @@ from sgl_tiered.sim.times import DeviceTimes
 
 __all__ = ["LOAD_MODES", "SchedulerConfig", "ServerConfig", "TierSetup"]
 
-LOAD_MODES = ("layerwise", "waiter", "before")
+LOAD_MODES = ("layerwise", "waiter")
 ADMISSIONS = ("sglang", "vllm")
 
 
@@ -83,8 +83,7 @@ class ServerConfig:
         scheduler: admission.
         device_reuse: the device keeps prefixes (a radix cache).
         load_mode: ``layerwise`` under the prefill; ``waiter``: the computing thread
-            copies (our CPU form), so load and prefill add up; ``before``: the pass
-            starts when all is loaded.
+            copies (our CPU form), so load and prefill add up.
         link_discipline: ``fair`` or ``fifo``, see links.py.
         load_policy, write_policy, demote_policy: of ``CacheConfig``.
         eviction: of the tiers.
@@ -137,6 +136,10 @@ class ServerConfig:
                 "tiers",
                 f"{self.tiers[-1].tier.label} as the second tier is not modelled",
                 "use a memory tier, then the disk",
+            )
+        if self.tiers and not self.device_reuse:
+            raise ConfigError(
+                "device_reuse", "the tiers load into the device's tree", "keep it on"
             )
         if self.tiers and self.tiers[0].tier is TierId.DISK:
             raise ConfigError(

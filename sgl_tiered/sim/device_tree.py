@@ -47,17 +47,15 @@ class DeviceTree:
 
     Args:
         capacity_pages: pages of the pool.
-        reuse: keep pages in the tree after their requests; without, nothing is shared
-            (an engine without a prefix cache).
     """
 
-    def __init__(self, capacity_pages: int, *, reuse: bool = True) -> None:
+    def __init__(self, capacity_pages: int) -> None:
         self.capacity_pages = capacity_pages
         self.tree_pages = 0
         self.private_pages = 0
         self.evictable_pages = 0
         self.num_evicted_pages = 0
-        self._reuse = reuse
+        self.peak_pages = 0
         self._root = TreeNode(None, b"")
         self._heap: list[tuple[int, int, TreeNode]] = []
         self._clock = 0
@@ -140,8 +138,6 @@ class DeviceTree:
                 self.evictable_pages += above.num_pages
                 self._push(above)
             above = above.parent
-        if not self._reuse:
-            self.evict(self.evictable_pages)
 
     def take_private(self, num_pages: int) -> bool:
         """Give pages to a request, evicting as needed; False if there are too few."""
@@ -150,6 +146,8 @@ class DeviceTree:
         if num_pages > self.free_pages:
             self.evict(num_pages - self.free_pages)
         self.private_pages += num_pages
+        held = self.tree_pages + self.private_pages
+        self.peak_pages = max(self.peak_pages, held)
         return True
 
     def give_private(self, num_pages: int) -> None:

@@ -76,6 +76,7 @@ class RequestRecord:
             computed.
         num_retractions: times it lost its pages.
         spans: ranges of decode segments in which it took part.
+        resumed_s: tokens that came from the prefill after a retraction.
         aborted: it could not run; times are those of the refusal.
     """
 
