@@ -120,7 +120,7 @@ class PageTrace:
         return ids.reshape(-1)[: self.num_pages[request]]
 
     def tokens_of(self, request: int, num_pages: int) -> int:
-        """Return the tokens in the first pages of a request: the last may be partial."""
+        """Return the tokens in a request's first pages; the last may be partial."""
         return min(num_pages * self.page_tokens, int(self.num_tokens[request]))
 
     def _check_tree(self) -> None:

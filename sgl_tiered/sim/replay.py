@@ -169,9 +169,7 @@ def _load(
 ) -> dict[TierId, int]:
     """Bring the pages behind the device's; return how many came from each tier."""
     decision = cache.lookup(digest, pages, device_pages)
-    found = {
-        tier.tier: decision.num_from(tier.tier) for tier in cache.config.tiers
-    }
+    found = {tier.tier: decision.num_from(tier.tier) for tier in cache.config.tiers}
     plan = cache.commit_load(decision)
     if plan is not None:
         cache.finish_load(plan, landed=True)
