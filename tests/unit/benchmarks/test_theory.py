@@ -1,0 +1,82 @@
+"""The cache theory check says no when it should."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks/sim/theory.py"
+
+
+@pytest.fixture
+def theory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("theory", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "theory", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A prompt of two blocks, twice: half of all tokens are hit."""
+    row = {"timestamp": 0, "input_length": 1000, "output_length": 9, "hash_ids": [4, 5]}
+    path = tmp_path / "twice.jsonl"
+    path.write_text("\n".join([json.dumps(row)] * 2))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("by_tiers", "ideal", "fine"),
+    [
+        ((0.5, 0.5, 0.5), 0.5, True),
+        ((0.5, 0.4951, 0.5049), 0.4951, True),
+        ((0.5, 0.494, 0.5), 0.5, False),
+        ((0.5, 0.5, 0.5), 0.506, False),
+    ],
+)
+def test_each_ratio_counts(
+    theory: ModuleType,
+    trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    by_tiers: tuple[float, float, float],
+    ideal: float,
+    fine: bool,
+) -> None:
+    """One ratio further off than 0.005 is enough, the ideal one too."""
+    monkeypatch.setattr(theory, "MOONCAKE", theory.Known(by_tiers, ideal))
+    assert theory.check(trace, 512, with_served=False) is fine
+
+
+def test_the_table_has_all_systems(
+    theory: ModuleType, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exclusive, stack, OPT and served all find the half that is there."""
+    theory.check(trace, 512, with_served=True)
+    row = next(line for line in capsys.readouterr().out.splitlines() if "| 54" in line)
+    assert row.count("0.5000") == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [("{}", 2), ('{"hash_ids": [1]}', 2), (None, 1)]
+)
+def test_exit_status(
+    theory: ModuleType,
+    trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str | None,
+    status: int,
+) -> None:
+    """2 for a file that is no trace, 1 for another trace than the known ones."""
+    if text is not None:
+        trace.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["theory.py", str(trace), "--no-served"])
+    assert theory.main() == status
