@@ -10,9 +10,9 @@ Markdown; exits with 1 where a ratio is off by more than 0.005.
         weka_agentic_dev.jsonl.gz [--page-tokens 512] [--no-served]
 
 Columns: `exclusive` is a direct replay with the product's table, index, evictors and
-LRU policy; `stack` is the same by stack distances (they must agree to the token);
-`OPT` is Belady's bound; `served` is the form that is shipped, an inclusive
-write-through TieredCache under a device tree.
+LRU policy; `stack` is the same from the capacity plan, by stack distances (they must
+agree to the token); `served` is the form that is shipped, an inclusive write-through
+TieredCache under a device tree; `OPT` is Belady's bound.
 """
 
 from __future__ import annotations
@@ -32,18 +32,15 @@ from sgl_tiered_workloads.traces.weka import read_weka
 from sgl_tiered.cache.tiered_cache import TierConfig
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.sim.capacity import capacity_plan
 from sgl_tiered.sim.exclusive import ExclusiveTier
-from sgl_tiered.sim.opt import OptBound
 from sgl_tiered.sim.page_trace import PageTrace
 from sgl_tiered.sim.replay import ReplayResult, replay_exclusive, replay_served
-from sgl_tiered.sim.stack import LRUCurve
 
 TOKEN_BYTES = 131_072
-TIER_BYTES = {
-    TierId.DEVICE: 54 * 10**9,
-    TierId.HOST: 512 * 10**9,
-    TierId.DISK: 4000 * 10**9,
-}
+GB = 10**9
+TIER_BYTES = {TierId.DEVICE: 54 * GB, TierId.HOST: 512 * GB, TierId.DISK: 4000 * GB}
+UNLIMITED_GB = 10**9
 WEKA_MAX_PROMPT_TOKENS = 128_000
 TOLERANCE = 0.005
 EXACT = 1e-9
@@ -52,15 +49,43 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a trace: hit ratios with 1, 2 and 3 tiers, and without limit."""
+    """What is known of a trace: hit ratios of LRU and OPT by decimal GB, and the ideal.
 
-    lru: tuple[float, float, float]
-    opt: tuple[float, float, float]
+    54 GB, 566 GB and 4,566 GB are the tiers of ``TIER_BYTES``, added up.
+    """
+
+    curve: dict[int, tuple[float, float]]
     ideal: float
 
 
-MOONCAKE = Known((0.044, 0.190, 0.367), (0.176, 0.374, 0.374), 0.374)
-WEKA = Known((0.379, 0.950, 0.957), (0.669, 0.957, 0.957), 0.957)
+MOONCAKE = Known(
+    {
+        27: (0.043, 0.125),
+        54: (0.044, 0.176),
+        100: (0.049, 0.231),
+        200: (0.066, 0.300),
+        400: (0.141, 0.362),
+        566: (0.190, 0.374),
+        800: (0.234, 0.374),
+        1600: (0.312, 0.374),
+        2500: (0.354, 0.374),
+        4566: (0.367, 0.374),
+        8000: (0.372, 0.374),
+    },
+    0.374,
+)
+WEKA = Known(
+    {
+        27: (0.147, 0.452),
+        54: (0.379, 0.669),
+        100: (0.703, 0.843),
+        200: (0.903, 0.939),
+        400: (0.946, 0.956),
+        566: (0.950, 0.957),
+        4566: (0.957, 0.957),
+    },
+    0.957,
+)
 
 
 def read(path: Path) -> tuple[Trace, Known]:
@@ -88,6 +113,11 @@ def cumulative(result: ReplayResult) -> list[float]:
     return [sum(shares[: n + 1]) for n in range(len(shares))]
 
 
+def rounded(difference: float) -> float:
+    """Return it to four digits, without a negative zero."""
+    return round(difference, 4) + 0.0
+
+
 class Stopwatch:
     """Seconds since the last look, on the wall and of this process's one thread."""
 
@@ -102,57 +132,64 @@ class Stopwatch:
 
 
 def check(path: Path, page_tokens: int, with_served: bool) -> bool:
-    """Print one trace's table; return whether every ratio is as known."""
+    """Print one trace's tables; return whether every ratio is as known."""
     watch = Stopwatch()
-    laps = []
     trace, known = read(path)
     pages = as_pages(trace, page_tokens)
-    laps.append(f"read {watch.lap()}")
-    slots = {
-        tier: size // (page_tokens * TOKEN_BYTES) for tier, size in TIER_BYTES.items()
-    }
+    laps = [f"read {watch.lap()}"]
+    page_bytes = page_tokens * TOKEN_BYTES
+    slots = {tier: size // page_bytes for tier, size in TIER_BYTES.items()}
     tiers = [ExclusiveTier(tier, n, LRUPolicy()) for tier, n in slots.items()]
     exclusive = cumulative(replay_exclusive(pages, tiers))
     laps.append(f"exclusive {watch.lap()}")
-    curve, opt = LRUCurve(pages), OptBound(pages)
-    sizes = [slots[TierId.DEVICE]]
-    sizes += [sizes[0] + slots[TierId.HOST]]
-    sizes += [sizes[1] + slots[TierId.DISK]]
-    stack = [curve.hit_tokens(n) / pages.total_tokens for n in sizes]
-    bound = [opt.hit_tokens(n) / pages.total_tokens for n in sizes]
-    ideal = curve.hit_tokens(curve.num_unique) / pages.total_tokens
-    laps.append(f"stack and OPT {watch.lap()}")
-    served = [""] * len(sizes)
+    served = [""] * len(tiers)
     if with_served:
         lower = [TierConfig(tier, slots[tier]) for tier in list(slots)[1:]]
         reached = cumulative(replay_served(pages, slots[TierId.DEVICE], lower))
         served = [f"{rate:.4f}" for rate in reached]
         laps.append(f"served {watch.lap()}")
+    choices = [{TierId.DEVICE: gb * GB} for gb in [*known.curve, UNLIMITED_GB]]
+    *rows, unlimited, split = capacity_plan(pages, TOKEN_BYTES, [*choices, TIER_BYTES])
+    laps.append(f"all sizes, stack and OPT, {watch.lap()}")
 
     print(
         f"\n**{trace.name}**: {len(pages):,} requests, {pages.total_tokens:,} prompt "
-        f"tokens, pages of {page_tokens}, {curve.num_unique:,} different pages\n"
+        f"tokens, pages of {page_tokens}\n"
     )
-    print(
-        "| GB | wanted | exclusive | difference | stack | OPT wanted | OPT | served |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print("| tiers, GB | wanted | exclusive | difference | stack | served |")
+    print("|---|---|---|---|---|---|")
     fine = True
-    total_gb = 0
-    for n, size in enumerate(TIER_BYTES.values()):
-        total_gb += size // 10**9
-        off = exclusive[n] - known.lru[n]
-        fine &= abs(off) <= TOLERANCE and abs(bound[n] - known.opt[n]) <= TOLERANCE
-        fine &= abs(exclusive[n] - stack[n]) < EXACT
+    total_gb, stack = 0, 0.0
+    for n, (tier, size) in enumerate(TIER_BYTES.items()):
+        total_gb += size // GB
+        stack += split.hit_rate[tier]
+        wanted = known.curve[total_gb][0]
+        off = exclusive[n] - wanted
+        fine &= abs(off) <= TOLERANCE and abs(exclusive[n] - stack) < EXACT
         print(
-            f"| {total_gb:,} | {known.lru[n]:.3f} | {exclusive[n]:.4f} | {off:+.4f} "
-            f"| {stack[n]:.4f} | {known.opt[n]:.3f} | {bound[n]:.4f} | {served[n]} |"
+            f"| {total_gb:,} | {wanted:.3f} | {exclusive[n]:.4f} | {rounded(off):+.4f} "
+            f"| {stack:.4f} | {served[n]} |"
         )
-    off = ideal - known.ideal
-    fine &= abs(off) <= TOLERANCE
-    print(f"| no limit | {known.ideal:.3f} | | {off:+.4f} | {ideal:.4f} | | | |")
+    print("\n| one LRU, GB | wanted | stack | difference | OPT wanted | OPT |")
+    print("|---|---|---|---|---|---|")
+    wanted_of = {**known.curve, UNLIMITED_GB: (known.ideal, known.ideal)}
+    for (gb, wanted), row in zip(wanted_of.items(), [*rows, unlimited], strict=True):
+        seen = (row.token_hit_rate, row.opt_hit_rate)
+        off = seen[0] - wanted[0]
+        fine &= abs(off) <= TOLERANCE and abs(seen[1] - wanted[1]) <= TOLERANCE
+        label = "no limit" if gb == UNLIMITED_GB else f"{gb:,}"
+        print(
+            f"| {label} | {wanted[0]:.3f} | {seen[0]:.4f} | {rounded(off):+.4f} "
+            f"| {wanted[1]:.3f} | {seen[1]:.4f} |"
+        )
+    moved = [
+        f"{tier.label} {split.stored_bytes[tier] / 1e12:.2f} TB in, "
+        f"{split.loaded_bytes[tier] / 1e12:.2f} TB up"
+        for tier in list(TIER_BYTES)[1:]
+    ]
+    print(f"\nMoved between exclusive tiers: {'; '.join(moved)}.")
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"\n{'; '.join(laps)}; peak memory of the process {peak_mib:,.0f} MiB")
+    print(f"\n{'; '.join(laps)}; peak memory of the process {peak_mib:,.0f} MiB.")
     return fine
 
 
