@@ -80,6 +80,16 @@ class PrefillCost:
         self._fit = BoundedRegression((overhead_s, token_s, pair_s))
         self._overhead_s, self._token_s, self._pair_s = self._fit.coefficients
 
+    @classmethod
+    def from_coefficients(
+        cls, overhead_s: float, token_s: float, pair_s: float
+    ) -> PrefillCost:
+        """Return a cost that starts from measured coefficients, each > 0."""
+        cost = cls(1, 1, 1, 1.0)
+        cost._fit = BoundedRegression((overhead_s, token_s, pair_s))
+        cost._overhead_s, cost._token_s, cost._pair_s = cost._fit.coefficients
+        return cost
+
     def seconds(self, prefix_tokens: int, new_tokens: int) -> float:
         """Return the predicted time of one pass; 0 for no new tokens."""
         if new_tokens <= 0:
