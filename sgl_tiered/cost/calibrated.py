@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.cost.calibration import Calibration, ModelFacts
+from sgl_tiered.cost.calibration import Calibration, ModelFacts, read_calibration
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["calibrated_links", "calibrated_prefill", "refuse_other_model"]
+__all__ = ["calibrated_links", "calibrated_prefill", "read_fitting"]
 
 _COMPARED = (
     "architecture",
@@ -62,23 +63,25 @@ def calibrated_links(
     return links
 
 
-def refuse_other_model(
-    setting: str, source: str, calibration: Calibration, served: ModelFacts
-) -> None:
-    """Refuse a file that was measured for another model, page size or type.
+def read_fitting(
+    setting: str, path: Path | None, served: ModelFacts
+) -> Calibration | None:
+    """Read a file, and refuse one of another model, page size or type.
 
     A fact that the file does not know (null or an empty text) is not compared. Names
     and weights are not either: a fine-tuned model costs what its base costs.
 
     Args:
         setting: the flag that named the file.
-        source: the file, for the message.
-        calibration: what the file holds.
+        path: the file; None gives None.
         served: what runs here.
 
     Raises:
         ConfigError: one sentence that names the first difference.
     """
+    if path is None:
+        return None
+    calibration = read_calibration(path)
     for name in _COMPARED:
         measured, here = getattr(calibration.model, name), getattr(served, name)
         if measured in (None, "") or here in (None, ""):
@@ -86,6 +89,7 @@ def refuse_other_model(
         if measured != here:
             raise ConfigError(
                 setting,
-                f"{source} was measured with {name} {measured}, and here it is {here}",
+                f"{path} was measured with {name} {measured}, and here it is {here}",
                 "measure this server with sgl-tiered calibrate",
             )
+    return calibration
