@@ -125,7 +125,7 @@ def test_a_server_without_disk_takes_no_disk_link(calibration):
 
 
 def test_the_flag_leads_to_the_file(calibration, tmp_path):
-    """A good file is accepted as a flag and as a key, and the file is read for the model."""
+    """A good file is accepted as a flag and as a key, and is read for the model."""
     path = tmp_path / "calibration.json"
     write_calibration(path, calibration)
     settings = tmp_path / "tiers.toml"
