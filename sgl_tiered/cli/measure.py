@@ -38,6 +38,7 @@ _QUIET_TIMEOUT_S = 10.0
 _SHARES = {"prefill": 0.5, "decode": 0.25, "links": 0.25}
 _FOREIGN_SHARE = 0.02
 _FIRST_TOKEN_GUESS_S = 1e-3
+_LONGER = 1.5
 
 Edge = tuple[str, str]
 
@@ -117,7 +118,9 @@ class Measurer:
         self._limits = limits
         self._rng = rng
         self._budget_s = budget_s
+        # Of the longest prompt computed whole so far, to know what the next will take.
         self._token_s = _FIRST_TOKEN_GUESS_S
+        self._longest_tokens = 0
         self._sent_tokens = 0
         self._measured = Measured()
 
@@ -158,11 +161,12 @@ class Measurer:
         for context, new in points:
             if context + new > most:
                 continue
-            expected_s = self._token_s * (context + new) * _REPEATS
-            if self._server.now_s() + expected_s > deadline_s:
+            known = len(prefix) == context
+            to_compute = _REPEATS * new + (0 if known else context)
+            if self._server.now_s() + self._expected_s(to_compute) > deadline_s:
                 left_out.append(f"{new} tokens after {context}")
                 continue
-            if context and len(prefix) != context:
+            if context and not known:
                 prefix = self._fresh(context)
                 self._send_one(prefix)
             self._prefill_point(prefix if context else (), new)
@@ -187,7 +191,6 @@ class Measurer:
             if cached != record.cached_by_tier.get("device", cached):
                 continue  # Part of the context had to be loaded.
             computed = len(record.prompt) - cached
-            self._token_s = max(self._token_s, seconds / (cached + computed))
             found.setdefault((cached, computed), []).append(seconds)
         for (context, computed), times in found.items():
             if 2 * len(times) > repeats:
@@ -207,8 +210,7 @@ class Measurer:
                 num_tokens = batch * (context + _DECODE_TOKENS)
                 if num_tokens > self._limits.most_tokens:
                     continue
-                expected_s = self._token_s * num_tokens
-                if self._server.now_s() + expected_s > deadline_s:
+                if self._server.now_s() + self._expected_s(num_tokens) > deadline_s:
                     left_out.append(f"{batch} requests of {context}")
                     continue
                 self._decode_point(batch, context)
@@ -241,7 +243,7 @@ class Measurer:
         for repeat in range(_REPEATS):
             for num_pages in _LINK_PAGES:
                 num_tokens = num_pages * page + page // 2 + 1
-                expected_s = 3 * self._token_s * num_tokens
+                expected_s = self._expected_s(3 * num_tokens)
                 late = self._server.now_s() + expected_s > deadline_s
                 if num_tokens > self._limits.most_tokens or (late and repeat):
                     continue
@@ -301,6 +303,10 @@ class Measurer:
             edges = found
         return edges
 
+    def _expected_s(self, num_tokens: int) -> float:
+        """Return what so many tokens may take; attention makes long prompts slower."""
+        return _LONGER * self._token_s * num_tokens
+
     def _fresh(self, num_tokens: int) -> tuple[int, ...]:
         return random_tokens(self._rng, num_tokens, self._limits.vocab_tokens)
 
@@ -325,6 +331,9 @@ class Measurer:
                     f"the server failed a request ({record.error})",
                     "look at its log",
                 )
+        if len(records) == 1 and records[0].recomputed_tokens > self._longest_tokens:
+            self._longest_tokens = records[0].recomputed_tokens
+            self._token_s = records[0].ttft_s / self._longest_tokens
         return records
 
     def _tokens_seen(self) -> float:
