@@ -43,6 +43,8 @@ class LiveServer:
         self._url = url.rstrip("/")
         self._client_class = StreamingClient
         self._clock = SystemClock()
+        # Like the client of the requests: no proxy stands between.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def send(self, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
         """Send requests as one message, wait for all of them."""
@@ -75,7 +77,7 @@ class LiveServer:
             f"{self._url}/tiered/drop?tier={tier}", method="POST"
         )
         try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+            with self._opener.open(request, timeout=_TIMEOUT_S):
                 return True
         except urllib.error.HTTPError as error:
             if error.code == _BUSY:
@@ -96,7 +98,7 @@ class LiveServer:
 
     def _ask(self, path: str, remedy: str) -> Any:
         try:
-            with urllib.request.urlopen(self._url + path, timeout=_TIMEOUT_S) as answer:
+            with self._opener.open(self._url + path, timeout=_TIMEOUT_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise ConfigError("--url", f"{path} answers {error.code}", remedy) from None

@@ -126,7 +126,10 @@ class SyntheticServer:
     def _place(self, prompt):
         """Find the longest run of pages in the fastest tier, load it, keep all."""
         size = self.model.page_tokens
-        pages = [prompt[:end] for end in range(size, len(prompt), size)]
+        pages, key = [], 0
+        for start in range(0, (len(prompt) - 1) // size * size, size):
+            key = hash((key, prompt[start : start + size]))
+            pages.append(key)
         found = {
             tier: sum(1 for page in pages if page in held)
             for tier, held in self.held.items()

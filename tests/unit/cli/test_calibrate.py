@@ -1,10 +1,8 @@
 """``sgl-tiered calibrate``: known servers give known figures, and faults are said."""
 
-import importlib.util
 import json
 import stat
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +12,9 @@ from sgl_tiered.cli.calibrate import calibrate_server, render
 from sgl_tiered.cli.measure import Limits, Measurer
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
+from tests.unit.cli import synthetic_server as synthetic
 
 
-def load_synthetic():
-    """Import the neighbour: folders of tests are no packages."""
-    path = Path(__file__).with_name("synthetic_server.py")
-    spec = importlib.util.spec_from_file_location("synthetic_server", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-synthetic = load_synthetic()
 CREATED = "2026-01-01T00:00:00+00:00"
 
 
@@ -102,7 +91,7 @@ def test_time_is_kept():
 
 
 def test_without_chunks_the_decode_step_is_the_pass():
-    """Where every prompt is one pass, the step of one request says what a pass costs."""
+    """Where every prompt is one pass, a decode step says what a pass costs."""
     model = replace(synthetic.MODEL, chunk_tokens=None)
     found, _ = calibrate(synthetic.SyntheticServer(model=model))
     one_step_s = synthetic.STEP_S + synthetic.BATCH_S
