@@ -25,6 +25,7 @@ __all__ = ["Limits", "Measured", "Measurer", "Server"]
 _TINY_TOKENS = 4
 _FAST_LENGTHS = (16, 64, 128, 256, 512, 1024, 2048)
 _LONG_LENGTHS = (4096, 8192, 16384, 32768)
+_PREFILL_BATCHES = ((4, 64), (8, 128), (4, 256))
 _AFTER_CONTEXT = (64, 256, 1024)
 _BATCHES = (1, 2, 4, 8, 16)
 _BATCH_CONTEXTS = (64, 512, 2048)
@@ -156,6 +157,9 @@ class Measurer:
             # Two passes and three tell what a pass costs.
             points += [(0, round(limits.chunk_tokens * x)) for x in (1.5, 2.5)]
         points += [(0, n) for n in _LONG_LENGTHS]
+        for batch, new in _PREFILL_BATCHES:
+            if batch * new <= most:
+                self._prefill_batch_point(batch, new)
         left_out = []
         prefix: tuple[int, ...] = ()
         for context, new in points:
@@ -202,6 +206,19 @@ class Measurer:
                         statistics.median(times),
                     )
                 )
+
+    def _prefill_batch_point(self, batch: int, new: int) -> None:
+        """Take the median of a few messages of several prompts."""
+        times = []
+        for _ in range(_REPEATS):
+            self._quiet()
+            records = self._send([self._fresh(new) for _ in range(batch)], 1)
+            started_s = min(record.started_s for record in records)
+            times.append(max(r.started_s + r.ttft_s for r in records) - started_s)
+        num_passes = self._limits.num_passes(batch * new)
+        self._measured.prefill.append(
+            PrefillSample(0, new, num_passes, statistics.median(times), batch)
+        )
 
     def _decode(self, deadline_s: float) -> None:
         left_out = []

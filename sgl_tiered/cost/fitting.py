@@ -34,19 +34,21 @@ _WORTH_A_TERM = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PrefillSample:
-    """Time to first token of a request that was alone, in seconds.
+    """Time to first token of equal requests that were alone together, in seconds.
 
     Attributes:
-        context_tokens: served from the device.
-        new_tokens: computed.
-        num_passes: forward passes that these took.
-        seconds: from sending to the first token.
+        context_tokens: served from the device, of each request.
+        new_tokens: computed, of each request.
+        num_passes: forward passes that all of them took.
+        seconds: from sending to the last request's first token.
+        num_requests: sent as one message.
     """
 
     context_tokens: int
     new_tokens: int
     num_passes: int
     seconds: float
+    num_requests: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,10 @@ def fit_prefill(
         [
             1.0,
             float(sample.num_passes),
-            float(sample.new_tokens),
-            sample.new_tokens * (sample.context_tokens + (sample.new_tokens + 1) / 2),
+            float(sample.num_requests * sample.new_tokens),
+            sample.num_requests
+            * sample.new_tokens
+            * (sample.context_tokens + (sample.new_tokens + 1) / 2),
         ]
         for sample in samples
     ]

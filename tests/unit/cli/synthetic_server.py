@@ -86,21 +86,19 @@ class SyntheticServer:
 
     def send(self, requests):
         started_s = self.time_s
-        first_s, records = [], []
+        records, num_new, pairs = [], 0, 0.0
         for request in requests:
             cached, tiers = self._place(request.prompt)
             new = len(request.prompt) - cached
-            chunk = self.model.chunk_tokens or 10**9
-            self.time_s += self._off(
-                (REQUEST_S if not first_s else 0.0)
-                + PASS_S * -(-new // chunk)
-                + TOKEN_S * new
-                + PAIR_S * new * (cached + (new + 1) / 2)
-            )
-            first_s.append(self.time_s)
+            num_new += new
+            pairs += new * (cached + (new + 1) / 2)
             records.append((request, cached, tiers))
             self.tokens_total += len(request.prompt) + self.foreign_tokens
-        times = [[at] for at in first_s]
+        passes = -(-num_new // (self.model.chunk_tokens or 10**9))
+        self.time_s += self._off(
+            REQUEST_S + PASS_S * passes + TOKEN_S * num_new + PAIR_S * pairs
+        )
+        times = [[self.time_s] for _ in requests]
         num_tokens = requests[0].max_new_tokens
         mean_context = sum(len(r.prompt) + num_tokens / 2 for r in requests)
         for _ in range(num_tokens - 1):

@@ -14,7 +14,6 @@ from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
 from tests.unit.cli import synthetic_server as synthetic
 
-
 CREATED = "2026-01-01T00:00:00+00:00"
 
 

@@ -1,4 +1,4 @@
-"""Fits: known coefficients come back, noise moves them little, few points are no crash."""
+"""Fits: known coefficients come back, noise moves them little, few points work."""
 
 import numpy as np
 import pytest
