@@ -9,6 +9,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import Calibration, ModelFacts, read_calibration
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.cost.regression import MEASURED
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["calibrated_links", "calibrated_prefill", "read_fitting"]
@@ -59,7 +60,9 @@ def calibrated_links(
         edge = _READ_EDGES.get(tier)
         fit = None if edge is None else calibration.link(edge[0].label, edge[1].label)
         if fit is not None:
-            links[tier] = LinkCost(max(fit.latency_s, _LEAST_S), fit.bytes_per_s)
+            links[tier] = LinkCost(
+                max(fit.latency_s, _LEAST_S), fit.bytes_per_s, deviation=MEASURED
+            )
     return links
 
 

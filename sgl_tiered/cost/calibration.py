@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 import types
 import typing
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -257,14 +258,15 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
     # What cannot be read back is not written.
     calibration_from_dict(fields)
     text = json.dumps(fields, indent=2, allow_nan=False)
-    draft = path.with_name(path.name + ".new")
+    draft = None
     try:
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-        draft.replace(path)
+        os.replace(draft, path)
     except OSError as error:
+        if draft is not None:
+            Path(draft).unlink(missing_ok=True)
         raise ConfigError(
             _SETTING,
             f"{path} cannot be written ({error.strerror})",

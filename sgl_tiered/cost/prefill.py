@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_tiered.cost.regression import BoundedRegression
+from sgl_tiered.cost.regression import MEASURED, BoundedRegression
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["PrefillCost", "PrefillSnapshot"]
@@ -86,7 +86,7 @@ class PrefillCost:
     ) -> PrefillCost:
         """Return a cost that starts from measured coefficients, each > 0."""
         cost = cls(1, 1, 1, 1.0)
-        cost._fit = BoundedRegression((overhead_s, token_s, pair_s))
+        cost._fit = BoundedRegression((overhead_s, token_s, pair_s), MEASURED)
         cost._overhead_s, cost._token_s, cost._pair_s = cost._fit.coefficients
         return cost
 

@@ -3,9 +3,12 @@
 import copy
 import json
 import stat
+from dataclasses import replace
 
 import pytest
 
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.cost.calibrated import calibrated_links, calibrated_prefill
 from sgl_tiered.cost.calibration import (
     Calibration,
     DecodeFit,
@@ -19,6 +22,7 @@ from sgl_tiered.cost.calibration import (
     read_calibration,
     write_calibration,
 )
+from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.errors import ConfigError
 
 QUALITY = FitQuality(6, 0.99, 0.01, 0.04)
@@ -156,3 +160,35 @@ def test_paths_that_do_not_work_are_refused(tmp_path):
         read_calibration(path)
     with pytest.raises(ConfigError, match=r"calibration\.json cannot be written"):
         write_calibration(path, CALIBRATION)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="folder cannot be written"):
+        write_calibration(folder, CALIBRATION)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_the_planner_starts_from_the_file_and_trusts_it():
+    """One slow load moves a measured link less than a guessed one; many move both."""
+    link = calibrated_links(CALIBRATION, [TierId.HOST])[TierId.HOST]
+    guess = LinkCost(1e-4, 5e9)
+    num_bytes = 10**9
+    calm_s = CALIBRATION.link("host", "device").seconds(num_bytes)
+    assert link.seconds(num_bytes) == pytest.approx(calm_s)
+    for cost in (link, guess):
+        cost.observe(num_bytes, 5 * calm_s)
+    assert link.seconds(num_bytes) < 2 * calm_s < guess.seconds(num_bytes)
+    for _ in range(30):
+        link.observe(num_bytes, 5 * calm_s)
+    assert link.seconds(num_bytes) == pytest.approx(5 * calm_s, rel=0.1)
+
+
+def test_the_planner_s_prefill_is_the_fit():
+    """The cost of recomputing is the file's form, and a fitted 0 stays above zero."""
+    fit = CALIBRATION.prefill
+    cost = calibrated_prefill(CALIBRATION)
+    assert cost.seconds(100, 50) == pytest.approx(fit.seconds(100, 50))
+    zeros = replace(fit, overhead_s=0.0, pair_s=0.0)
+    cost = calibrated_prefill(replace(CALIBRATION, prefill=zeros))
+    assert cost.seconds(100, 50) == pytest.approx(50 * fit.token_s, rel=1e-3)
+    assert cost.snapshot().pair_s > 0
+    assert calibrated_prefill(replace(CALIBRATION, prefill=None)) is None
