@@ -33,6 +33,7 @@ _DECODE_TOKENS = 17
 _LINK_PAGES = (4, 16, 48, 96)
 _REPEATS = 3
 _MANY_REPEATS = 7
+_LINK_REPEATS = 5
 _QUIET_POLLS = 3
 _POLL_S = 0.03
 _QUIET_TIMEOUT_S = 10.0
@@ -257,7 +258,7 @@ class Measurer:
     def _links(self, deadline_s: float) -> None:
         has_disk = "disk" in self._server.stats()["media"]
         page = self._limits.page_tokens
-        for repeat in range(_REPEATS):
+        for repeat in range(_LINK_REPEATS):
             for num_pages in _LINK_PAGES:
                 num_tokens = num_pages * page + page // 2 + 1
                 expected_s = self._expected_s(3 * num_tokens)
@@ -269,6 +270,8 @@ class Measurer:
                 self._link_point(prompt, ("device",))
                 if has_disk:
                     self._link_point(prompt, ("device", "host"))
+        for edge, points in self._measured.links.items():
+            self._measured.links[edge] = _medians(points)
         wanted = [("device", "host"), ("host", "device")]
         if has_disk:
             wanted += [("host", "disk"), ("disk", "host")]
@@ -355,6 +358,17 @@ class Measurer:
 
     def _tokens_seen(self) -> float:
         return float(self._server.stats()["counters"].get("tokens_total", 0))
+
+
+def _medians(points: Sequence[LinkSample]) -> list[LinkSample]:
+    """Return one point per size, smallest first."""
+    by_size: dict[float, list[float]] = {}
+    for point in points:
+        by_size.setdefault(point.num_bytes, []).append(point.seconds)
+    return [
+        LinkSample(num_bytes, statistics.median(times))
+        for num_bytes, times in sorted(by_size.items())
+    ]
 
 
 def _gaps(token_times_s: Sequence[float], from_s: float) -> list[float]:
