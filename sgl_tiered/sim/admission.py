@@ -116,9 +116,7 @@ class Admission:
         ranks = {}
         for seq in waiting:
             distance = self._distance(seq) if self._order.needs_location else 3
-            facts = WaitingFacts(
-                seq.arrival_s, distance, seq.request.num_prompt_tokens
-            )
+            facts = WaitingFacts(seq.arrival_s, distance, seq.request.num_prompt_tokens)
             ranks[seq.index] = self._order.rank(facts, now_s)
         return sorted(waiting, key=lambda seq: (ranks[seq.index], seq.arrival_s))
 

@@ -218,9 +218,7 @@ class LowerTiers:
 
     # -- Offloads and demotions ------------------------------------------------
 
-    def offload(
-        self, subject: int, pages: Int32s, on_end: Callable[[], None]
-    ) -> bool:
+    def offload(self, subject: int, pages: Int32s, on_end: Callable[[], None]) -> bool:
         """Plan copies of what a request has computed.
 
         Returns:
@@ -252,9 +250,7 @@ class LowerTiers:
         if self._offloads:
             self._start_offload()
         self.cache.finish_offload(plan, self._arrived(len(plan.pages)))
-        self._log.add(
-            self._queue.now(), "offloaded", plan.plan_id, len(plan.pages)
-        )
+        self._log.add(self._queue.now(), "offloaded", plan.plan_id, len(plan.pages))
         on_end()
         self._demote()
         self._wake(False)

@@ -57,8 +57,10 @@ class ModelShape:
     @property
     def num_compute_params(self) -> int:
         """Parameters that every token passes: the layers and the output matrix."""
-        attention = 2 * self.hidden_size * (
-            self.attention_width + self.num_kv_heads * self.head_size
+        attention = (
+            2
+            * self.hidden_size
+            * (self.attention_width + self.num_kv_heads * self.head_size)
         )
         matrices = 3 if self.gated_ffn else 2
         ffn = matrices * self.hidden_size * self.ffn_size

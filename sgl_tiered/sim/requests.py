@@ -76,6 +76,7 @@ class WorkloadBuilder:
         self._keep_answers = keep_answers
         self._next_id = 0
         self._prefixes: dict[object, Int32s] = {}
+        self._known: dict[tuple[int, bytes], int] = {}
         self._requests: list[SimRequest] = []
 
     def fresh(self, num_pages: int) -> Int32s:
@@ -105,16 +106,20 @@ class WorkloadBuilder:
         num_output_tokens: int,
         *,
         prefix: Int32s | None = None,
+        own_pages: bool = True,
         after: int = -1,
         think_s: float = 0.0,
     ) -> int:
-        """Add a request; pages beyond ``prefix`` are its own. Returns its index."""
+        """Add a request; return its index.
+
+        Pages beyond ``prefix`` are its own; without ``own_pages`` nobody keeps them.
+        """
         num_pages = num_prompt_tokens // self._page_tokens
         if self._keep_answers:
             num_tokens = num_prompt_tokens + num_output_tokens - 1
             num_pages = num_tokens // self._page_tokens
         ids = np.zeros(0, np.int32) if prefix is None else prefix[:num_pages]
-        if len(ids) < num_pages:
+        if own_pages and len(ids) < num_pages:
             ids = np.concatenate([ids, self.fresh(num_pages - len(ids))])
         self._requests.append(
             SimRequest(
@@ -122,6 +127,19 @@ class WorkloadBuilder:
             )
         )
         return len(self._requests) - 1
+
+    def number_tokens(self, tokens: Int32s) -> Int32s:
+        """Turn token ids (int32) into stand-ins: equal prefixes get equal ones."""
+        page, known = self._page_tokens, self._known
+        raw = np.ascontiguousarray(tokens, np.int32).tobytes()
+        found, parent = [], -1
+        for start in range(0, len(tokens) // page * page * 4, page * 4):
+            key = (parent, raw[start : start + page * 4])
+            if key not in known:
+                known[key] = self._reserve(1)
+            parent = known[key]
+            found.append(parent)
+        return np.array(found, np.int32)
 
     def number_blocks(
         self, blocks: Sequence[npt.NDArray[np.int64]], block_tokens: int

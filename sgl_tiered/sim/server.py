@@ -137,9 +137,7 @@ class SimServer:
         self._step_event = None
         if self._in_pass or self._segment is not None:
             return
-        plan = self.admission.next_pass(
-            self._waiting, self._running, self.queue.now()
-        )
+        plan = self.admission.next_pass(self._waiting, self._running, self.queue.now())
         if plan.parts:
             self._start_pass(plan)
         elif self._running:
@@ -191,9 +189,7 @@ class SimServer:
         num_tokens = sum(new for _, new in plan.work)
         stall_s = max(0.0, now_s - start_s - compute_s)
         self._passes.append(
-            PrefillPass(
-                start_s, now_s, len(plan.parts), num_tokens, num_bytes, stall_s
-            )
+            PrefillPass(start_s, now_s, len(plan.parts), num_tokens, num_bytes, stall_s)
         )
         for (seq, context, new), is_whole in zip(
             plan.parts, plan.is_whole, strict=True

@@ -223,9 +223,7 @@ def test_poisson_arrivals_wait_as_in_an_md1_queue(make_config: Make) -> None:
         expected.append(max(0.0, expected[-1] + service_s - gap_s))
     assert waited == pytest.approx(np.array(expected), abs=1e-9)
     # Pollaczek-Khinchine for a fixed service time.
-    assert waited.mean() == pytest.approx(
-        load * service_s / (2 * (1 - load)), rel=0.08
-    )
+    assert waited.mean() == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.08)
 
 
 def test_littles_law(make_config: Make, make_chats: MakeChats) -> None:
