@@ -156,8 +156,9 @@ def write_outputs(
             for record in result.records:
                 row = asdict(record)
                 del row["spans"], row["resumed_s"]
-                times = result.token_times(record) if not record.aborted else []
-                row["token_times_s"] = [round(float(time_s), 6) for time_s in times]
+                if not record.aborted:
+                    times = result.token_times(record)
+                    row["token_times_s"] = times.round(6).tolist()
                 file.write(json.dumps(row) + "\n")
         with (folder / "events.jsonl").open("w", encoding="utf-8") as file:
             for event in result.log.rows:

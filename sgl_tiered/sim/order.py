@@ -7,6 +7,7 @@ each pass: 0 device, 1 host, 2 disk, 3 nowhere (the report's N).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,7 +70,7 @@ class RelaxedFastestPrefixFirst:
         return -(now_s - facts.arrival_s) * (4 - facts.distance)
 
 
-ORDERS = {
+ORDERS: dict[str, Callable[[], RequestOrder]] = {
     "fcfs": FCFSOrder,
     "fpf": FastestPrefixFirst,
     "relaxed-fpf": RelaxedFastestPrefixFirst,
@@ -87,5 +88,4 @@ def make_order(name: str) -> RequestOrder:
         raise ConfigError(
             "order", f"{name!r} is not known", f"choose one of {', '.join(ORDERS)}"
         )
-    order: RequestOrder = maker()
-    return order
+    return maker()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -164,7 +165,7 @@ class WorkloadBuilder:
         joined = np.concatenate(blocks) if blocks else np.zeros(0, np.int64)
         unique, dense = np.unique(joined, return_inverse=True)
         bounds = np.cumsum([0, *lengths])
-        parts = [dense[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [dense[a:b] for a, b in pairwise(bounds.tolist())]
         if page >= block_tokens:
             # The id at a page's end stands for all tokens before it, the page's too.
             step = page // block_tokens

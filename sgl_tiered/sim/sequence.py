@@ -1,4 +1,4 @@
-"""A request inside the simulated server, and the ratio by which answers are reserved."""
+"""A request inside the simulated server, and how much room answers are promised."""
 
 from __future__ import annotations
 

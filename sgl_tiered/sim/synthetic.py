@@ -52,29 +52,33 @@ def shared_prefixes(
     page_tokens: int,
     rng: np.random.Generator,
     *,
+    num_clients: int = 0,
     keep_bodies: bool = True,
 ) -> SimWorkload:
     """Return the Berkeley report's text analysis: a random prefix, a random body.
 
     Args:
         num_requests: k of the report.
-        rate_per_s: infinity sends all at once.
+        rate_per_s: of Poisson arrivals; infinity sends all at once.
         num_prefixes: n of the report.
         prefix_tokens, body_tokens, output_tokens: lengths.
         page_tokens: tokens of a page.
         rng: chooses prefixes and gaps.
+        num_clients: a closed loop of so many clients instead, each of which sends its
+            next request when it has its answer; 0 for Poisson arrivals.
         keep_bodies: bodies and answers are cached like prefixes, as an engine does.
     """
     builder = WorkloadBuilder(page_tokens)
     gaps = rng.exponential(1.0, size=num_requests) / rate_per_s
-    arrivals = np.cumsum(gaps)
+    arrivals = np.zeros(num_requests) if num_clients else np.cumsum(gaps)
     chosen = rng.integers(num_prefixes, size=num_requests)
     num_pages = prefix_tokens // page_tokens
-    for arrival_s, number in zip(arrivals.tolist(), chosen.tolist(), strict=True):
+    for index, number in enumerate(chosen.tolist()):
         builder.add(
-            arrival_s,
+            float(arrivals[index]),
             prefix_tokens + body_tokens,
             output_tokens,
+            after=max(index - num_clients, -1) if num_clients else -1,
             prefix=builder.prefix(number, num_pages),
             own_pages=keep_bodies,
         )
