@@ -32,7 +32,9 @@ def test_parameters_agree_with_the_published_number(name: str) -> None:
 def test_kv_bytes_are_those_that_the_papers_print() -> None:
     """131,072 B per token of Llama-3.1-8B; 2.6 GB per 2k tokens of OPT-30B (CaR)."""
     assert find_model("Llama-3.1-8B").kv_token_bytes == 131_072
-    assert find_model("OPT-30B").kv_token_bytes * 2_000 == pytest.approx(2.6e9, rel=0.06)
+    assert find_model("OPT-30B").kv_token_bytes * 2_000 == pytest.approx(
+        2.6e9, rel=0.06
+    )
 
 
 def test_every_number_has_a_source() -> None:

@@ -31,7 +31,7 @@ def test_blocks_become_pages_of_any_size(
 
 def test_a_page_that_does_not_fit_the_blocks_is_refused() -> None:
     """The error names both sizes."""
-    with pytest.raises(ConfigError, match="12 tokens .* blocks of 8"):
+    with pytest.raises(ConfigError, match=r"12 tokens .* blocks of 8"):
         WorkloadBuilder(12).number_blocks(BLOCKS, 8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ def test_the_chrome_trace_holds_passes_and_requests(
     events = json.loads(path.read_text())["traceEvents"]
     slices = sorted((e["ts"], e["dur"]) for e in events if e["ph"] == "X")
     assert len(slices) == len(result.passes) + len(result.segments)
-    for (start, length), (after, _) in zip(slices, slices[1:], strict=False):
+    for (start, length), (after, _) in pairwise(slices):
         assert start + length <= after + 1e-3
     begun = [e["id"] for e in events if e["ph"] == "b" and e["name"] == "queue"]
     ended = [e["id"] for e in events if e["ph"] == "e" and e["name"] == "decode"]
