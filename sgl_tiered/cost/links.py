@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_tiered.cost.regression import BoundedRegression
+from sgl_tiered.cost.regression import GUESSED, BoundedRegression
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["LinkCost", "LinkSnapshot"]
@@ -34,16 +34,25 @@ class LinkCost:
     Args:
         latency_s: first guess of the time of an empty load, > 0.
         bandwidth_bytes_per_s: first guess, > 0.
+        deviation: how far these may be off; see ``BoundedRegression``.
     """
 
-    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float) -> None:
+    def __init__(
+        self,
+        latency_s: float,
+        bandwidth_bytes_per_s: float,
+        *,
+        deviation: float = GUESSED,
+    ) -> None:
         if not (latency_s > 0.0 and bandwidth_bytes_per_s > 0.0):
             raise ConfigError(
                 "link",
                 f"latency {latency_s} s, bandwidth {bandwidth_bytes_per_s} bytes/s",
                 "give positive numbers",
             )
-        self._fit = BoundedRegression((latency_s, 1.0 / bandwidth_bytes_per_s))
+        self._fit = BoundedRegression(
+            (latency_s, 1.0 / bandwidth_bytes_per_s), deviation
+        )
         self._latency_s, self._s_per_byte = self._fit.coefficients
         self._num_declined = 0
         self._next_trial = _FIRST_TRIAL

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_tiered.cost.regression import BoundedRegression
+from sgl_tiered.cost.regression import MEASURED, BoundedRegression
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["PrefillCost", "PrefillSnapshot"]
@@ -79,6 +79,16 @@ class PrefillCost:
         pair_s = alpha * 4.0 * num_layers * attention_width / flops_per_s
         self._fit = BoundedRegression((overhead_s, token_s, pair_s))
         self._overhead_s, self._token_s, self._pair_s = self._fit.coefficients
+
+    @classmethod
+    def from_coefficients(
+        cls, overhead_s: float, token_s: float, pair_s: float
+    ) -> PrefillCost:
+        """Return a cost that starts from measured coefficients, each > 0."""
+        cost = cls(1, 1, 1, 1.0)
+        cost._fit = BoundedRegression((overhead_s, token_s, pair_s), MEASURED)
+        cost._overhead_s, cost._token_s, cost._pair_s = cost._fit.coefficients
+        return cost
 
     def seconds(self, prefix_tokens: int, new_tokens: int) -> float:
         """Return the predicted time of one pass; 0 for no new tokens."""

@@ -15,14 +15,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["BoundedRegression"]
+__all__ = ["GUESSED", "MEASURED", "BoundedRegression"]
+
+GUESSED = 2.0
+"""Deviation of a prior's logarithm: a guess may well be off by e^2, a factor of 7."""
+MEASURED = 0.2
+"""One that was measured as carefully as by a calibration: off by 20 % as a rule."""
 
 _FORGETTING = 0.98
 """Weight of the past per observation: about 50 observations of memory."""
 _MAX_FACTOR = 1000.0
 """How far a coefficient may move from its prior, either way."""
-_PRIOR_VARIANCE = 4.0
-"""Of the logarithms: a prior may well be off by e^2, a factor of 7."""
+_PRIOR_VARIANCE = GUESSED**2
 _NOISE_VARIANCE = 0.04
 """A measurement is off by 20 % as a rule."""
 _CLIP_FLOOR, _CLIP_FACTOR = 0.25, 2.0
@@ -35,15 +39,18 @@ class BoundedRegression:
 
     Args:
         priors: first guess of each coefficient, all positive.
+        deviation: of the priors' logarithms, ``GUESSED`` at most; the first
+            observations move a small one little.
     """
 
-    def __init__(self, priors: Sequence[float]) -> None:
+    def __init__(self, priors: Sequence[float], deviation: float = GUESSED) -> None:
         self._priors = np.asarray(priors, dtype=np.float64)
         assert (self._priors > 0).all(), f"priors must be positive: {priors}"
         self._logs = np.zeros(len(self._priors))
-        self._covariance = np.eye(len(self._priors)) * _PRIOR_VARIANCE
+        assert 0 < deviation <= GUESSED, deviation
+        self._covariance = np.eye(len(self._priors)) * deviation**2
         # The typical surprise; at first the priors may be far off.
-        self._typical = 1.0
+        self._typical = min(1.0, deviation)
         self._run = 0
         self._num_observations = 0
 

@@ -48,6 +48,10 @@ BAD = {
     "interval nan": ([*ON, "--tiered-log-interval=nan"], "--tiered-log-interval"),
     "seed": ([*ON, "--tiered-seed=-1"], "--tiered-seed"),
     "emulate": ([*ON, "--tiered-emulate=tape:latency=1"], "--tiered-emulate"),
+    "calibration": (
+        [*ON, "--tiered-calibration={tmp}/good.toml"],
+        "--tiered-calibration",
+    ),
     "fault": ([*ON, "--tiered-fault-corrupt=zero"], "--tiered-fault-corrupt"),
     "file missing": ([*ON, "--tiered-config={tmp}/none.toml"], "--tiered-config"),
     "file key": ([*ON, "--tiered-config={tmp}/key.toml"], "--tiered-config"),

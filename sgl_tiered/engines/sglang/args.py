@@ -114,6 +114,14 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_calibration: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="File of sgl-tiered calibrate, from which the planner's costs start; "
+            "default none, a short measurement at start-up."
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.memory import available_memory_bytes
 
@@ -94,6 +95,8 @@ class TieredConfig:
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down.
+        calibration: file of ``sgl-tiered calibrate`` from which the planner's costs
+            start; None to measure at start-up.
         fault_corrupt: a deliberate fault for the negative control of the tests.
     """
 
@@ -109,6 +112,7 @@ class TieredConfig:
     log_interval_s: float = 60.0
     seed: int = 0
     emulate: Mapping[TierId, Emulation] = field(default_factory=dict)
+    calibration: Path | None = None
     fault_corrupt: str | None = None
 
 
@@ -143,6 +147,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
         emulate=_emulation(settings.get("emulate")),
+        calibration=_calibration(settings.get("calibration")),
         fault_corrupt=_fault(settings),
     )
     if config.staging_bytes <= 0:
@@ -309,6 +314,18 @@ def _emulation(value: object) -> dict[TierId, Emulation]:
             raise ConfigError(setting, f"{part!r} is not positive", remedy)
         emulate[tiers[name]] = Emulation(bandwidth, latency)
     return emulate
+
+
+def _calibration(value: object) -> Path | None:
+    """Check the file; whether it fits the model is seen when that is loaded."""
+    if value is None:
+        return None
+    path = Path(str(value)).expanduser().absolute()
+    try:
+        read_calibration(path)
+    except ConfigError as error:
+        raise ConfigError("--tiered-calibration", error.problem, error.remedy) from None
+    return path
 
 
 def _fault(settings: Mapping[str, Any]) -> str | None:

@@ -16,6 +16,7 @@ from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.cost.calibrated import read_fitting
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import TieredConfig
@@ -24,6 +25,7 @@ from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import measure_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
+from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
@@ -123,15 +125,17 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     metrics = MetricsRegistry()
     host = _open_host(config, layout, register)
     disk = _open_disk(config, layout, namespace)
+    model = model_facts(ctx, layout)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
-        attention_width=_attention_width(ctx.model_config),
+        attention_width=model.attention_width,
         device=device,
         num_device_pages=allocator.size // layout.page_tokens,
         host=host,
         disk=disk,
         clock=clock,
+        calibration=read_fitting("--tiered-calibration", config.calibration, model),
     )
     rng = np.random.default_rng(config.seed)
     tiers = [tier for tier in (host, disk) if tier is not None]
@@ -179,6 +183,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         demoter=demoter,
         stager=stager,
         probe=figures,
+        served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
     )
     _log_start(parts, layout)
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
@@ -271,10 +276,6 @@ def _forward_skips_layers(ctx: Any, pool: Any) -> bool:
     return bool(pool.k_buffer[0].is_cuda) and graphs != "disabled"
 
 
-def _attention_width(model_config: Any) -> int:
-    return int(model_config.num_attention_heads * model_config.head_dim)
-
-
 def _log_start(parts: Parts, layout: PageLayout) -> None:
     texts = []
     for tier in (parts.host, parts.disk):
@@ -283,4 +284,6 @@ def _log_start(parts: Parts, layout: PageLayout) -> None:
             size = tier.num_slots * tier.slot_bytes / 1e9
             note = " (EMULATED speed)" if tier.health().emulated else ""
             texts.append(f"{tier.tier_id.label} {tokens} tokens, {size:.2f} GB{note}")
-    logger.info("sgl-tiered: %s; measured %s", "; ".join(texts), parts.probe)
+    calibration = parts.config.calibration
+    source = "" if calibration is None else f"; costs from {calibration}"
+    logger.info("sgl-tiered: %s%s; measured %s", "; ".join(texts), source, parts.probe)

@@ -1,7 +1,8 @@
 """First guesses of what loading and computing cost, measured when the server starts.
 
 Takes about a second. The pages that it touches hold nothing yet; the disk slot that it
-writes is forgotten again. The costs are refined by every real load and prefill.
+writes is forgotten again. The costs are refined by every real load and prefill. What a
+calibration file says is not measured again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import KEY_BYTES
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.cost.calibrated import calibrated_links, calibrated_prefill
+from sgl_tiered.cost.calibration import Calibration
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.engines.sglang.served import num_params
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
 
@@ -46,6 +50,7 @@ def measure_costs(
     host: MemoryTier,
     disk: Tier | None,
     clock: Clock,
+    calibration: Calibration | None = None,
 ) -> tuple[CostModel, dict[str, float]]:
     """Measure links and compute; return the cost model and the raw figures.
 
@@ -58,34 +63,55 @@ def measure_costs(
         host: the host tier, empty.
         disk: the disk tier, or None.
         clock: for the measurements.
+        calibration: of this model; what it holds is used instead of a measurement.
+
+    Returns:
+        The costs, and what was measured now, by name.
     """
     figures: dict[str, float] = {}
-    links = {}
-    num_pages = min(_PROBE_PAGES, num_device_pages - 1, host.num_slots)
+    tiers = [TierId.HOST] if disk is None else [TierId.HOST, TierId.DISK]
+    links = {} if calibration is None else calibrated_links(calibration, tiers)
+    prefill = None if calibration is None else calibrated_prefill(calibration)
+    if TierId.HOST not in links:
+        links[TierId.HOST] = _host_link(
+            figures, layout, device, num_device_pages, host, clock
+        )
+    if disk is not None and TierId.DISK not in links:
+        num_pages = _num_probe_pages(num_device_pages, host)
+        links[TierId.DISK] = _disk_link(figures, layout, host, disk, num_pages, clock)
+    if prefill is None:
+        flops_per_s = _matmul_flops(next(model.parameters()), clock)
+        figures["flops_per_s"] = flops_per_s
+        prefill = PrefillCost(
+            num_params=num_params(model),
+            num_layers=layout.num_layers,
+            attention_width=attention_width,
+            flops_per_s=flops_per_s,
+            overhead_s=_PASS_OVERHEAD_S,
+        )
+    return CostModel(prefill, links), figures
+
+
+def _num_probe_pages(num_device_pages: int, host: MemoryTier) -> int:
+    return min(_PROBE_PAGES, num_device_pages - 1, host.num_slots)
+
+
+def _host_link(
+    figures: dict[str, float],
+    layout: PageLayout,
+    device: DevicePool,
+    num_device_pages: int,
+    host: MemoryTier,
+    clock: Clock,
+) -> LinkCost:
+    num_pages = _num_probe_pages(num_device_pages, host)
     rows = np.arange(num_pages, dtype=np.int64)
     pages = rows + 1
     one, many = (
         _seconds(clock, lambda n=n: _load(device, host, rows[:n], pages[:n]))
         for n in (1, num_pages)
     )
-    links[TierId.HOST] = _link(figures, "host", layout, num_pages, one, many)
-    if disk is not None:
-        links[TierId.DISK] = _disk_link(figures, layout, host, disk, num_pages, clock)
-
-    parameter = next(model.parameters())
-    flops_per_s = _matmul_flops(parameter, clock)
-    figures["flops_per_s"] = flops_per_s
-    embedding = max((p.numel() for p in model.parameters() if p.dim() == 2), default=0)
-    num_params = sum(p.numel() for p in model.parameters())
-    prefill = PrefillCost(
-        # The embedding is looked up, not multiplied with.
-        num_params=max(num_params - embedding, 1),
-        num_layers=layout.num_layers,
-        attention_width=attention_width,
-        flops_per_s=flops_per_s,
-        overhead_s=_PASS_OVERHEAD_S,
-    )
-    return CostModel(prefill, links), figures
+    return _link(figures, "host", layout, num_pages, one, many)
 
 
 def _load(device: DevicePool, host: MemoryTier, rows: Any, pages: Any) -> None:

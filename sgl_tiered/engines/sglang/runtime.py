@@ -96,6 +96,7 @@ class Parts:
     demoter: DemoteWorker | None
     stager: StagingReader | None
     probe: dict[str, float]
+    served: dict[str, Any]
 
 
 class TieredRuntime:
@@ -299,6 +300,7 @@ class TieredRuntime:
             "cache": asdict(self.cache.stats),
             "cost": parts.cost.snapshot(),
             "probe": parts.probe,
+            "served": parts.served,
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ NAMES = (
     "log_interval",
     "seed",
     "emulate",
+    "calibration",
     "fault_corrupt",
 )
 

@@ -1,0 +1,116 @@
+"""A running server as ``calibrate`` sees it: requests, counters and drops over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_tiered_workloads.records import RequestRecord
+from sgl_tiered_workloads.sessions import PlannedRequest
+
+from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.errors import ConfigError
+
+__all__ = ["LiveServer"]
+
+_TIMEOUT_S = 60.0
+_BUSY = 409
+
+
+class LiveServer:
+    """The server at a URL.
+
+    Raises:
+        ConfigError: aiohttp is not installed, or the URL is none.
+    """
+
+    def __init__(self, url: str) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(
+                "--url", f"{url!r} is no address", "write http://HOST:PORT"
+            )
+        try:
+            from sgl_tiered_workloads.client import StreamingClient
+        except ImportError:
+            raise ConfigError(
+                "--url", "needs aiohttp", "pip install 'sgl-tiered[bench]'"
+            ) from None
+        self._url = url.rstrip("/")
+        self._client_class = StreamingClient
+        self._clock = SystemClock()
+        # Like the client of the requests: no proxy stands between.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def send(self, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+        """Send requests as one message, wait for all of them."""
+        return asyncio.run(self._send(requests))
+
+    async def _send(self, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
+        # A connection of its own each time: one that was kept may have been closed by
+        # the server while we did not look.
+        async with self._client_class(self._url, logprobs=False) as client:
+            return await client.send_batch(requests)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the state of the tiers of the first scheduler.
+
+        Raises:
+            ConfigError: no server answers, or not a tiered one of this version.
+        """
+        remedy = "start the server with --radix-cache-backend tiered"
+        states = self._ask("/tiered/stats", remedy)
+        state = states[0] if isinstance(states, list) and states else None
+        if not isinstance(state, dict) or "served" not in state:
+            raise ConfigError(
+                "--url", "the server does not say what it serves", "update its plugin"
+            )
+        return state
+
+    def drop(self, tier: str) -> bool:
+        """Forget the pages of a tier; False where the server is busy."""
+        request = urllib.request.Request(
+            f"{self._url}/tiered/drop?tier={tier}", method="POST"
+        )
+        try:
+            with self._opener.open(request, timeout=_TIMEOUT_S):
+                return True
+        except urllib.error.HTTPError as error:
+            if error.code == _BUSY:
+                return False
+            raise ConfigError(
+                "--url", f"the server refused to drop {tier} ({error})", "see its log"
+            ) from None
+        except OSError as error:
+            raise self._unreachable(error) from None
+
+    def now_s(self) -> float:
+        """Return a monotonic time."""
+        return self._clock.now()
+
+    def rest_s(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def _ask(self, path: str, remedy: str) -> Any:
+        try:
+            with self._opener.open(self._url + path, timeout=_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise ConfigError("--url", f"{path} answers {error.code}", remedy) from None
+        except ValueError:
+            raise ConfigError("--url", f"{path} is no JSON", remedy) from None
+        except OSError as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: OSError) -> ConfigError:
+        reason = getattr(error, "reason", None) or error.strerror or error
+        return ConfigError(
+            "--url",
+            f"no server answers at {self._url} ({reason})",
+            "give the address of a running server",
+        )
