@@ -20,6 +20,7 @@ ROOMS = (
     "sgl_tiered.metrics",
     "sgl_tiered.pipelines",
     "sgl_tiered.policies",
+    "sgl_tiered.sim",
     "sgl_tiered.testing",
     "sgl_tiered.tiers",
 )

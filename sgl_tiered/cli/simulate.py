@@ -1,0 +1,177 @@
+"""``sgl-tiered simulate``: what a server with these tiers would do with this load."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sgl_tiered.cli.capacity import add_capacity_flags, run_capacity_plan
+from sgl_tiered.cli.simulate_workload import make_workload
+from sgl_tiered.cost.calibration import Calibration, read_calibration
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.chrome import write_chrome_trace
+from sgl_tiered.sim.records import SimResult
+from sgl_tiered.sim.server import simulate
+from sgl_tiered.sim.spec import SimSpec, read_spec
+from sgl_tiered.sim.summary import Percentiles, SimSummary, Slo, summarize
+
+__all__ = ["register"]
+
+_CAVEAT = (
+    "Simulated: quote it only with the simulator's error against a real run of the\n"
+    "same kind. Profiles are data sheets; a calibration file replaces them."
+)
+
+
+def register(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="serve a trace or a synthetic load on a modelled machine",
+        description=__doc__,
+    )
+    parser.add_argument(
+        "input",
+        nargs="?",
+        help="SPEC.toml, or a trace (Mooncake or WEKA JSON lines, gzipped or not)",
+    )
+    parser.add_argument("--out", help="folder for records, summary and Chrome trace")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    for field in fields(SimSpec):
+        if field.name == "trace":
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        default = field.default
+        if isinstance(default, bool):
+            parser.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=None
+            )
+        else:
+            parser.add_argument(flag, type=type(default), help=f"default {default!r}")
+    add_capacity_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    spec = spec_of(arguments)
+    calibration = None
+    if spec.calibration:
+        calibration = read_calibration(Path(spec.calibration))
+        if arguments.page_size is None:
+            spec = replace(spec, page_size=calibration.model.page_tokens)
+    if arguments.capacity_plan:
+        return run_capacity_plan(arguments, spec, calibration)
+    result, summary = simulate_spec(spec, calibration)
+    if arguments.json:
+        print(json.dumps(asdict(summary)))
+    else:
+        print(table(spec, summary))
+    if arguments.out:
+        write_outputs(Path(arguments.out), spec, result, summary)
+    return 0
+
+
+def spec_of(arguments: argparse.Namespace) -> SimSpec:
+    """Return the file's values with the flags' on top."""
+    spec = SimSpec()
+    values: dict[str, Any] = {}
+    if arguments.input and arguments.input.endswith(".toml"):
+        spec = read_spec(Path(arguments.input))
+    elif arguments.input:
+        values["trace"] = arguments.input
+    for field in fields(SimSpec):
+        value = getattr(arguments, field.name, None)
+        if field.name != "trace" and value is not None:
+            values[field.name] = value
+    return spec.with_values(values)
+
+
+def simulate_spec(
+    spec: SimSpec, calibration: Calibration | None
+) -> tuple[SimResult, SimSummary]:
+    """Run one spec."""
+    workload = make_workload(spec)
+    if not workload.requests:
+        raise ConfigError("trace", "it holds no requests", "give another one")
+    result = simulate(spec.server(calibration), workload)
+    return result, summarize(result, Slo(spec.ttft_s, spec.tpot_s))
+
+
+def table(spec: SimSpec, summary: SimSummary) -> str:
+    """Return the summary as text."""
+    machine = spec.calibration or f"{spec.tensor_parallel} x {spec.hardware}"
+    load = spec.trace or f"{spec.rate:g} requests/s"
+    lines = [
+        f"{machine}, {spec.model}; {load}",
+        f"{summary.num_requests} requests in {summary.duration_s:.1f} s; "
+        f"{summary.num_aborted} refused, {summary.num_retractions} retractions",
+        "",
+        f"{'':8}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}   seconds",
+    ]
+    rows: list[tuple[str, Percentiles]] = [
+        ("TTFT", summary.ttft),
+        ("queue", summary.queue),
+        ("TPOT", summary.tpot),
+        ("ITL", summary.itl),
+        ("E2E", summary.e2e),
+    ]
+    for name, value in rows:
+        numbers = (value.mean, value.p50, value.p90, value.p99)
+        lines.append(f"{name:8}" + "".join(f"{number:10.4f}" for number in numbers))
+    lines += [
+        "",
+        "prompt tokens from: "
+        + ", ".join(f"{name} {part:.1%}" for name, part in summary.hit_ratio.items())
+        + f", computed {1 - summary.total_hit_ratio:.1%}",
+        f"throughput: {summary.requests_per_s:.3f} requests/s, "
+        f"{summary.prompt_tokens_per_s:.0f} prompt and "
+        f"{summary.output_tokens_per_s:.0f} output tokens/s; "
+        f"device busy {summary.busy:.0%}, stalled on loads {summary.stall_s:.1f} s",
+        f"within TTFT {spec.ttft_s:g} s and TPOT {spec.tpot_s:g} s: "
+        f"{summary.slo_attainment:.1%}, goodput {summary.goodput_per_s:.3f} requests/s",
+    ]
+    if summary.link_bytes:
+        moved = ", ".join(
+            f"{name} {num / 1e9:.1f} GB" for name, num in summary.link_bytes.items()
+        )
+        lines.append(f"moved: {moved}")
+    return "\n".join([*lines, "", _CAVEAT])
+
+
+def write_outputs(
+    folder: Path, spec: SimSpec, result: SimResult, summary: SimSummary
+) -> None:
+    """Write records, token times, event log, summary and Chrome trace.
+
+    Raises:
+        ConfigError: the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "records.jsonl").open("w", encoding="utf-8") as file:
+            for record in result.records:
+                row = asdict(record)
+                del row["spans"], row["resumed_s"]
+                if not record.aborted:
+                    times = result.token_times(record)
+                    row["token_times_s"] = times.round(6).tolist()
+                file.write(json.dumps(row) + "\n")
+        with (folder / "events.jsonl").open("w", encoding="utf-8") as file:
+            for event in result.log.rows:
+                file.write(json.dumps(event) + "\n")
+        head = {
+            "spec": asdict(spec),
+            "summary": asdict(summary),
+            "event_log_hash": result.log.digest(),
+        }
+        text = json.dumps(head, indent=2)
+        (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            "out", f"{folder} cannot be written ({error.strerror})", "give another"
+        ) from None
+    write_chrome_trace(folder / "trace.json", result)

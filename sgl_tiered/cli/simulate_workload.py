@@ -1,0 +1,128 @@
+"""What ``sgl-tiered simulate`` is asked to serve: a trace file or a synthetic load.
+
+The simulator knows no trace formats and the workloads package no simulator; this file
+is where the one becomes the other.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+from sgl_tiered_workloads.traces.base import Trace, TraceError, TraceRequest
+from sgl_tiered_workloads.traces.mooncake import read_mooncake
+from sgl_tiered_workloads.traces.weka import read_weka
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
+from sgl_tiered.sim.spec import SimSpec
+from sgl_tiered.sim.synthetic import of_lengths, shared_prefixes
+
+__all__ = ["from_trace", "make_workload", "read_trace"]
+
+
+def make_workload(spec: SimSpec) -> SimWorkload:
+    """Return the workload of a spec.
+
+    Raises:
+        ConfigError: the trace cannot be used, or there is no load.
+    """
+    if spec.trace:
+        return from_trace(read_trace(spec), spec)
+    if spec.rate <= 0:
+        raise ConfigError(
+            "rate",
+            "a synthetic workload has no arrivals",
+            "give requests per second (--rate), or a trace",
+        )
+    rng = np.random.default_rng(spec.seed)
+    if spec.num_prefixes:
+        return shared_prefixes(
+            spec.num_requests,
+            spec.rate,
+            spec.num_prefixes,
+            spec.prefix_tokens,
+            spec.prompt_tokens - spec.prefix_tokens,
+            spec.output_tokens,
+            spec.page_size,
+            rng,
+        )
+    prompts = np.full(spec.num_requests, spec.prompt_tokens)
+    outputs = np.full(spec.num_requests, spec.output_tokens)
+    return of_lengths(prompts, outputs, spec.rate, spec.page_size, rng)
+
+
+def read_trace(spec: SimSpec) -> Trace:
+    """Read the spec's trace; its format is told by the first line.
+
+    Raises:
+        ConfigError: it is none of the known formats, or damaged.
+    """
+    path = Path(spec.trace)
+    first = _first_object(path)
+    try:
+        if "hash_ids" in first:
+            trace = read_mooncake(path, limit=spec.limit or None)
+        elif "block_size" in first:
+            trace = read_weka(path, max_prompt_tokens=spec.max_prompt_tokens or None)
+        else:
+            raise ConfigError(
+                "trace",
+                f"{path} is neither a Mooncake nor a WEKA trace",
+                "give JSON lines with hash_ids, or conversations with block_size",
+            )
+    except TraceError as error:
+        raise ConfigError("trace", str(error), "correct the file") from None
+    requests = trace.requests[: spec.limit or None]
+    return Trace(trace.name, trace.block_tokens, requests)
+
+
+def from_trace(trace: Trace, spec: SimSpec) -> SimWorkload:
+    """Turn a trace into the simulator's requests; see ``SimSpec`` for the scaling."""
+    builder = WorkloadBuilder(spec.page_size)
+    pages = builder.number_blocks(
+        [request.block_ids for request in trace.requests], trace.block_tokens
+    )
+    slowdown = spec.slowdown
+    span_s = trace.requests[-1].arrival_s - trace.requests[0].arrival_s
+    if spec.rate > 0 and span_s > 0:
+        slowdown = len(trace.requests) / spec.rate / span_s
+    latest: dict[int, int] = {}
+    for request, ids in zip(trace.requests, pages, strict=True):
+        after = latest.get(request.session, -1) if spec.sessions else -1
+        index = builder.add(
+            request.arrival_s * slowdown if after < 0 else 0.0,
+            request.num_prompt_tokens,
+            request.num_output_tokens,
+            # The last block may be partial, and then its end is no whole page.
+            prefix=ids[: request.num_prompt_tokens // spec.page_size],
+            after=after,
+            think_s=_think_s(request) * slowdown if after >= 0 else 0.0,
+        )
+        if request.session >= 0:
+            latest[request.session] = index
+    return builder.build(trace.name)
+
+
+def _think_s(request: TraceRequest) -> float:
+    return 0.0 if np.isnan(request.think_s) else request.think_s
+
+
+def _first_object(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        opened = gzip.open(path, "rt") if zipped else path.open("rt")
+        with opened as lines:
+            first = json.loads(lines.readline())
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(
+            "trace",
+            f"{path} cannot be read ({error})",
+            "give JSON lines, gzipped or not",
+        ) from None
+    if not isinstance(first, dict):
+        raise ConfigError("trace", f"{path} holds no objects", "give JSON lines")
+    return first

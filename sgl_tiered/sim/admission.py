@@ -1,0 +1,229 @@
+"""Which waiting requests go into the next prefill pass: SGLang's adder, modelled.
+
+A chunked prompt goes on first. Then waiting requests are looked at in order; one that
+waits for pages on their way is passed over, one that does not fit ends the search
+(head-of-line blocking, as in the engine). Pages are taken at once, by eviction if need
+be, so a pass that was built can run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sgl_tiered.sim.config import ServerConfig
+from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
+from sgl_tiered.sim.lower import LowerTiers
+from sgl_tiered.sim.order import WaitingFacts, make_order
+from sgl_tiered.sim.sequence import CLIP_NEW_TOKENS, NewTokenRatio, Sequence
+
+__all__ = ["Admission", "PassPlan"]
+
+_VLLM_WATERMARK = 0.01
+"""Share of the pool that vLLM 0.5.5 keeps free when it admits."""
+
+
+@dataclass(slots=True)
+class PassPlan:
+    """A prefill pass to run.
+
+    Attributes:
+        parts: requests with the tokens of context and the new tokens of each.
+        is_whole: per part, whether the prompt ends in this pass.
+        blocked: a waiting request did not fit into the pool.
+    """
+
+    parts: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    is_whole: list[bool] = field(default_factory=list)
+    blocked: bool = False
+
+    @property
+    def work(self) -> list[tuple[int, int]]:
+        """(context, new) tokens of each part, for ``DeviceTimes``."""
+        return [(context, new) for _, context, new in self.parts]
+
+
+class Admission:
+    """Builds passes; owns the order of the queue, not the queue.
+
+    Args:
+        config: of the server.
+        tree: the device's pages.
+        lower: the tiers, or None.
+    """
+
+    def __init__(
+        self, config: ServerConfig, tree: DeviceTree, lower: LowerTiers | None
+    ) -> None:
+        self._config = config
+        self._page = config.page_tokens
+        self._tree = tree
+        self._lower = lower
+        self._order = make_order(config.scheduler.order)
+        self._is_vllm = config.scheduler.admission == "vllm"
+        self.ratio = NewTokenRatio(fixed=config.scheduler.ignore_eos)
+        self.chunked: Sequence | None = None
+        self._rem_chunk: int | None = None
+        self._rem_input = 0
+        self._reserved = 0.0
+
+    def can_ever_run(self, seq: Sequence) -> bool:
+        """Return whether an empty server could run the request to its end."""
+        request = seq.request
+        tokens = request.num_prompt_tokens + request.num_output_tokens + self._page
+        return tokens < self._watermark_pages() * -self._page + (
+            self._config.capacity_pages * self._page
+        )
+
+    def next_pass(
+        self, waiting: list[Sequence], running: list[Sequence], now_s: float
+    ) -> PassPlan:
+        """Take what fits out of ``waiting``; an empty plan means decode."""
+        scheduler = self._config.scheduler
+        plan = PassPlan()
+        self._rem_chunk = scheduler.chunk_tokens or None
+        self._rem_input = scheduler.max_prefill_tokens
+        self._reserved = 0.0
+        if not waiting and self.chunked is None:
+            return plan
+        if not self._is_vllm:
+            self._reserved = self.ratio.reserved_tokens(running)
+        if self.chunked is not None:
+            self._continue_chunked(plan)
+        admitted: set[int] = set()
+        for seq in self._in_order(waiting, now_s):
+            # A chunked prompt takes the rest of the pass; only one is under way.
+            full = len(running) + len(plan.parts) >= scheduler.max_running
+            if full or self.chunked is not None or self._rem_input <= 0:
+                break
+            if self._rem_chunk is not None and self._rem_chunk < self._page:
+                break
+            node, num_matched = self._match(seq)
+            ready = self._lower is None or self._lower.prepare(seq.index, num_matched)
+            if not ready:
+                continue
+            if not self._add(plan, seq, node, num_matched):
+                break
+            admitted.add(seq.index)
+        if admitted:
+            waiting[:] = [seq for seq in waiting if seq.index not in admitted]
+        return plan
+
+    def _in_order(self, waiting: list[Sequence], now_s: float) -> list[Sequence]:
+        if self.chunked is not None:
+            return []
+        if self._config.scheduler.order == "fcfs":
+            return waiting
+        ranks = {}
+        for seq in waiting:
+            distance = self._distance(seq) if self._order.needs_location else 3
+            facts = WaitingFacts(seq.arrival_s, distance, seq.request.num_prompt_tokens)
+            ranks[seq.index] = self._order.rank(facts, now_s)
+        return sorted(waiting, key=lambda seq: (ranks[seq.index], seq.arrival_s))
+
+    def _distance(self, seq: Sequence) -> int:
+        _, num_matched = self._match(seq)
+        below = 3
+        if self._lower is not None:
+            below = self._lower.distance(seq.index, num_matched)
+        # On the device: nothing more is to be had below, and something is here.
+        return 0 if num_matched and below == 3 else below
+
+    def _match(self, seq: Sequence) -> tuple[TreeNode, int]:
+        if not self._config.device_reuse:
+            return self._tree.root, 0
+        num_pages = seq.matchable_pages(self._page)
+        return self._tree.match(seq.page_raw[: num_pages * 4])
+
+    def _add(
+        self, plan: PassPlan, seq: Sequence, node: TreeNode, num_matched: int
+    ) -> bool:
+        """Admit one request; False where the search ends here."""
+        page, tree = self._page, self._tree
+        num_loaded = 0
+        if self._lower is not None:
+            num_loaded = self._lower.loadable(seq.index, num_matched)
+        prefix = (num_matched + num_loaded) * page
+        new = seq.input_tokens - prefix
+        # Its own prefix cannot be evicted for it.
+        tree.lock(node)
+        allowed = min(seq.tokens_left, CLIP_NEW_TOKENS)
+        if not self._fits(seq, num_matched, allowed):
+            plan.blocked = True
+            tree.unlock(node)
+            return False
+        paged = -(-new // page) * page
+        is_whole = True
+        if self._rem_chunk is not None and paged > self._rem_chunk:
+            new = self._rem_chunk // page * page
+            paged, is_whole = new, False
+        elif self._rem_chunk is None and plan.parts and paged >= self._rem_input:
+            tree.unlock(node)
+            return False
+        num_taken = -(-(prefix + new) // page) - num_matched
+        if not tree.take_private(num_taken):
+            plan.blocked = True
+            tree.unlock(node)
+            return False
+        seq.node, seq.tree_pages = node, num_matched
+        seq.private_pages += num_taken
+        first_time = seq.admitted_s < 0
+        if first_time:
+            seq.device_tokens = num_matched * page
+        if num_loaded and self._lower is not None:
+            load = self._lower.begin(seq.index, num_loaded)
+            seq.load_bytes = load.num_bytes
+            if first_time:
+                seq.host_tokens = load.host_pages * page
+                seq.disk_tokens = load.disk_pages * page
+        self._put(plan, seq, prefix, new, is_whole)
+        self._reserved += page + (allowed if is_whole and not self._is_vllm else 0)
+        return True
+
+    def _put(
+        self, plan: PassPlan, seq: Sequence, prefix: int, new: int, is_whole: bool
+    ) -> None:
+        seq.extend_tokens = new
+        plan.parts.append((seq, prefix, new))
+        plan.is_whole.append(is_whole)
+        paged = -(-new // self._page) * self._page
+        self._rem_input -= paged
+        if self._rem_chunk is not None:
+            self._rem_chunk -= paged
+        if not is_whole:
+            self.chunked = seq
+
+    def _fits(self, seq: Sequence, num_matched: int, allowed: int) -> bool:
+        page = self._page
+        available = self._tree.available_pages
+        if self._is_vllm:
+            wanted = -(-seq.input_tokens // page) - num_matched
+            return wanted + self._watermark_pages() <= available
+        total = seq.input_tokens - num_matched * page + allowed + page
+        return total < available * page - self._reserved
+
+    def _watermark_pages(self) -> int:
+        if not self._is_vllm:
+            return 0
+        return int(_VLLM_WATERMARK * self._config.capacity_pages)
+
+    def _continue_chunked(self, plan: PassPlan) -> None:
+        seq, self.chunked = self.chunked, None
+        assert seq is not None
+        assert self._rem_chunk is not None
+        page = self._page
+        new = min(seq.input_tokens - seq.kv_tokens, self._rem_chunk // page * page)
+        # A chunk starts at a page's start. The pool may have filled up since the
+        # prompt was admitted: then a part of the chunk has to do.
+        new = min(new, self._tree.available_pages * page)
+        if new <= 0:
+            self.chunked = seq
+            plan.blocked = True
+            return
+        num_pages = -(-(seq.kv_tokens + new) // page)
+        taken = self._tree.take_private(num_pages - seq.kv_tokens // page)
+        assert taken, "as many pages as are available were asked for"
+        seq.private_pages += num_pages - seq.kv_tokens // page
+        is_whole = seq.kv_tokens + new == seq.input_tokens
+        self._put(plan, seq, seq.kv_tokens, new, is_whole)
+        if is_whole and not self._is_vllm:
+            self._reserved += min(seq.tokens_left, CLIP_NEW_TOKENS) + page

@@ -1,0 +1,157 @@
+"""Settings of a simulated server, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.hardware import LinkSpeed
+from sgl_tiered.sim.links import DISCIPLINES
+from sgl_tiered.sim.times import DeviceTimes
+
+__all__ = ["LOAD_MODES", "SchedulerConfig", "ServerConfig", "TierSetup"]
+
+LOAD_MODES = ("layerwise", "waiter")
+ADMISSIONS = ("sglang", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How requests are admitted; the defaults are SGLang 0.5.23's.
+
+    Attributes:
+        admission: ``sglang`` reserves room for answers; ``vllm`` (0.5.5) admits what
+            has room for its prompt and preempts the newest request when it is wrong.
+        chunk_tokens: new tokens of a prefill pass; 0 computes prompts whole.
+        max_prefill_tokens: new tokens of a pass of several prompts.
+        max_running: requests that decode at a time.
+        ignore_eos: answers have the length asked for, as in benchmarks; SGLang then
+            reserves it whole. Without, a ratio that decays is reserved.
+        order: name in ``ORDERS``.
+    """
+
+    admission: str = "sglang"
+    chunk_tokens: int = 8_192
+    max_prefill_tokens: int = 16_384
+    max_running: int = 256
+    ignore_eos: bool = False
+    order: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        if self.admission not in ADMISSIONS:
+            raise ConfigError(
+                "admission", f"{self.admission!r} is not known", "sglang or vllm"
+            )
+        if self.chunk_tokens < 0 or min(self.max_running, self.max_prefill_tokens) < 1:
+            raise ConfigError(
+                "scheduler",
+                f"chunk {self.chunk_tokens}, prefill {self.max_prefill_tokens}, "
+                f"running {self.max_running}",
+                "give positive numbers (a chunk of 0 means no chunks)",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetup:
+    """One tier below the device: its size and the way to it and back.
+
+    Attributes:
+        tier: host, cxl or disk.
+        size_bytes: of this rank.
+        read: tier -> device (a memory tier) or tier -> host (a disk).
+        write: the other direction.
+    """
+
+    tier: TierId
+    size_bytes: int
+    read: LinkSpeed
+    write: LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """One rank of a server with its tiers.
+
+    Attributes:
+        times: of the device.
+        page_tokens: tokens of a page.
+        num_layers: of the model.
+        kv_token_bytes: keys and values of a token over all layers, of this rank.
+        device_tokens: tokens of the device pool.
+        tiers: fastest first: none, a memory tier, or a memory tier and a disk.
+        scheduler: admission.
+        device_reuse: the device keeps prefixes (a radix cache).
+        load_mode: ``layerwise`` under the prefill; ``waiter``: the computing thread
+            copies (our CPU form), so load and prefill add up.
+        link_discipline: ``fair`` or ``fifo``, see links.py.
+        load_policy, write_policy, demote_policy: of ``CacheConfig``.
+        eviction: of the tiers.
+        staging_bytes: memory for pages on their way from disk; 0 for no bound.
+        prefetch: reads from disk start at arrival; otherwise at admission.
+        max_offloads: plans that may wait for the offload; more are dropped.
+        seed: for policies that draw.
+    """
+
+    times: DeviceTimes
+    page_tokens: int
+    num_layers: int
+    kv_token_bytes: int
+    device_tokens: int
+    tiers: tuple[TierSetup, ...] = ()
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device_reuse: bool = True
+    load_mode: str = "layerwise"
+    link_discipline: str = "fair"
+    load_policy: str = "auto"
+    write_policy: str = "write-through"
+    demote_policy: str = "write-through"
+    eviction: str = "lru"
+    staging_bytes: int = 0
+    prefetch: bool = True
+    max_offloads: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.load_mode not in LOAD_MODES:
+            raise ConfigError(
+                "load_mode",
+                f"{self.load_mode!r} is not known",
+                f"choose one of {', '.join(LOAD_MODES)}",
+            )
+        if self.link_discipline not in DISCIPLINES:
+            raise ConfigError(
+                "link_discipline",
+                f"{self.link_discipline!r} is not known",
+                f"choose one of {', '.join(DISCIPLINES)}",
+            )
+        if self.capacity_pages < 2:
+            raise ConfigError(
+                "device_tokens",
+                f"{self.device_tokens} tokens are {self.capacity_pages} pages",
+                "give the device room for two pages at least",
+            )
+        if len(self.tiers) > 1 and self.tiers[-1].tier is not TierId.DISK:
+            raise ConfigError(
+                "tiers",
+                f"{self.tiers[-1].tier.label} as the second tier is not modelled",
+                "use a memory tier, then the disk",
+            )
+        if self.tiers and not self.device_reuse:
+            raise ConfigError(
+                "device_reuse", "the tiers load into the device's tree", "keep it on"
+            )
+        if self.tiers and self.tiers[0].tier is TierId.DISK:
+            raise ConfigError(
+                "tiers", "a disk has no memory tier above it", "add a host tier"
+            )
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.page_tokens * self.kv_token_bytes
+
+    @property
+    def capacity_pages(self) -> int:
+        """Pages of the device pool."""
+        return self.device_tokens // self.page_tokens

@@ -1,0 +1,222 @@
+"""A small model of the engine's device pool and of its radix tree, in whole pages.
+
+Pages are either in the tree (shared, evictable unless locked) or private to a running
+request. As in SGLang a locked node locks its ancestors, eviction takes whole leaves,
+least recently used first, and a match touches its whole path.
+
+Law: ``tree_pages + private_pages + free_pages == capacity_pages``.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+__all__ = ["DeviceTree", "TreeNode"]
+
+_ITEM = 4
+"""Bytes of a stand-in."""
+
+
+class TreeNode:
+    """A run of pages; ``lock`` counts the requests and transfers that need it."""
+
+    __slots__ = (
+        "accessed",
+        "children",
+        "in_heap",
+        "lock",
+        "num_pages",
+        "parent",
+        "raw",
+    )
+
+    def __init__(self, parent: TreeNode | None, raw: bytes) -> None:
+        self.parent = parent
+        self.raw = raw
+        self.num_pages = len(raw) // _ITEM
+        self.children: dict[bytes, TreeNode] = {}
+        self.lock = 0
+        self.accessed = 0
+        self.in_heap = False
+
+
+class DeviceTree:
+    """The device's pages.
+
+    Args:
+        capacity_pages: pages of the pool.
+    """
+
+    def __init__(self, capacity_pages: int) -> None:
+        self.capacity_pages = capacity_pages
+        self.tree_pages = 0
+        self.private_pages = 0
+        self.evictable_pages = 0
+        self.num_evicted_pages = 0
+        self.peak_pages = 0
+        self._root = TreeNode(None, b"")
+        self._heap: list[tuple[int, int, TreeNode]] = []
+        self._clock = 0
+        self._sequence = 0
+
+    @property
+    def root(self) -> TreeNode:
+        """The node without pages."""
+        return self._root
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody holds."""
+        return self.capacity_pages - self.tree_pages - self.private_pages
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had, by eviction if need be."""
+        return self.free_pages + self.evictable_pages
+
+    def match(self, raw: bytes) -> tuple[TreeNode, int]:
+        """Return where the tree's agreement with ``raw`` ends, and its pages."""
+        self._clock += 1
+        node, position = self._root, 0
+        while position < len(raw):
+            child = node.children.get(raw[position : position + _ITEM])
+            if child is None:
+                break
+            if raw.startswith(child.raw, position):
+                node = child
+                position += len(child.raw)
+                node.accessed = self._clock
+                continue
+            node = self._split(child, _num_equal(child.raw, raw[position:]))
+            node.accessed = self._clock
+            position += len(node.raw)
+            break
+        return node, position // _ITEM
+
+    def insert(self, raw: bytes, owned_pages: int) -> tuple[TreeNode, int]:
+        """Publish a request's pages.
+
+        Args:
+            raw: stand-ins of all its whole pages.
+            owned_pages: how many of these are in the tree and locked by it already;
+                the others are private to it.
+
+        Returns:
+            The end node, and how many private pages the tree already had (freed).
+        """
+        node, num_known = self.match(raw)
+        num_pages = len(raw) // _ITEM
+        self.private_pages -= num_pages - owned_pages
+        if num_known < num_pages:
+            leaf = TreeNode(node, raw[num_known * _ITEM :])
+            leaf.accessed = self._clock
+            node.children[leaf.raw[:_ITEM]] = leaf
+            self.tree_pages += leaf.num_pages
+            self.evictable_pages += leaf.num_pages
+            node = leaf
+            self._push(leaf)
+        return node, num_known - owned_pages
+
+    def lock(self, node: TreeNode) -> None:
+        """Keep a node and its ancestors."""
+        above: TreeNode | None = node
+        while above is not None:
+            if above.lock == 0:
+                self.evictable_pages -= above.num_pages
+            above.lock += 1
+            above = above.parent
+
+    def unlock(self, node: TreeNode) -> None:
+        """Undo a ``lock``."""
+        above: TreeNode | None = node
+        while above is not None:
+            assert above.lock > 0, "unlocked more often than locked"
+            above.lock -= 1
+            if above.lock == 0:
+                self.evictable_pages += above.num_pages
+                self._push(above)
+            above = above.parent
+
+    def take_private(self, num_pages: int) -> bool:
+        """Give pages to a request, evicting as needed; False if there are too few."""
+        if num_pages > self.available_pages:
+            return False
+        if num_pages > self.free_pages:
+            self.evict(num_pages - self.free_pages)
+        self.private_pages += num_pages
+        held = self.tree_pages + self.private_pages
+        self.peak_pages = max(self.peak_pages, held)
+        return True
+
+    def give_private(self, num_pages: int) -> None:
+        """Take private pages back."""
+        assert num_pages <= self.private_pages, (num_pages, self.private_pages)
+        self.private_pages -= num_pages
+
+    def evict(self, num_pages: int) -> int:
+        """Drop whole leaves until as many pages are gone; return how many went."""
+        num_gone = 0
+        while num_gone < num_pages and self._heap:
+            accessed, _, node = heapq.heappop(self._heap)
+            node.in_heap = False
+            parent = node.parent
+            if parent is None or node.lock or node.children:
+                continue
+            if node.accessed > accessed:
+                self._push(node)
+                continue
+            del parent.children[node.raw[:_ITEM]]
+            node.parent = None
+            num_gone += node.num_pages
+            self._push(parent)
+        self.tree_pages -= num_gone
+        self.evictable_pages -= num_gone
+        self.num_evicted_pages += num_gone
+        return num_gone
+
+    def check(self) -> None:
+        """Assert the laws; O(nodes)."""
+        tree = evictable = 0
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            tree += node.num_pages
+            evictable += 0 if node.lock else node.num_pages
+            if not node.lock:
+                assert not any(child.lock for child in node.children.values())
+            stack.extend(node.children.values())
+        assert (tree, evictable) == (self.tree_pages, self.evictable_pages)
+        assert self.private_pages >= 0, self.private_pages
+        assert self.free_pages >= 0, self.free_pages
+
+    def _push(self, node: TreeNode) -> None:
+        if node.in_heap or node.lock or node.children or node.parent is None:
+            return
+        node.in_heap = True
+        self._sequence += 1
+        heapq.heappush(self._heap, (node.accessed, self._sequence, node))
+
+    def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
+        """Cut a run; return the upper part, a new node. Locks hold the lower one."""
+        parent = node.parent
+        assert parent is not None
+        assert 0 < num_pages < node.num_pages, (num_pages, node.num_pages)
+        upper = TreeNode(parent, node.raw[: num_pages * _ITEM])
+        upper.lock = node.lock
+        upper.accessed = node.accessed
+        parent.children[upper.raw[:_ITEM]] = upper
+        node.raw = node.raw[num_pages * _ITEM :]
+        node.num_pages -= num_pages
+        node.parent = upper
+        upper.children[node.raw[:_ITEM]] = node
+        return upper
+
+
+def _num_equal(run: bytes, raw: bytes) -> int:
+    num = min(len(run), len(raw)) // _ITEM
+    a = np.frombuffer(run, np.int32, num)
+    b = np.frombuffer(raw, np.int32, num)
+    different = a != b
+    return int(different.argmax()) if different.any() else num

@@ -1,0 +1,294 @@
+"""What to simulate, as one flat value: from a TOML file, from flags, or from both.
+
+A TOML file has the sections ``[server]``, ``[tiers]``, ``[scheduler]``, ``[workload]``
+and ``[slo]``; which key is in which section is for the reader only, names are unique.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.cost.calibration import Calibration, LinkFit
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.config import SchedulerConfig, ServerConfig, TierSetup
+from sgl_tiered.sim.hardware import (
+    CXL,
+    NVME,
+    HardwareProfile,
+    LinkSpeed,
+    find_hardware,
+)
+from sgl_tiered.sim.models import ModelShape, find_model
+from sgl_tiered.sim.times import DeviceTimes, times_of_profile
+
+__all__ = ["SimSpec", "read_spec"]
+
+GB = 1e9
+_DEVICE_SHARE = 0.88
+"""Of the device's memory for weights and KV (SGLang's ``mem_fraction_static``)."""
+_SECTIONS = ("server", "tiers", "scheduler", "workload", "slo")
+
+
+@dataclass(frozen=True, slots=True)
+class SimSpec:
+    """Everything that a simulation can be told.
+
+    Attributes:
+        trace: file of a trace; empty for a synthetic workload.
+        limit: first requests of the trace; 0 for all.
+        max_prompt_tokens: conversations stop at a longer prompt; 0 for no bound.
+        slowdown: arrivals and think times of the trace are this many times longer.
+        rate: requests per second; of a trace, its mean after scaling (instead of
+            ``slowdown``), 0 for the trace's own.
+        sessions: a trace's turn waits for the answer before it.
+        num_requests, prompt_tokens, output_tokens, num_prefixes, prefix_tokens: of a
+            synthetic workload; ``prompt_tokens`` include the prefix.
+        seed: of the synthetic workload and of random policies.
+        hardware, model, tensor_parallel: a profile, unless ``calibration`` replaces it.
+        calibration: file written by ``sgl-tiered calibrate``.
+        device_gb: KV pool of all ranks; 0 for what the weights leave.
+        host_gb, disk_gb: tiers, of all ranks; 0 for none. Decimal GB.
+        host_medium: ``dram`` over the device's own link, or ``cxl``.
+        page_size: tokens of a page.
+        chunk_tokens ... order: of ``SchedulerConfig``.
+        load_policy ... prefetch: of ``ServerConfig``; ``load_mode`` "" for the usual
+            one (``waiter`` where a calibration says that the CPU computes).
+        staging_gb: memory for reads from disk; 0 for no bound.
+        request_overhead_s: before a request is queued.
+        ttft_s, tpot_s: the SLO.
+    """
+
+    trace: str = ""
+    limit: int = 0
+    max_prompt_tokens: int = 0
+    slowdown: float = 1.0
+    rate: float = 0.0
+    sessions: bool = False
+    num_requests: int = 200
+    prompt_tokens: int = 2_048
+    output_tokens: int = 256
+    num_prefixes: int = 0
+    prefix_tokens: int = 0
+    seed: int = 0
+    hardware: str = "H800"
+    model: str = "Llama-3.1-8B"
+    tensor_parallel: int = 1
+    calibration: str = ""
+    device_gb: float = 0.0
+    host_gb: float = 0.0
+    disk_gb: float = 0.0
+    host_medium: str = "dram"
+    page_size: int = 16
+    admission: str = "sglang"
+    chunk_tokens: int = 8_192
+    max_prefill_tokens: int = 16_384
+    max_running: int = 256
+    ignore_eos: bool = False
+    order: str = "fcfs"
+    load_policy: str = "auto"
+    write_policy: str = "write-through"
+    demote_policy: str = "write-through"
+    eviction: str = "lru"
+    load_mode: str = ""
+    link_discipline: str = "fair"
+    prefetch: bool = True
+    staging_gb: float = 0.0
+    request_overhead_s: float = 0.0
+    ttft_s: float = 3.0
+    tpot_s: float = 0.2
+
+    def with_values(self, values: dict[str, Any]) -> SimSpec:
+        """Return a copy with some values replaced.
+
+        Raises:
+            ConfigError: a name is unknown or a value is of the wrong kind.
+        """
+        kinds = {field.name: field.type for field in fields(self)}
+        checked = {}
+        for name, value in values.items():
+            if name not in kinds:
+                raise ConfigError(
+                    "spec",
+                    f"the key {name!r} is not known",
+                    f"use one of {', '.join(kinds)}",
+                )
+            if kinds[name] == "float" and type(value) is int:
+                value = float(value)
+            if type(value).__name__ != kinds[name]:
+                raise ConfigError(
+                    f"spec.{name}", f"{value!r} is no {kinds[name]}", "correct it"
+                )
+            checked[name] = value
+        spec = replace(self, **checked)
+        if spec.tensor_parallel < 1 or spec.page_size < 1 or spec.slowdown <= 0:
+            raise ConfigError(
+                "spec",
+                f"tensor_parallel {spec.tensor_parallel}, page_size "
+                f"{spec.page_size}, slowdown {spec.slowdown}",
+                "give positive numbers",
+            )
+        if spec.host_medium not in ("dram", "cxl"):
+            raise ConfigError(
+                "spec.host_medium", f"{spec.host_medium!r} is not known", "dram or cxl"
+            )
+        return spec
+
+    def server(self, calibration: Calibration | None = None) -> ServerConfig:
+        """Return the server that the spec describes.
+
+        Args:
+            calibration: what the file named by ``calibration`` holds.
+
+        Raises:
+            ConfigError: sizes or names that cannot be.
+        """
+        hardware, model = find_hardware(self.hardware), find_model(self.model)
+        ranks = self.tensor_parallel
+        times = times_of_profile(
+            hardware, model, tensor_parallel=ranks, request_s=self.request_overhead_s
+        )
+        num_layers, token_bytes = model.num_layers, model.kv_token_bytes // ranks
+        chunk, load_mode = self.chunk_tokens, self.load_mode
+        if calibration is not None:
+            times = _calibrated(times, calibration)
+            num_layers = calibration.model.num_layers
+            token_bytes = calibration.model.kv_bytes_per_token
+            chunk = calibration.model.chunk_tokens or 0
+            if not load_mode and calibration.machine.accelerator == "none":
+                load_mode = "waiter"
+        return ServerConfig(
+            times=times,
+            page_tokens=self.page_size,
+            num_layers=num_layers,
+            kv_token_bytes=token_bytes,
+            device_tokens=int(self._device_bytes(hardware, model) / token_bytes),
+            tiers=self._tiers(hardware, calibration),
+            scheduler=SchedulerConfig(
+                admission=self.admission,
+                chunk_tokens=chunk,
+                max_prefill_tokens=self.max_prefill_tokens,
+                max_running=self.max_running,
+                ignore_eos=self.ignore_eos,
+                order=self.order,
+            ),
+            load_mode=load_mode or "layerwise",
+            link_discipline=self.link_discipline,
+            load_policy=self.load_policy,
+            write_policy=self.write_policy,
+            demote_policy=self.demote_policy,
+            eviction=self.eviction,
+            staging_bytes=int(self.staging_gb * GB / ranks),
+            prefetch=self.prefetch,
+            seed=self.seed,
+        )
+
+    def _device_bytes(self, hardware: HardwareProfile, model: ModelShape) -> float:
+        ranks = self.tensor_parallel
+        if self.device_gb:
+            return self.device_gb * GB / ranks
+        left = hardware.memory_bytes * _DEVICE_SHARE - model.weight_bytes / ranks
+        if left <= 0:
+            raise ConfigError(
+                "spec.tensor_parallel",
+                f"{ranks} x {hardware.name} cannot hold {model.name}",
+                "use more devices",
+            )
+        return left
+
+    def _tiers(
+        self, hardware: HardwareProfile, calibration: Calibration | None
+    ) -> tuple[TierSetup, ...]:
+        ranks = self.tensor_parallel
+        sharers = min(ranks, hardware.host_link_sharers)
+        dram = replace(hardware.host, bytes_per_s=hardware.host.bytes_per_s / sharers)
+        is_cxl = self.host_medium == "cxl"
+        memory = CXL if is_cxl else dram
+        tiers = []
+        if self.host_gb:
+            tiers.append(
+                TierSetup(
+                    TierId.CXL if is_cxl else TierId.HOST,
+                    int(self.host_gb * GB / ranks),
+                    _measured(calibration, "host", "device", memory),
+                    _measured(calibration, "device", "host", memory),
+                )
+            )
+        if self.disk_gb:
+            # All ranks write to one disk.
+            read, write = (
+                replace(speed, bytes_per_s=speed.bytes_per_s / ranks)
+                for speed in (NVME["read"], NVME["write"])
+            )
+            tiers.append(
+                TierSetup(
+                    TierId.DISK,
+                    int(self.disk_gb * GB / ranks),
+                    _measured(calibration, "disk", "host", read),
+                    _measured(calibration, "host", "disk", write),
+                )
+            )
+        return tuple(tiers)
+
+
+def read_spec(path: Path) -> SimSpec:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: one sentence about the first thing that is wrong.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            "spec", f"{path} cannot be read ({error.strerror})", "give another path"
+        ) from None
+    except ValueError as error:
+        raise ConfigError("spec", f"{path}: {error}", "correct the file") from None
+    values: dict[str, Any] = {}
+    for section, content in raw.items():
+        if section not in _SECTIONS or not isinstance(content, dict):
+            raise ConfigError(
+                "spec",
+                f"the section {section!r} is not known",
+                f"use {', '.join(_SECTIONS)}",
+            )
+        values.update(content)
+    return SimSpec().with_values(values)
+
+
+def _calibrated(times: DeviceTimes, calibration: Calibration) -> DeviceTimes:
+    """Put what was measured in the place of the profile's numbers."""
+    changes: dict[str, float] = {}
+    if (prefill := calibration.prefill) is not None:
+        changes |= {
+            "prefill_overhead_s": prefill.overhead_s,
+            "prefill_token_s": prefill.token_s,
+            "prefill_pair_s": prefill.pair_s,
+        }
+    if (decode := calibration.decode) is not None:
+        changes |= {
+            "decode_overhead_s": decode.step_s,
+            "decode_request_s": decode.request_s,
+            "decode_context_token_s": decode.context_token_s,
+        }
+    if changes:
+        # The fits have the reading of the weights in their constants.
+        changes["weights_s"] = 0.0
+    if calibration.request_overhead_s is not None:
+        changes["request_s"] = calibration.request_overhead_s
+    return replace(times, **changes)
+
+
+def _measured(
+    calibration: Calibration | None, source: str, target: str, guess: LinkSpeed
+) -> LinkSpeed:
+    fit: LinkFit | None = None
+    if calibration is not None:
+        fit = calibration.link(source, target)
+    if fit is None:
+        return guess
+    return LinkSpeed(fit.bytes_per_s, fit.latency_s, "the calibration file")
