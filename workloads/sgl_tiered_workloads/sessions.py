@@ -19,6 +19,7 @@ import numpy as np
 from sgl_tiered_workloads.records import RequestRecord
 
 __all__ = [
+    "FIRST_PLAIN_TOKEN",
     "ChatSession",
     "ChatShape",
     "PlannedRequest",
@@ -31,7 +32,7 @@ __all__ = [
     "swap_page",
 ]
 
-_FIRST_PLAIN_TOKEN = 7
+FIRST_PLAIN_TOKEN = 7
 """Ids below are the tokenizer's special tokens."""
 
 
@@ -56,7 +57,7 @@ def random_tokens(
     generator: np.random.Generator, num_tokens: int, vocab_tokens: int
 ) -> tuple[int, ...]:
     """Draw ``num_tokens`` ids, none of them special."""
-    drawn = generator.integers(_FIRST_PLAIN_TOKEN, vocab_tokens, num_tokens)
+    drawn = generator.integers(FIRST_PLAIN_TOKEN, vocab_tokens, num_tokens)
     return tuple(int(token) for token in drawn)
 
 
@@ -93,15 +94,22 @@ class ChatSession:
     """One conversation that grows by the model's own answers.
 
     Call ``next_request``, send it, and hand the answer to ``record_answer``;
-    asking for the next turn before that is an error.
+    asking for the next turn before that is an error. ``think_s`` is the user's pause
+    after each answer.
     """
 
     name: str
     messages: tuple[tuple[int, ...], ...]
     answer_tokens: int
     history: tuple[int, ...] = ()
+    think_s: float = 0.0
     _turn: int = 0
     _waiting: bool = field(default=False, repr=False)
+
+    @property
+    def num_turns(self) -> int:
+        """Requests that it will send in all."""
+        return len(self.messages)
 
     @property
     def finished(self) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Trace", "TraceError", "TraceRequest"]
+__all__ = ["Int64s", "Trace", "TraceError", "TraceRequest"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -43,6 +43,8 @@ class TraceRequest:
         session: conversation that it belongs to; -1 if it stands alone.
         think_s: seconds between the previous answer of its session and this request;
             NaN where the trace does not say.
+        serial: its number in the source file; names it where tokens are made that
+            no block id covers.
     """
 
     arrival_s: float
@@ -51,6 +53,7 @@ class TraceRequest:
     block_ids: Int64s
     session: int = -1
     think_s: float = float("nan")
+    serial: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
