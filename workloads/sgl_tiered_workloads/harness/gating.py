@@ -26,11 +26,11 @@ from sgl_tiered_workloads.gate import (
     negative_control,
 )
 from sgl_tiered_workloads.harness.control import answer_with_swapped_pages, swappable
-from sgl_tiered_workloads.harness.drive import Session
 from sgl_tiered_workloads.harness.errors import GateRedError, HarnessError
 from sgl_tiered_workloads.harness.spec import Spec, SystemSpec
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest, replay
+from sgl_tiered_workloads.turns import Session
 
 __all__ = [
     "Gate",
@@ -220,8 +220,8 @@ async def _control(
     found = swappable(reference, page_size)
     if found is None:
         raise HarnessError(
-            "No two prompts of the gate differ in two whole pages, so it cannot be shown "
-            "to catch a wrong one; raise gate.requests or lengthen the prompts."
+            "No two prompts of the gate differ in two whole pages, so it cannot be "
+            "shown to catch a wrong one; raise gate.requests or lengthen the prompts."
         )
     first, second, page = found
     pair = replay([first, second])

@@ -1,11 +1,11 @@
 """Figures of one system, derived from records and from nothing else.
 
 **Steady state.** The window of a repeat opens ``warmup_s`` after its start and closes
-at the last targeted start, less ``cooldown_s``: before it caches and batches fill, after
-it load can only fall. In a closed loop that last start is the moment from which fewer
-requests run than asked. Latencies count the requests *targeted* within the window,
-whenever they end; throughput counts what *arrived* within it, whoever asked for it;
-goodput counts requests targeted within it. Windows of repeats are pooled.
+at the last targeted start, less ``cooldown_s``: before it caches and batches fill,
+after it load can only fall. In a closed loop that last start is the moment from which
+fewer requests run than asked. Latencies count the requests *targeted* within the
+window, whenever they end; throughput counts what *arrived* within it, whoever asked for
+it; goodput counts requests targeted within it. Windows of repeats are pooled.
 
 **Times.** TTFT (first token), TPOT (mean gap after the first token; 0 for an answer of
 one token), ITL (each gap; tokens of one event have a gap of 0) and E2E (last token) run

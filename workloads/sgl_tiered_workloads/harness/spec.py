@@ -21,7 +21,6 @@ from sgl_tiered_workloads.harness.tables import Table
 
 __all__ = [
     "APIS",
-    "ArrivalSpec",
     "GateSpec",
     "ModelSpec",
     "Spec",
@@ -32,14 +31,6 @@ __all__ = [
 ]
 
 APIS = ("generate", "openai-completions", "openai-chat")
-_PROCESSES: dict[str, tuple[str, ...]] = {
-    "closed": ("concurrency",),
-    "poisson": ("rate_per_s",),
-    "bursty": ("rate_per_s", "cv"),
-    "trace": ("slowdown",),
-}
-
-Process = Literal["closed", "poisson", "bursty", "trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +50,13 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """What is sent: a name of the workload registry, and its parameters."""
+    """What is sent: a name of the workload registry, and its parameters.
+
+    The registry checks the parameters, ``arrivals`` among them.
+    """
 
     name: str
     params: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivalSpec:
-    """When requests (of sessions: their first turns) leave.
-
-    Attributes:
-        process: ``closed`` keeps ``concurrency`` running; ``poisson`` and ``bursty``
-            draw gaps of a mean rate, the latter with a coefficient of variation;
-            ``trace`` takes the workload's own times.
-        concurrency: of the closed loop.
-        rate_per_s: of the open ones.
-        cv: of the gaps; 1 is Poisson.
-        slowdown: factor on the trace's times.
-    """
-
-    process: Process = "closed"
-    concurrency: int = 1
-    rate_per_s: float = 1.0
-    cv: float = 1.0
-    slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +124,7 @@ class Spec:
         page_size: tokens per page of the servers that are started.
         pool_tokens: their device pool.
         flags: further flags that all of them get.
-        model, workload, arrivals, window, slos, gate, systems: see there.
+        model, workload, window, slos, gate, systems: see there.
     """
 
     name: str
@@ -163,7 +136,6 @@ class Spec:
     flags: tuple[str, ...]
     model: ModelSpec
     workload: WorkloadSpec
-    arrivals: ArrivalSpec
     window: Window
     slos: Slos
     gate: GateSpec
@@ -233,8 +205,7 @@ def parse_spec(content: Mapping[str, Any]) -> Spec:
         pool_tokens=device.whole("pool_tokens", 8192),
         flags=device.texts("flags"),
         model=_model(top.table("model")),
-        workload=_workload(top.table("workload", needed=True)),
-        arrivals=_arrivals(top.table("arrivals")),
+        workload=_workload(top.table("workload", needed=True), top.table("arrivals")),
         window=_window(top.table("window")),
         slos=_slos(top.table("slo")),
         gate=_gate(top.table("gate")),
@@ -276,26 +247,15 @@ def _model(table: Table) -> ModelSpec:
     return model
 
 
-def _workload(table: Table) -> WorkloadSpec:
+def _workload(table: Table, arrivals: Table) -> WorkloadSpec:
     name = table.text("name")
-    params = table.table("params")
-    workload = WorkloadSpec(name, params.rest())
+    params = table.table("params").rest()
     table.end()
-    return workload
-
-
-def _arrivals(table: Table) -> ArrivalSpec:
-    process = table.choice("process", _PROCESSES, "closed")
-    values: dict[str, Any] = {}
-    for name in _PROCESSES[process]:
-        if name == "concurrency":
-            values[name] = table.whole(name, 1)
-        elif name == "rate_per_s":
-            values[name] = table.number(name)
-        else:
-            values[name] = table.number(name, 1.0)
-    table.end()
-    return ArrivalSpec(process, **values)  # type: ignore[arg-type]
+    when = arrivals.rest()
+    if when and "arrivals" in params:
+        problem = "the workload's parameters have arrivals as well"
+        raise SpecError("arrivals", problem, "keep one of them")
+    return WorkloadSpec(name, {**params, "arrivals": when} if when else params)
 
 
 def _window(table: Table) -> Window:
