@@ -19,7 +19,15 @@ from typing import Any
 
 from sgl_tiered_workloads.traces.base import TraceError
 
-__all__ = ["Row", "csv_rows", "json_document", "json_rows", "read_bytes", "text_lines"]
+__all__ = [
+    "Row",
+    "csv_rows",
+    "json_document",
+    "json_list",
+    "json_rows",
+    "read_bytes",
+    "text_lines",
+]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -32,14 +40,18 @@ class Row:
         path: of the file.
         line: from 1; None where the format has no lines.
         fields: the record.
+        item: its place from 0, in a file that is one list.
     """
 
     path: Path
     line: int | None
     fields: Mapping[str, Any]
+    item: int | None = None
 
     def wrong(self, problem: str, remedy: str) -> TraceError:
         """Return an error that points at this row."""
+        if self.item is not None:
+            problem = f"item {self.item}: {problem}"
         return TraceError(self.path, self.line, problem, remedy)
 
     def integer(self, name: str, minimum: int) -> int:
@@ -106,10 +118,10 @@ class Row:
             TraceError: the field is absent or not a list of objects.
         """
         items = self.items(name)
-        for item in items:
-            if not isinstance(item, dict):
-                raise self._typed(name, "a list of objects", item)
-        return [Row(self.path, self.line, item) for item in items]
+        for fields in items:
+            if not isinstance(fields, dict):
+                raise self._typed(name, "a list of objects", fields)
+        return [Row(self.path, self.line, fields, self.item) for fields in items]
 
     def _present(self, name: str) -> Any:
         if name not in self.fields:
@@ -219,6 +231,25 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         yield Row(path, number, dict(zip(header, values, strict=True)))
     if empty:
         raise TraceError(path, None, "no rows below the header", "give a whole file")
+
+
+def json_list(path: Path) -> list[Row]:
+    """Return the objects of a file that is one JSON list.
+
+    Raises:
+        TraceError: it is not a list of objects, or is empty.
+    """
+    items = json_document(path)
+    if not isinstance(items, list) or not items:
+        raise TraceError(
+            path, None, "not a JSON list with records", "give the data set's own file"
+        )
+    for number, fields in enumerate(items):
+        if not isinstance(fields, dict):
+            raise TraceError(
+                path, None, f"item {number} is not an object", "remove that item"
+            )
+    return [Row(path, None, fields, number) for number, fields in enumerate(items)]
 
 
 def json_document(path: Path) -> Any:
