@@ -201,14 +201,8 @@ def _setting(results: Results) -> Section:
         ("processor", f"{machine['processor']}, {machine['cores']} cores"),
         ("memory", f"{machine['memory_bytes'] / 1e9:.1f} GB"),
         ("accelerators", gpus or "none"),
-        (
-            "workload",
-            f"{spec['workload']['name']} {_pairs(spec['workload']['params'])}",
-        ),
-        (
-            "device pool",
-            f"{spec['pool_tokens']:,} tokens, pages of {spec['page_size']}",
-        ),
+        ("workload", f"{work['name']} {_pairs(work['params'])}"),
+        ("device pool", f"{spec['pool_tokens']:,} tokens, {spec['page_size']} a page"),
         *((f"{system.name}", _how(system)) for system in results.systems),
     ]
     return Section("Setting", "What ran, and on what.", ("fact", "value"), tuple(rows))

@@ -60,8 +60,8 @@ def read_side(path: Path) -> tuple[RunHeader, list[RequestRecord]]:
         return read_records(path)
     except (ValueError, KeyError, TypeError) as error:
         raise RecordsError(
-            f"{path.name} is no record file of this version ({error}); give a file that "
-            "`bench run` wrote."
+            f"{path.name} is no record file of this version ({error}); give a file "
+            "that `bench run` wrote."
         ) from error
 
 
