@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from sgl_tiered_workloads.arrivals import Arrivals, ClosedLoop
+from sgl_tiered_workloads.arrivals import Arrivals, ClosedLoop, OpenLoop
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest
 from sgl_tiered_workloads.turns import Session
@@ -61,6 +61,8 @@ async def run_sessions(
     Raises:
         ValueError: there are not as many starts as sessions.
     """
+    if isinstance(arrivals, OpenLoop) and len(arrivals.times_s) != len(sessions):
+        raise ValueError(f"{len(arrivals.times_s)} starts for {len(sessions)} sessions")
     records: list[RequestRecord] = []
     orders = itertools.count()
     zero_s = client.now_s()

@@ -13,6 +13,17 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered_workloads.generators.base import Encode, Scene
+from sgl_tiered_workloads.generators.chat import chat, system_chat
+from sgl_tiered_workloads.generators.conversations import mt_bench, tau_bench
+from sgl_tiered_workloads.generators.fixed_lengths import fixed_lengths
+from sgl_tiered_workloads.generators.length_sweep import length_sweep
+from sgl_tiered_workloads.generators.long_document import long_document
+from sgl_tiered_workloads.generators.longalign import longalign
+from sgl_tiered_workloads.generators.problems import problems
+from sgl_tiered_workloads.generators.react import react
+from sgl_tiered_workloads.generators.replay import trace
+from sgl_tiered_workloads.generators.servegen import servegen
+from sgl_tiered_workloads.generators.sharegpt import sharegpt
 from sgl_tiered_workloads.generators.text_analysis import text_analysis
 from sgl_tiered_workloads.params import Params, WorkloadError
 from sgl_tiered_workloads.text_tokens import WordEncoder
@@ -21,7 +32,20 @@ from sgl_tiered_workloads.workload import Workload
 __all__ = ["WORKLOADS", "make_workload"]
 
 WORKLOADS: Mapping[str, Callable[[Params, Scene], Workload]] = {
+    "chat": chat,
+    "fixed_lengths": fixed_lengths,
+    "length_sweep": length_sweep,
+    "long_document": long_document,
+    "longalign": longalign,
+    "mt_bench": mt_bench,
+    "problems": problems,
+    "react": react,
+    "servegen": servegen,
+    "sharegpt": sharegpt,
+    "system_chat": system_chat,
+    "tau_bench": tau_bench,
     "text_analysis": text_analysis,
+    "trace": trace,
 }
 """Name to generator; each generator's docstring names its parameters."""
 

@@ -22,10 +22,23 @@ from sgl_tiered_workloads.sessions import PlannedRequest
 from sgl_tiered_workloads.turns import Session
 from sgl_tiered_workloads.workload import Workload
 
-__all__ = ["Encode", "Scene", "make_arrivals", "requests_workload", "sessions_workload"]
+__all__ = [
+    "ONE_AT_A_TIME",
+    "SIXTEEN_USERS",
+    "Encode",
+    "Scene",
+    "make_arrivals",
+    "requests_workload",
+    "sessions_workload",
+    "think_times",
+]
 
 Encode = Callable[[str], Sequence[int]]
 """Text to token ids."""
+
+ONE_AT_A_TIME: Mapping[str, Any] = {"process": "closed", "concurrency": 1}
+SIXTEEN_USERS: Mapping[str, Any] = {"process": "closed", "concurrency": 16}
+"""Default arrivals: no paper's rate fits every machine, a closed loop does."""
 
 _PROCESSES = ("poisson", "bursty", "even", "trace", "closed")
 
@@ -103,3 +116,13 @@ def sessions_workload(
 ) -> Workload:
     """Return a workload of causal sessions."""
     return Workload(name, arrivals, sessions=tuple(sessions))
+
+
+def think_times(
+    mean_s: float, num_turns: int, generator: np.random.Generator
+) -> list[float]:
+    """Return pauses before each turn, exponential; none before the first."""
+    pauses_s = generator.exponential(mean_s, num_turns) if mean_s > 0 else None
+    if pauses_s is None:
+        return [0.0] * num_turns
+    return [0.0, *pauses_s[1:].tolist()]

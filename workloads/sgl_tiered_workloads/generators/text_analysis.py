@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_tiered_workloads.generators.base import Scene, make_arrivals, requests_workload
+from sgl_tiered_workloads.generators.base import (
+    SIXTEEN_USERS,
+    Scene,
+    make_arrivals,
+    requests_workload,
+)
 from sgl_tiered_workloads.params import Params
 from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens
 from sgl_tiered_workloads.workload import Workload
@@ -72,10 +77,5 @@ def text_analysis(params: Params, scene: Scene) -> Workload:
         answer_tokens=params.integer("answer_tokens", 16),
     )
     requests = text_analysis_requests(shape, scene.generator, scene.vocab_tokens)
-    arrivals = make_arrivals(
-        params,
-        {"process": "closed", "concurrency": 16},
-        len(requests),
-        scene.generator,
-    )
+    arrivals = make_arrivals(params, SIXTEEN_USERS, len(requests), scene.generator)
     return requests_workload("text_analysis", requests, arrivals)

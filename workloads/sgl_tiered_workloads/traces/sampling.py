@@ -8,7 +8,7 @@ import numpy as np
 
 from sgl_tiered_workloads.traces.base import Trace, TraceRequest
 
-__all__ = ["by_session", "coarsen", "sample_sessions", "slow_down"]
+__all__ = ["by_session", "coarsen", "sample_sessions", "shrink", "slow_down"]
 
 
 def by_session(trace: Trace) -> list[tuple[TraceRequest, ...]]:
@@ -79,3 +79,28 @@ def coarsen(trace: Trace, num_blocks: int) -> Trace:
         for request in trace.requests
     )
     return Trace(trace.name, trace.block_tokens * num_blocks, requests)
+
+
+def shrink(trace: Trace, block_tokens: int) -> Trace:
+    """Scale a trace of block ids down to smaller blocks, for small models.
+
+    Prompts and answers shrink by the same factor; which blocks repeat stays as it is.
+
+    Raises:
+        ValueError: the trace has no ids, or the new block is empty or larger.
+    """
+    if not 1 <= block_tokens <= trace.block_tokens:
+        raise ValueError(
+            f"blocks of {trace.block_tokens} tokens cannot shrink to {block_tokens}"
+        )
+    old, new = trace.block_tokens, block_tokens
+    requests = tuple(
+        replace(
+            request,
+            # Rounded up, so that a partial last block keeps at least one token.
+            num_prompt_tokens=-(-request.num_prompt_tokens * new // old),
+            num_output_tokens=max(1, round(request.num_output_tokens * new / old)),
+        )
+        for request in trace.requests
+    )
+    return Trace(f"{trace.name} in blocks of {new}", new, requests)

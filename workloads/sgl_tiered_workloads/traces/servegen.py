@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from sgl_tiered_workloads.traces.base import Int64s, TraceError
 
-__all__ = ["LengthWindow", "RateWindow", "ServeGenClient", "read_servegen"]
+__all__ = ["Float64s", "LengthWindow", "RateWindow", "ServeGenClient", "read_servegen"]
 
 Float64s = npt.NDArray[np.float64]
 
