@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=int, help="prompt and completion tokens of all nodes")
     add("--max-new-tokens", type=int, default=256, help="of one completion")
     add("--temperature", type=float, default=0.8)
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, help="for servers with deterministic inference")
     add("--stop", action="append", default=[], help="text that ends a completion")
     add("--language-server", default="pyrefly lsp", help="command; it speaks on stdio")
     add("--language-id", default="python")

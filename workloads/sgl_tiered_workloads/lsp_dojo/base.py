@@ -86,13 +86,16 @@ class Checker(Protocol):
         """
         ...
 
-    async def offer(self, source: str, line: int, character: int) -> tuple[str, ...]:
-        """Return the names that may stand at a position, in the checker's order.
+    async def offer(
+        self, source: str, line: int, character: int, wrong: str
+    ) -> tuple[str, ...]:
+        """Return names that may stand in the place of a wrong one.
 
         Args:
             source: a whole program.
             line: from 0.
-            character: from 0; where the name begins, not where it ends.
+            character: from 0; where the wrong name begins.
+            wrong: the wrong name; it is among the answers if it is a known one.
 
         Raises:
             LanguageServerError: it died or did not answer in time.

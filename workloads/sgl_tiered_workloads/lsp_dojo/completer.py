@@ -33,14 +33,14 @@ class Sampling:
         max_new_tokens: its greatest length.
         temperature: above 0, or all samples of a node are the same.
         seed: of the first sample of the first node; each later one counts on. None
-            leaves it to the server. Where the server runs without deterministic
-            inference it may ignore it.
+            leaves it to the server. SGLang heeds it only with
+            ``--enable-deterministic-inference``.
         stop: texts that end a completion.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.8
-    seed: int | None = 0
+    seed: int | None = None
     stop: tuple[str, ...] = ()
 
 
@@ -79,18 +79,7 @@ class SglangCompleter:
     async def complete(self, prompt: str, num_samples: int) -> Completions:
         """Return ``num_samples`` continuations of ``prompt``."""
         first = await self._generate(prompt, {"max_new_tokens": 0, "temperature": 0.0})
-        drawn = self._sampling
-        parameters: dict[str, Any] = {
-            "max_new_tokens": drawn.max_new_tokens,
-            "temperature": drawn.temperature,
-            "n": num_samples,
-        }
-        if drawn.stop:
-            parameters["stop"] = list(drawn.stop)
-        if drawn.seed is not None:
-            parameters["sampling_seed"] = drawn.seed + self._drawn
-        self._drawn += num_samples
-        answers = await self._generate(prompt, parameters)
+        answers = await self._sample(prompt, num_samples)
         if len(answers) != num_samples:
             raise CompleterError(
                 f"the server at {self._url} gave {len(answers)} completions "
@@ -102,12 +91,35 @@ class SglangCompleter:
             samples=total_usage(usage_of(answer["meta_info"]) for answer in answers),
         )
 
+    async def _sample(
+        self, prompt: str, num_samples: int
+    ) -> Sequence[Mapping[str, Any]]:
+        drawn = self._sampling
+        parameters: dict[str, Any] = {
+            "max_new_tokens": drawn.max_new_tokens,
+            "temperature": drawn.temperature,
+        }
+        if drawn.stop:
+            parameters["stop"] = list(drawn.stop)
+        if drawn.seed is None:
+            return await self._generate(prompt, {**parameters, "n": num_samples})
+        # Samples of one ``n`` share one seed and would all be the same.
+        first = drawn.seed + self._drawn
+        self._drawn += num_samples
+        seeded = [
+            {**parameters, "sampling_seed": first + number}
+            for number in range(num_samples)
+        ]
+        return await self._generate([prompt] * num_samples, seeded)
+
     async def _generate(
-        self, prompt: str, parameters: Mapping[str, Any]
+        self,
+        prompt: str | Sequence[str],
+        parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     ) -> Sequence[Mapping[str, Any]]:
         if self._session is None:
             raise RuntimeError("enter the completer first: `async with completer:`")
-        body = {"text": prompt, "sampling_params": dict(parameters)}
+        body = {"text": prompt, "sampling_params": parameters}
         try:
             async with self._session.post(self._url + "/generate", json=body) as reply:
                 text = await reply.text()

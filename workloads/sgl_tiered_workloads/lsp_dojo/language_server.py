@@ -17,30 +17,20 @@ import shlex
 import shutil
 import sys
 import tempfile
-import typing
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from lsprotocol import types as lsp
-from pygls.lsp.client import LanguageClient
-from pygls.protocol import default_converter
 
 from sgl_tiered_workloads.lsp_dojo.base import Finding, LanguageServerError
+from sgl_tiered_workloads.lsp_dojo.protocol_client import ProtocolClient, greeting
 
 __all__ = ["DEFAULT_COMMAND", "LanguageServer"]
 
 DEFAULT_COMMAND = ("pyrefly", "lsp")
 """A type checker for Python from PyPI; in the extra ``bench``."""
-
-_SETTLE_S = 0.3
-"""How long a server that publishes without versions must be silent to be believed."""
-_STOP_S = 3.0
-_STDERR_BYTES = 4096
-
-# Without a project file pyrefly reports unknown names but not unknown attributes.
-_SETTINGS: dict[str, Any] = {"pyrefly": {"displayTypeErrors": "force-on"}}
 
 _Answer = TypeVar("_Answer")
 
@@ -73,7 +63,7 @@ class LanguageServer:
         self._language_id = language_id
         self._severity = severity
         self._folder = contextlib.ExitStack()
-        self._client: _Client | None = None
+        self._client: ProtocolClient | None = None
         self._uri = ""
         self._version = 0
         self._source: str | None = None
@@ -119,13 +109,28 @@ class LanguageServer:
         ]
         return tuple(sorted(findings, key=lambda f: (f.line, f.character)))
 
-    async def offer(self, source: str, line: int, character: int) -> tuple[str, ...]:
-        """Return the names that the server completes with at a position."""
+    async def offer(
+        self, source: str, line: int, character: int, wrong: str
+    ) -> tuple[str, ...]:
+        """Return the names that the server completes with where ``wrong`` stands.
+
+        Servers leave out what is unlike the name under the cursor, and a misspelt
+        name is unlike the right one. So they are also asked with only its first
+        letter there.
+        """
+        lines = source.splitlines(keepends=True)
+        text = lines[line]
+        names = await self._complete(source, line, text[:character])
+        lines[line] = text[: character + 1] + text[character + len(wrong) :]
+        names += await self._complete("".join(lines), line, text[: character + 1])
+        return tuple(dict.fromkeys(names))
+
+    async def _complete(self, source: str, line: int, before: str) -> list[str]:
+        """Ask for completions in ``line``, after the text ``before``."""
         client = self._running()
         await self._show(client, source)
-        text = source.splitlines()[line]
-        position = lsp.Position(line, self._units(text[:character]))
         document = lsp.TextDocumentIdentifier(self._uri)
+        position = lsp.Position(line, self._units(before))
         answer = await self._wait(
             client.text_document_completion_async(
                 lsp.CompletionParams(document, position)
@@ -134,7 +139,7 @@ class LanguageServer:
         )
         items = answer.items if isinstance(answer, lsp.CompletionList) else answer
         ordered = sorted(items or (), key=lambda item: item.sort_text or item.label)
-        return tuple(item.label for item in ordered)
+        return [item.label for item in ordered]
 
     async def _start(self) -> None:
         program = shutil.which(
@@ -153,12 +158,14 @@ class LanguageServer:
         root = self._root
         if root is None:
             root = Path(self._folder.enter_context(tempfile.TemporaryDirectory()))
-        client = _Client()
+        client = ProtocolClient()
         self._client = client
         await client.start_io(program, *self._command[1:])
         client.drain_stderr()
         uri = root.resolve().as_uri()
-        result = await self._wait(client.initialize_async(_hello(uri)), "capabilities")
+        result = await self._wait(
+            client.initialize_async(greeting(uri)), "capabilities"
+        )
         client.initialized(lsp.InitializedParams())
         self._utf16 = (
             result.capabilities.position_encoding != lsp.PositionEncodingKind.Utf32
@@ -172,12 +179,12 @@ class LanguageServer:
             await client.end()
         self._folder.close()
 
-    def _running(self) -> _Client:
+    def _running(self) -> ProtocolClient:
         if self._client is None:
             raise RuntimeError("enter the language server first: `async with server:`")
         return self._client
 
-    async def _show(self, client: _Client, source: str) -> None:
+    async def _show(self, client: ProtocolClient, source: str) -> None:
         if source == self._source:
             return
         first = self._source is None
@@ -230,7 +237,7 @@ class LanguageServer:
                 f"request for {what} with an error: {error}"
             ) from error
 
-    def _ended(self, client: _Client) -> str:
+    def _ended(self, client: ProtocolClient) -> str:
         last = client.stderr.decode(errors="replace").strip().splitlines()[-1:]
         said = f", having said: {last[0]}" if last else ""
         return (
@@ -259,134 +266,3 @@ class LanguageServer:
             return units
         head = text.encode("utf-16-le")[: 2 * units]
         return len(head.decode("utf-16-le", errors="ignore"))
-
-
-class _Client(LanguageClient):
-    """pygls' client, with the server's end, stderr and publications kept."""
-
-    def __init__(self) -> None:
-        super().__init__("sgl-tiered-lsp-dojo", "1", converter_factory=_converter)
-        self.ended: asyncio.Future[int | None] = (
-            asyncio.get_running_loop().create_future()
-        )
-        self.stderr = b""
-        self._reader: asyncio.Task[None] | None = None
-        self._latest: lsp.PublishDiagnosticsParams | None = None
-        self._news = asyncio.Event()
-
-        # pygls marks what it registers, and a bound method takes no marks.
-        def take(params: lsp.PublishDiagnosticsParams) -> None:
-            self._latest = params
-            self._news.set()
-
-        self.feature(lsp.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)(take)
-        self.feature(lsp.WORKSPACE_CONFIGURATION)(_configure)
-        # Asked of every client; there is nothing to do about them here.
-        for name in (
-            lsp.CLIENT_REGISTER_CAPABILITY,
-            lsp.WINDOW_WORK_DONE_PROGRESS_CREATE,
-            lsp.WINDOW_LOG_MESSAGE,
-            lsp.WINDOW_SHOW_MESSAGE,
-            lsp.WORKSPACE_DIAGNOSTIC_REFRESH,
-        ):
-            self.feature(name)(_nothing)
-
-    async def server_exit(self, server: asyncio.subprocess.Process) -> None:
-        """Note the server's end; pygls calls this."""
-        if not self.ended.done():
-            self.ended.set_result(server.returncode)
-
-    def drain_stderr(self) -> None:
-        """Read the server's stderr: a full pipe would block it."""
-        self._reader = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
-        stream = self._server.stderr if self._server is not None else None
-        while stream is not None and (read := await stream.read(_STDERR_BYTES)):
-            self.stderr = (self.stderr + read)[-_STDERR_BYTES:]
-
-    async def published(self, version: int) -> Sequence[lsp.Diagnostic]:
-        """Wait for the diagnostics of ``version``."""
-        while True:
-            latest = self._latest
-            self._news.clear()
-            if latest is not None and latest.version is not None:
-                if latest.version >= version:
-                    return latest.diagnostics
-            elif latest is not None:
-                try:
-                    await asyncio.wait_for(self._news.wait(), _SETTLE_S)
-                except TimeoutError:
-                    self._latest = None
-                    return latest.diagnostics
-                continue
-            await self._news.wait()
-
-    async def end(self) -> None:
-        """Say goodbye; kill what does not go."""
-        server = self._server
-        if server is None:
-            return
-        # A server that hangs or is gone gives an error here; it is killed below.
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(self.shutdown_async(None), _STOP_S)
-            self.exit(None)
-            await asyncio.wait_for(server.wait(), _STOP_S)
-        if server.returncode is None:
-            server.kill()
-        await super().stop()  # type: ignore[no-untyped-call]
-        if self._reader is not None:
-            await self._reader
-
-
-def _hello(root_uri: str) -> lsp.InitializeParams:
-    document = lsp.TextDocumentClientCapabilities(
-        synchronization=lsp.TextDocumentSyncClientCapabilities(),
-        publish_diagnostics=lsp.PublishDiagnosticsClientCapabilities(
-            version_support=True
-        ),
-        diagnostic=lsp.DiagnosticClientCapabilities(),
-        completion=lsp.CompletionClientCapabilities(
-            completion_item=lsp.ClientCompletionItemOptions(snippet_support=False)
-        ),
-    )
-    return lsp.InitializeParams(
-        process_id=os.getpid(),
-        root_uri=root_uri,
-        workspace_folders=[lsp.WorkspaceFolder(root_uri, "lsp_dojo")],
-        initialization_options=_SETTINGS,
-        capabilities=lsp.ClientCapabilities(
-            workspace=lsp.WorkspaceClientCapabilities(configuration=True),
-            text_document=document,
-            general=lsp.GeneralClientCapabilities(
-                position_encodings=[
-                    lsp.PositionEncodingKind.Utf32,
-                    lsp.PositionEncodingKind.Utf16,
-                ]
-            ),
-        ),
-    )
-
-
-def _configure(params: lsp.ConfigurationParams) -> list[Any]:
-    return [_SETTINGS for _ in params.items]
-
-
-def _nothing(params: Any) -> None:
-    return None
-
-
-def _converter() -> Any:
-    """pygls' converter, able to read notebook selectors.
-
-    lsprotocol 2025.0.0 registers no hook for this union with None in it, so that a
-    server with notebook support (pyrefly is one) could not even be greeted.
-    """
-    converter: Any = default_converter()  # type: ignore[no-untyped-call]
-    for kind in (
-        lsp.NotebookDocumentFilterWithNotebook,
-        lsp.NotebookDocumentFilterWithCells,
-    ):
-        union = typing.get_type_hints(kind)["notebook"]
-        converter.register_structure_hook(union, lambda value, _: value)
-    return converter

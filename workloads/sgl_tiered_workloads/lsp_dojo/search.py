@@ -182,7 +182,7 @@ class TreeSearch:
         if found is None or not num_names:
             return ()
         character, wrong = found
-        names = await self._checker.offer(program, line, character)
+        names = await self._checker.offer(program, line, character, wrong)
         return closest_names(wrong, names, num_names)
 
     def _push(self, node: Node) -> None:
