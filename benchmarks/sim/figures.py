@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
-
 import berkeley
 import car
 import layerkv
+import numpy as np
 
 PAPER_CROSSING_TOKENS = 1_024
 """LayerKV, section 1: from here on queueing is the dominant part of TTFT."""
