@@ -30,7 +30,7 @@ from pathlib import Path
 # The baselines are a folder beside, used by the micro benchmarks too.
 sys.path.append(str(Path(__file__).parents[1] / "baselines"))
 
-from reuse.fleet import Fleet, Sizes, Stores, system_specs
+from reuse.fleet import Sizes, Stores, system_specs
 from reuse.parts import (
     HitRun,
     Records,
@@ -52,6 +52,7 @@ from reuse.schedules import (
     set_rounds,
 )
 from sgl_tiered_workloads.gate import NegativeControlError
+from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 from sgl_tiered_workloads.server import ServerStartError, exit_on_signals

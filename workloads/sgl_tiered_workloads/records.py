@@ -7,15 +7,13 @@ files can be compared without asking anybody. Headers name no path, host or user
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from sgl_tiered_workloads.harness import machine
 
 __all__ = [
     "RequestRecord",
@@ -24,8 +22,6 @@ __all__ = [
     "read_records",
     "write_records",
 ]
-
-_VERSIONED = ("sglang", "sgl-tiered", "torch", "numpy", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +41,11 @@ class RequestRecord:
         cached_tokens: prompt tokens that were not computed.
         cached_by_tier: the same, split by where they came from.
         error: why there is no whole answer; None on success.
+        repeat: which repeat of the schedule it belongs to, from 0.
+        prompt_tokens: prompt length by the server's count, where ``prompt`` is not
+            kept or the server made the ids from text; else None.
+        output_tokens: the same for the answer.
+        output_text: the answer where the server gave text and no ids.
     """
 
     key: str
@@ -59,6 +60,25 @@ class RequestRecord:
     cached_tokens: int = 0
     cached_by_tier: Mapping[str, int] = field(default_factory=dict)
     error: str | None = None
+    repeat: int = 0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    output_text: str = ""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt) if self.prompt_tokens is None else self.prompt_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Length of the answer."""
+        return len(self.output) if self.output_tokens is None else self.output_tokens
+
+    @property
+    def client_lag_s(self) -> float:
+        """How much later than targeted it left: the client's fault, not a server's."""
+        return self.started_s - self.targeted_s
 
     @property
     def ttft_s(self) -> float:
@@ -77,15 +97,17 @@ class RequestRecord:
     @property
     def tpot_s(self) -> float:
         """Mean time per output token after the first; 0 for a single token."""
+        # Where events hold several tokens without saying so, the count is larger than
+        # the number of times.
+        later = max(self.num_output_tokens, len(self.token_times_s)) - 1
         if len(self.token_times_s) < 2:
             return 0.0
-        spread_s = self.token_times_s[-1] - self.token_times_s[0]
-        return spread_s / (len(self.token_times_s) - 1)
+        return (self.token_times_s[-1] - self.token_times_s[0]) / later
 
     @property
     def recomputed_tokens(self) -> int:
         """Prompt tokens that were computed, new and lost ones alike."""
-        return len(self.prompt) - self.cached_tokens
+        return self.num_prompt_tokens - self.cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +120,9 @@ class RunHeader:
         commit: git commit of the working tree; empty outside a repository.
         dirty: whether the tree had uncommitted changes.
         versions: of the packages that matter.
-        machine: processor, cores, memory in bytes, Python and system.
+        machine: processor, cores, memory in bytes, Python, system, accelerators.
+        spec_hash: of the specification that asked for the run; empty without one.
+        seed: of the specification.
     """
 
     system: str
@@ -107,17 +131,23 @@ class RunHeader:
     dirty: bool
     versions: Mapping[str, str]
     machine: Mapping[str, Any]
+    spec_hash: str = ""
+    seed: int = 0
 
 
-def make_header(system: str, facts: Mapping[str, Any]) -> RunHeader:
+def make_header(
+    system: str, facts: Mapping[str, Any], spec_hash: str = "", seed: int = 0
+) -> RunHeader:
     """Return the header of a run on this machine and commit."""
     return RunHeader(
         system=system,
         facts=dict(facts),
-        commit=_git("rev-parse", "HEAD"),
-        dirty=bool(_git("status", "--porcelain", "--untracked-files=no")),
-        versions=_versions(),
-        machine=_machine(),
+        commit=machine.commit(),
+        dirty=machine.is_dirty(),
+        versions=machine.versions(),
+        machine=machine.machine_facts(),
+        spec_hash=spec_hash,
+        seed=seed,
     )
 
 
@@ -163,46 +193,3 @@ def _record(fields: dict[str, Any]) -> RequestRecord:
         tuple((pair[0], pair[1]) for pair in top) for top in fields["top_logprobs"]
     )
     return RequestRecord(**fields)
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in _VERSIONED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

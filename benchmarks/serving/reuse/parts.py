@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from reuse.page_cache import drop_page_cache, residence
 from reuse.schedules import PAGE_SIZE, HitSchedule, fresh_run
 from reuse.statistics import median_interval
 from sgl_tiered_workloads.client import StreamingClient
+from sgl_tiered_workloads.harness.turns import bytes_by_edge, rotated, settle
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.report import tokens_by_source
 from sgl_tiered_workloads.server import SglangServer
@@ -37,10 +37,6 @@ __all__ = [
 Say = Callable[[str], None]
 Servers = Mapping[str, SglangServer]
 Records = dict[str, list[RequestRecord]]
-T = TypeVar("T")
-
-_QUIET_S = 0.5
-_PATIENCE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -58,12 +54,6 @@ class HitRun:
     resident: dict[str, float] = field(default_factory=dict)
 
 
-def rotated(items: Sequence[T], turn: int) -> list[T]:
-    """Return the items with another one first in every turn."""
-    start = turn % len(items)
-    return [*items[start:], *items[:start]]
-
-
 def sources(records: Sequence[RequestRecord]) -> dict[str, int]:
     """Return prompt tokens by where their KV came from.
 
@@ -76,36 +66,6 @@ def sources(records: Sequence[RequestRecord]) -> dict[str, int]:
             tiers.pop("storage", None)
         once.append(replace(record, cached_by_tier=tiers))
     return tokens_by_source(once, PAGE_SIZE)
-
-
-def bytes_by_edge(server: SglangServer) -> dict[str, int]:
-    """Return what a tiered server has moved so far; empty for any other server."""
-    if "tiered" not in server.spec.flags:
-        return {}
-    stats: list[dict[str, Any]] = server.get("/tiered/stats")
-    edges = stats[0]["edges"]
-    return {name: int(edge["bytes"]) for name, edge in edges.items()}
-
-
-async def settle(server: SglangServer, store: Path | None) -> None:
-    """Wait until a server writes no more, so that it disturbs nobody's figures.
-
-    Raises:
-        RuntimeError: it never came to rest.
-    """
-
-    def written() -> object:
-        files = 0 if store is None else sum(1 for _ in store.rglob("*"))
-        return files, bytes_by_edge(server)
-
-    before = await asyncio.to_thread(written)
-    for _ in range(int(_PATIENCE_S / _QUIET_S)):
-        await asyncio.sleep(_QUIET_S)
-        now = await asyncio.to_thread(written)
-        if now == before:
-            return
-        before = now
-    raise RuntimeError(f"{server.spec.name} still writes after {_PATIENCE_S:.0f} s")
 
 
 async def run_rounds(

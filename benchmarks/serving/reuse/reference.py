@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 from reuse.results import Findings
 from reuse.schedules import PAGE_SIZE
@@ -18,9 +17,10 @@ from sgl_tiered_workloads.gate import (
     measure_spread,
     negative_control,
 )
+from sgl_tiered_workloads.harness.control import answer_with_swapped_pages
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import SglangServer
-from sgl_tiered_workloads.sessions import PlannedRequest, swap_page
+from sgl_tiered_workloads.sessions import PlannedRequest
 
 __all__ = ["Reference"]
 
@@ -62,13 +62,10 @@ class Reference:
         """
         await asyncio.to_thread(server.flush_cache)
         right = next(iter(self.answers.values()))[:2]
-        wrong = []
         async with StreamingClient(server.url) as client:
-            for record, donor in zip(right, reversed(right), strict=True):
-                request = PlannedRequest(record.key, record.prompt, len(record.output))
-                damaged = swap_page(request, donor.prompt, _SWAPPED_PAGE, PAGE_SIZE)
-                answer = await client.send(damaged, record.order)
-                wrong.append(replace(answer, prompt=record.prompt))
+            wrong = await answer_with_swapped_pages(
+                client, right[0], right[1], _SWAPPED_PAGE, PAGE_SIZE
+            )
         caught = check_equality(
             right, wrong, page_size=PAGE_SIZE, min_exact_fraction=0.0
         )

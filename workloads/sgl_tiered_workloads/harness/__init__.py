@@ -1,0 +1,1 @@
+"""Spec to records to report: see README.md."""

@@ -1,0 +1,105 @@
+"""What a run stood on: commit, versions, processor, memory, accelerators.
+
+Facts only, and none that names a path, a host or a user of the machine. What cannot be
+read is left out or empty, never guessed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["commit", "is_dirty", "machine_facts", "versions"]
+
+_VERSIONED = ("sglang", "sgl-tiered", "torch", "numpy", "transformers", "openai")
+_ASK_S = 20.0
+_GPU_FIELDS = ("name", "memory.total", "driver_version", "pcie.link.gen.max")
+_MIB = 1 << 20
+
+
+def commit() -> str:
+    """Return the commit of the working tree that we run from; empty outside one."""
+    return _ask("git", "rev-parse", "HEAD", cwd=Path(__file__).parent)
+
+
+def is_dirty() -> bool:
+    """Whether tracked files differ from the commit."""
+    arguments = ("status", "--porcelain", "--untracked-files=no")
+    return bool(_ask("git", *arguments, cwd=Path(__file__).parent))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that matter, or ``absent``."""
+    found: dict[str, str] = {}
+    for name in _VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def machine_facts() -> dict[str, Any]:
+    """Return processor, cores, memory in bytes, system, Python and accelerators."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "accelerators": _accelerators(
+            _ask(
+                "nvidia-smi",
+                f"--query-gpu={','.join(_GPU_FIELDS)}",
+                "--format=csv,noheader,nounits",
+            )
+        ),
+    }
+
+
+def _accelerators(table: str) -> list[dict[str, Any]]:
+    """Read nvidia-smi's table: one line per GPU, memory in MiB."""
+    found = []
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(_GPU_FIELDS) or not cells[1].isdigit():
+            continue
+        name, memory_mib, driver, link = cells
+        found.append(
+            {
+                "name": name,
+                "memory_bytes": int(memory_mib) * _MIB,
+                "driver": driver,
+                "pcie_generation": link,
+            }
+        )
+    return found
+
+
+def _ask(*command: str, cwd: Path | None = None) -> str:
+    """Return what a program prints; empty where it is absent, slow or fails."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_ASK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

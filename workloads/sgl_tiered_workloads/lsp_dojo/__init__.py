@@ -1,0 +1,1 @@
+"""LSPDojo, the Berkeley report's tree search over code: see README.md."""
