@@ -114,8 +114,8 @@ def _first_object(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
-        opened = gzip.open(path, "rt") if zipped else path.open("rt")
-        with opened as lines:
+        opener = gzip.open if zipped else open
+        with opener(path, "rt") as lines:
             first = json.loads(lines.readline())
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(
