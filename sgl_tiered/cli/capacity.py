@@ -1,19 +1,28 @@
 """``simulate --capacity-plan``: hits, TTFT and cost for a range of tier sizes.
 
-Each size is one run of the simulated server on the same load. Costs are prices per
-decimal GB that the user gives; the defaults are round figures, for comparison only.
+Each size is one run of the simulated server on the same load. Of a trace two bounds
+stand beside: what exclusive tiers under one LRU, and any eviction (OPT), could serve
+from tiers of these sizes without any time passing. Costs are prices per decimal GB that
+the user gives; the defaults are round figures, for comparison only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sgl_tiered.cli.simulate_workload import make_workload
+from sgl_tiered_workloads.traces.base import Trace
+
+from sgl_tiered.cli.simulate_workload import from_trace, make_workload, read_trace
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import Calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.capacity import capacity_plan
+from sgl_tiered.sim.config import ServerConfig
+from sgl_tiered.sim.page_trace import PageTrace
 from sgl_tiered.sim.requests import SimWorkload
 from sgl_tiered.sim.server import simulate
 from sgl_tiered.sim.spec import SimSpec
@@ -32,7 +41,10 @@ _HOST_PRICE, _DISK_PRICE = 4.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class CapacityPoint:
-    """One choice of sizes; ``cost`` is in the unit of the prices."""
+    """One choice of sizes; ``cost`` is in the unit of the prices.
+
+    ``lru_hits`` and ``opt_hits`` are the timeless bounds; NaN without a trace.
+    """
 
     host_gb: float
     disk_gb: float
@@ -43,6 +55,8 @@ class CapacityPoint:
     ttft_mean_s: float
     ttft_p99_s: float
     slo_attainment: float
+    lru_hits: float
+    opt_hits: float
 
     @property
     def hits(self) -> float:
@@ -80,7 +94,7 @@ def run_capacity_plan(
     prices = (arguments.host_price, arguments.disk_price)
     points = capacity_points(spec, calibration, sizes, prices)
     if arguments.json:
-        print(json.dumps([asdict(point) for point in points]))
+        print(_as_json(points))
     else:
         print(_table(points))
     if arguments.out:
@@ -95,20 +109,48 @@ def capacity_points(
     prices: tuple[float, float],
 ) -> list[CapacityPoint]:
     """Simulate the same load with each (host, disk) size in decimal GB."""
-    workload = make_workload(spec)
+    specs = [replace(spec, host_gb=host, disk_gb=disk) for host, disk in sizes]
+    servers = [each.server(calibration) for each in specs]
+    trace = read_trace(spec) if spec.trace else None
+    workload = make_workload(spec) if trace is None else from_trace(trace, spec)
+    bounds = _bounds(trace, servers, spec.page_size)
     return [
-        _point(replace(spec, host_gb=host, disk_gb=disk), calibration, workload, prices)
-        for host, disk in sizes
+        _point(each, server, workload, prices, bound)
+        for each, server, bound in zip(specs, servers, bounds, strict=True)
     ]
+
+
+def _bounds(
+    trace: Trace | None, servers: list[ServerConfig], page_tokens: int
+) -> list[tuple[float, float]]:
+    """Return the hits of exclusive LRU and of OPT for each server's tiers."""
+    if trace is None:
+        return [(math.nan, math.nan)] * len(servers)
+    pages = PageTrace(
+        [request.block_ids for request in trace.requests],
+        [request.num_prompt_tokens for request in trace.requests],
+        trace.block_tokens,
+        page_tokens,
+    )
+    sizes = [
+        {
+            TierId.DEVICE: server.capacity_pages * server.page_bytes,
+            **{setup.tier: setup.size_bytes for setup in server.tiers},
+        }
+        for server in servers
+    ]
+    rows = capacity_plan(pages, servers[0].kv_token_bytes, sizes)
+    return [(row.token_hit_rate, row.opt_hit_rate) for row in rows]
 
 
 def _point(
     spec: SimSpec,
-    calibration: Calibration | None,
+    server: ServerConfig,
     workload: SimWorkload,
     prices: tuple[float, float],
+    bound: tuple[float, float],
 ) -> CapacityPoint:
-    result = simulate(spec.server(calibration), workload)
+    result = simulate(server, workload)
     summary = summarize(result, Slo(spec.ttft_s, spec.tpot_s))
     return CapacityPoint(
         host_gb=spec.host_gb,
@@ -120,31 +162,58 @@ def _point(
         ttft_mean_s=summary.ttft.mean,
         ttft_p99_s=summary.ttft.p99,
         slo_attainment=summary.slo_attainment,
+        lru_hits=bound[0],
+        opt_hits=bound[1],
     )
+
+
+def _as_json(points: list[CapacityPoint]) -> str:
+    """Return a list of objects; a bound that is not known is null."""
+    rows = [
+        {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in asdict(point).items()
+        }
+        for point in points
+    ]
+    return json.dumps(rows, indent=2)
 
 
 def _table(points: list[CapacityPoint]) -> str:
     lines = [
         f"{'host GB':>8}{'disk GB':>9}{'cost':>10}{'hits':>8}{'device':>8}"
-        f"{'host':>8}{'disk':>8}{'TTFT mean':>11}{'p99':>9}{'in SLO':>8}"
+        f"{'host':>8}{'disk':>8}{'LRU':>8}{'OPT':>8}"
+        f"{'TTFT mean':>11}{'p99':>9}{'in SLO':>8}"
     ]
     for point in points:
-        shares = (point.hits, point.device_hits, point.host_hits, point.disk_hits)
+        shares = (
+            point.hits,
+            point.device_hits,
+            point.host_hits,
+            point.disk_hits,
+            point.lru_hits,
+            point.opt_hits,
+        )
         lines.append(
             f"{point.host_gb:8g}{point.disk_gb:9g}{point.cost:10.0f}"
             + "".join(f"{share:8.3f}" for share in shares)
             + f"{point.ttft_mean_s:10.3f}s{point.ttft_p99_s:8.2f}s"
             + f"{point.slo_attainment:8.1%}"
         )
-    lines += ["", "Hits are shares of prompt tokens. Simulated, on the same load."]
+    lines += [
+        "",
+        "Hits are shares of prompt tokens, simulated on the same load. LRU and OPT are",
+        "bounds without time for exclusive tiers; ours are inclusive, and answers",
+        "take room in them.",
+    ]
     return "\n".join(lines)
 
 
 def _write(folder: Path, points: list[CapacityPoint]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps([asdict(point) for point in points], indent=2)
-        (folder / "capacity.json").write_text(text + "\n", encoding="utf-8")
+        text = _as_json(points) + "\n"
+        (folder / "capacity.json").write_text(text, encoding="utf-8")
         (folder / "capacity.txt").write_text(_table(points) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(

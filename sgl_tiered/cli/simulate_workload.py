@@ -113,9 +113,8 @@ def _think_s(request: TraceRequest) -> float:
 def _first_object(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-        opener = gzip.open if zipped else open
-        with opener(path, "rt") as lines:
+            is_zipped = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rb") if is_zipped else path.open("rb") as lines:
             first = json.loads(lines.readline())
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(

@@ -94,6 +94,48 @@ def test_every_request_ends_with_all_its_tokens(
         assert server.lower.stats.pages_stored[server.lower._memory] > 0
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_no_setting_loses_a_request(
+    make_config: Make, make_chats: MakeChats, seed: int
+) -> None:
+    """Drawn settings, small pools and slow disks: all requests end, laws hold."""
+    rng = np.random.default_rng(seed)
+    scheduler = SchedulerConfig(
+        admission=str(rng.choice(["sglang", "vllm"])),
+        chunk_tokens=int(rng.choice([0, 8, 64])),
+        max_prefill_tokens=int(rng.choice([16, 128])),
+        max_running=int(rng.choice([2, 100])),
+        ignore_eos=bool(rng.integers(2)),
+        order=str(rng.choice(["fcfs", "fpf", "relaxed-fpf"])),
+    )
+    config = make_config(
+        device=int(rng.integers(32, 80)),
+        host=int(rng.choice([3, 40, 300])),
+        disk=int(rng.choice([0, 50, 1_000])),
+        scheduler=scheduler,
+        load_mode=str(rng.choice(["layerwise", "waiter"])),
+        load_policy=str(rng.choice(["auto", "always", "never"])),
+        demote_policy=str(rng.choice(["write-through", "on-evict"])),
+        write_policy=str(rng.choice(["write-through", "selective"])),
+        eviction=str(rng.choice(["lru", "fifo", "random"])),
+        link_discipline=str(rng.choice(["fair", "fifo"])),
+        prefetch=bool(rng.integers(2)),
+        staging_bytes=int(rng.choice([0, 5])) * 4_096,
+        max_offloads=int(rng.choice([0, 64])),
+        seed=seed,
+    )
+    workload = make_chats(num_requests=80, rate_per_s=60.0, seed=seed)
+    server = SimServer(config, workload)
+    result = server.run()
+    check_conservation(result, workload)
+    server.tree.check()
+    assert result.peak_pages <= config.capacity_pages
+    assert server.tree.private_pages == 0
+    assert server.tree.evictable_pages == server.tree.tree_pages
+    assert server.lower is not None
+    server.lower.cache.check()
+
+
 def test_tiers_give_more_hits_than_the_device_alone(
     make_config: Make, make_chats: MakeChats
 ) -> None:

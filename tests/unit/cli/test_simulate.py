@@ -1,0 +1,137 @@
+"""``sgl-tiered simulate``: traces in, tables and files out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sgl_tiered.cli.main import main
+from sgl_tiered.cli.simulate_workload import from_trace, read_trace
+from sgl_tiered.sim.spec import SimSpec
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1000, "output_length": 20, "hash_ids": [1, 2]},
+    {"timestamp": 500, "input_length": 1500, "output_length": 9, "hash_ids": [1, 3, 4]},
+    {"timestamp": 9000, "input_length": 600, "output_length": 5, "hash_ids": [1, 5]},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A trace of three requests that share their first block."""
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n" for row in MOONCAKE).encode())
+    )
+    return path
+
+
+def run(*words: str) -> int:
+    return main(["simulate", *words])
+
+
+def test_a_trace_gives_a_table_and_files(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shared block is a device hit, and every file can be read."""
+    out = tmp_path / "out"
+    assert run(str(trace), "--page-size", "512", "--out", str(out)) == 0
+    text = capsys.readouterr().out
+    assert "3 requests" in text
+    assert "device 33.0%" in text
+    lines = (out / "records.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["device_tokens"] for record in records] == [0, 512, 512]
+    assert [len(record["token_times_s"]) for record in records] == [20, 9, 5]
+    assert json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert json.loads((out / "summary.json").read_text())["event_log_hash"]
+    assert len((out / "events.jsonl").read_text().splitlines()) > 9
+
+
+def test_flags_go_over_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A spec's values are kept where no flag says otherwise."""
+    spec = tmp_path / "spec.toml"
+    spec.write_text(
+        "[workload]\nrate = 50.0\nnum_requests = 7\nprompt_tokens = 64\n"
+        "output_tokens = 3\n"
+    )
+    assert run(str(spec), "--json", "--output-tokens", "5") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["num_requests"] == 7
+    assert summary["output_tokens_per_s"] * summary["duration_s"] == pytest.approx(35)
+
+
+def test_a_capacity_plan_has_a_row_and_a_point_per_size(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the timeless bounds beside, the price, and a picture."""
+    out = tmp_path / "plan"
+    code = run(
+        str(trace), "--capacity-plan", "--page-size", "512", "--out", str(out),
+        "--host-sizes", "0,1", "--disk-sizes", "0,2", "--host-price", "3",
+        "--disk-price", "0.5",
+    )  # fmt: skip
+    assert code == 0
+    assert "OPT" in capsys.readouterr().out
+    points = json.loads((out / "capacity.json").read_text())
+    assert [(p["host_gb"], p["disk_gb"], p["cost"]) for p in points] == [
+        (0.0, 0.0, 0.0),
+        (1.0, 0.0, 3.0),
+        (1.0, 2.0, 4.0),
+    ]
+    for point in points:
+        assert point["device_hits"] <= point["lru_hits"] + 1e-9
+        assert point["lru_hits"] <= point["opt_hits"] + 1e-9
+    assert (out / "capacity.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_a_trace_keeps_its_shape_at_every_page_size(trace: Path) -> None:
+    """Pages shared by two prompts cover the tokens of their shared blocks."""
+    for page in (16, 512):
+        spec = SimSpec(trace=str(trace), page_size=page)
+        first, second, _ = from_trace(read_trace(spec), spec).requests
+        shared = set(first.page_ids.tolist()) & set(second.page_ids.tolist())
+        assert len(shared) == 512 // page
+
+
+def test_arrivals_scale_by_slowdown_or_to_a_rate(trace: Path) -> None:
+    """A slowdown stretches the times; a rate is the mean of the whole trace."""
+    spec = SimSpec(trace=str(trace), slowdown=3.0)
+    arrivals = [r.arrival_s for r in from_trace(read_trace(spec), spec).requests]
+    assert arrivals == [0.0, 1.5, 27.0]
+    spec = replace(spec, rate=0.5)
+    arrivals = [r.arrival_s for r in from_trace(read_trace(spec), spec).requests]
+    assert arrivals[-1] == pytest.approx(3 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["no such file"], "cannot be read"),
+        (["--rate", "1", "--hardware", "Z80"], "Z80"),
+        ([], "no arrivals"),
+        (["--rate", "1", "--capacity-plan", "--host-sizes", "much"], "much"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_and_code_2(
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Never a traceback."""
+    assert run(*words) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_an_unknown_trace_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The known formats are named."""
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"prompt": "hello"}\n')
+    assert run(str(path)) == 2
+    assert "Mooncake" in capsys.readouterr().err

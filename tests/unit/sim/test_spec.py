@@ -1,0 +1,125 @@
+"""Specs: files, flags, profiles and calibrations become one server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.cost.calibration import (
+    Calibration,
+    DecodeFit,
+    FitQuality,
+    LinkFit,
+    MachineFacts,
+    ModelFacts,
+    PrefillFit,
+)
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.spec import SimSpec, read_spec
+
+QUALITY = FitQuality(10, 0.99, 0.02, 0.05)
+CALIBRATION = Calibration(
+    created="2026-01-01T00:00:00+00:00",
+    method="server",
+    engine="sglang 0.5.23",
+    model=ModelFacts(
+        name="demo",
+        architecture="LlamaForCausalLM",
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        attention_backend="tiered_cpu",
+        num_layers=4,
+        attention_width=256,
+        num_params=10**7,
+        kv_bytes_per_token=4096,
+        page_tokens=16,
+        chunk_tokens=512,
+    ),
+    machine=MachineFacts("none", 2, 8 * 10**9, "Linux"),
+    prefill=PrefillFit(0.002, 1e-4, 1e-8, 1.4, QUALITY),
+    decode=DecodeFit(0.004, 1e-3, 1e-7, QUALITY),
+    request_overhead_s=0.005,
+    links=(LinkFit("host", "device", 1e-4, 5e9, False, 1.1, QUALITY),),
+)
+
+
+def test_a_file_gives_what_it_says(tmp_path: Path) -> None:
+    """Sections are for the reader, and whole numbers may stand for real ones."""
+    path = tmp_path / "spec.toml"
+    path.write_text(
+        '[server]\nhardware = "L20"\nmodel = "llama-2-7b"\npage_size = 32\n'
+        "[tiers]\nhost_gb = 64\n[workload]\nrate = 2.5\n"
+    )
+    spec = read_spec(path)
+    assert (spec.hardware, spec.page_size, spec.host_gb) == ("L20", 32, 64.0)
+    server = spec.server()
+    assert [setup.tier for setup in server.tiers] == [TierId.HOST]
+    assert server.page_bytes == 32 * 2**19
+    assert server.device_tokens == pytest.approx(
+        (48e9 * 0.88 - 2 * 6.74e9) / 2**19, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("[server]\nhardwear = 'L20'\n", "hardwear"),
+        ("[tears]\nhost_gb = 1\n", "tears"),
+        ("[tiers]\nhost_gb = 'much'\n", "host_gb"),
+        ("[server\n", "spec.toml"),
+        ("[server]\npage_size = 0\n", "page_size"),
+        ("[tiers]\nhost_medium = 'tape'\n", "tape"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named(
+    tmp_path: Path, text: str, word: str
+) -> None:
+    """One sentence, with the word to look for."""
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=word):
+        read_spec(path)
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    """70B on one L20 has no room for KV."""
+    with pytest.raises(ConfigError, match="cannot hold"):
+        SimSpec(hardware="L20", model="Llama-3.1-70B").server()
+
+
+def test_tensor_parallelism_divides_sizes() -> None:
+    """Each rank has its part of the tiers, and L20s share their PCIe link in pairs."""
+    one = SimSpec(hardware="L20", model="Yi-34B-200K", tensor_parallel=2, host_gb=64)
+    server = one.server()
+    assert server.kv_token_bytes == 2 * 2 * 60 * 8 * 128 // 2
+    assert server.tiers[0].size_bytes == 32 * 10**9
+    alone = SimSpec(hardware="L20", model="Llama-2-7B", host_gb=64).server()
+    assert server.tiers[0].read.bytes_per_s == alone.tiers[0].read.bytes_per_s / 2
+
+
+def test_cxl_takes_the_place_of_the_host() -> None:
+    """With CaR's 64 GB/s."""
+    server = SimSpec(host_gb=64.0, host_medium="cxl").server()
+    assert server.tiers[0].tier is TierId.CXL
+    assert server.tiers[0].read.bytes_per_s == 64e9
+
+
+def test_a_calibration_replaces_the_profile() -> None:
+    """What was measured counts; an edge that was not keeps the profile's guess."""
+    spec = SimSpec(host_gb=1.0, device_gb=0.1)
+    server = spec.server(CALIBRATION)
+    prefill, decode = CALIBRATION.prefill, CALIBRATION.decode
+    assert prefill is not None
+    assert decode is not None
+    assert server.times.prefill_s([(100, 50)]) == pytest.approx(
+        prefill.seconds(100, 50)
+    )
+    assert server.times.decode_step_s(3, 400) == pytest.approx(decode.seconds(3, 400))
+    assert server.times.request_s == 0.005
+    assert server.tiers[0].read.bytes_per_s == 5e9
+    assert server.tiers[0].write == spec.server().tiers[0].write
+    assert server.kv_token_bytes == 4096
+    assert server.scheduler.chunk_tokens == 512
+    assert server.load_mode == "waiter"
