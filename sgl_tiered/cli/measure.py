@@ -278,8 +278,9 @@ class Measurer:
         for source, target in wanted:
             if (source, target) not in self._measured.links:
                 self._measured.notes.append(
-                    f"Links: the server moved nothing from {source} to {target} (its "
-                    "planner found it cheaper to recompute, or a policy forbids it)."
+                    f"Links: the server moved nothing from {source} to {target}: its "
+                    "planner found it cheaper to recompute, or a policy forbids it. "
+                    "With --tiered-load-policy always it loads whatever it finds."
                 )
 
     def _link_point(self, prompt: tuple[int, ...], drop: Sequence[str]) -> None:

@@ -113,19 +113,21 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     layout = page_layout(pool, ctx.params.page_size)
     device = make_device_pool(pool, layout, getattr(runner, "forward_stream", None))
     engine = "sglang " + importlib.metadata.version("sglang")
-    backend = str(ctx.server_args.attention_backend)
+    model = model_facts(ctx, layout)
 
     def fingerprint() -> str:
         return model_fingerprint(runner.model, ctx.model_config.hf_config, engine)
 
     namespace = Namespace(
-        fingerprint(), f"{pool.dtype} {backend}", layout.page_tokens, "0/1"
+        fingerprint(),
+        f"{pool.dtype} {model.attention_backend}",
+        layout.page_tokens,
+        "0/1",
     )
     register = _cuda_register() if pool.k_buffer[0].is_cuda else None
     metrics = MetricsRegistry()
     host = _open_host(config, layout, register)
     disk = _open_disk(config, layout, namespace)
-    model = model_facts(ctx, layout)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,

@@ -64,7 +64,11 @@ SEAMS: tuple[Seam, ...] = (
         _SRT + "plugins.hook_registry.HookRegistry",
         attributes=("register", "apply_hooks", "_patched"),
     ),
-    Seam("flags", _SRT + "server_args.ServerArgs", attributes=("check_server_args",)),
+    Seam(
+        "flags",
+        _SRT + "server_args.ServerArgs",
+        attributes=("check_server_args", "resolved_dict"),
+    ),
     Seam(
         "flag metadata",
         _SRT + "arg_groups.arg_utils.Arg",

@@ -18,16 +18,18 @@ __all__ = ["attention_width", "machine_facts", "model_facts", "num_params", "rep
 
 def model_facts(ctx: Any, layout: PageLayout) -> ModelFacts:
     """Read the facts off SGLang's ``TreeCacheBuildContext``."""
-    config, args = ctx.model_config, ctx.server_args
+    config = ctx.model_config
+    # The fields themselves are what was given; None where SGLang chose.
+    args: dict[str, Any] = ctx.server_args.resolved_dict()
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    chunk = getattr(args, "chunked_prefill_size", None)
+    chunk = args["chunked_prefill_size"]
     return ModelFacts(
         # The default name is the path of the model, which is nobody's business.
-        name=Path(str(args.served_model_name or args.model_path)).name,
+        name=Path(str(args["served_model_name"] or args["model_path"])).name,
         architecture=str(config.hf_config.architectures[0]),
         dtype=_dtype(config.dtype),
         kv_dtype=_dtype(pool.dtype),
-        attention_backend=str(args.attention_backend),
+        attention_backend=str(args["attention_backend"] or ""),
         num_layers=layout.num_layers,
         attention_width=attention_width(config),
         num_params=num_params(ctx.tp_worker.model_runner.model),

@@ -89,7 +89,7 @@ def test_the_command_line_starts_without_the_extra_packages() -> None:
     program = (
         "import sys\n"
         "import sgl_tiered.cli.main\n"
-        "heavy = {'aiohttp', 'openai', 'matplotlib', 'tqdm', 'sgl_tiered_workloads'}\n"
+        "heavy = {'aiohttp', 'openai', 'matplotlib', 'tqdm', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run(

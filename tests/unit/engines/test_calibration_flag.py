@@ -37,7 +37,7 @@ class NotToBeTouched:
         raise AssertionError(f"{name} was used although the file says it")
 
 
-def context(page_dtype=torch.bfloat16):
+def context(page_dtype=torch.bfloat16, chunk=-1):
     """What the factory reads of SGLang's build context."""
     pool = SimpleNamespace(
         dtype=page_dtype, k_buffer=[torch.zeros(4, 1, 32, dtype=page_dtype)]
@@ -52,11 +52,15 @@ def context(page_dtype=torch.bfloat16):
             vocab_size=100,
             context_len=2048,
         ),
+        # What was given has no backend; what SGLang resolved has.
         server_args=SimpleNamespace(
-            served_model_name="/models/secret/tiny",
-            model_path="/models/secret/tiny",
-            attention_backend="tiered_cpu",
-            chunked_prefill_size=-1,
+            attention_backend=None,
+            resolved_dict=lambda: {
+                "served_model_name": "/models/secret/tiny",
+                "model_path": "/models/secret/tiny",
+                "attention_backend": "tiered_cpu",
+                "chunked_prefill_size": chunk,
+            },
         ),
         params=SimpleNamespace(token_to_kv_pool_allocator=allocator),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=MODEL)),
@@ -192,7 +196,9 @@ def test_what_is_served_is_told_without_its_path():
     ctx = context()
     facts = model_facts(ctx, LAYOUT)
     assert facts.name == "tiny"
+    assert facts.attention_backend == "tiered_cpu"
     assert facts.chunk_tokens is None
+    assert model_facts(context(chunk=512), LAYOUT).chunk_tokens == 512
     assert facts.num_params == 32 * 64 + 64
     assert facts.kv_bytes_per_token == 2 * 2 * 64
     told = report(ctx, facts, machine_facts(torch.device("cpu")), "sglang 1")
