@@ -11,16 +11,23 @@ import json
 from pathlib import Path
 
 import numpy as np
+from sgl_tiered_workloads.arrivals import OpenLoop
+from sgl_tiered_workloads.params import WorkloadError
+from sgl_tiered_workloads.registry import make_workload as named_workload
 from sgl_tiered_workloads.traces.base import Trace, TraceError, TraceRequest
 from sgl_tiered_workloads.traces.mooncake import read_mooncake
 from sgl_tiered_workloads.traces.weka import read_weka
+from sgl_tiered_workloads.workload import Workload
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
 from sgl_tiered.sim.spec import SimSpec
 from sgl_tiered.sim.synthetic import of_lengths, shared_prefixes
 
-__all__ = ["from_trace", "make_workload", "read_trace"]
+__all__ = ["from_sessions", "from_trace", "make_workload", "read_trace"]
+
+_VOCAB_TOKENS = 32_000
+"""Of the prompts; the simulated answers' ids lie above, so that none repeats."""
 
 
 def make_workload(spec: SimSpec) -> SimWorkload:
@@ -31,6 +38,8 @@ def make_workload(spec: SimSpec) -> SimWorkload:
     """
     if spec.trace:
         return from_trace(read_trace(spec), spec)
+    if spec.workload:
+        return from_sessions(_by_name(spec), spec.page_size)
     if spec.rate <= 0:
         raise ConfigError(
             "rate",
@@ -104,6 +113,50 @@ def from_trace(trace: Trace, spec: SimSpec) -> SimWorkload:
         if request.session >= 0:
             latest[request.session] = index
     return builder.build(trace.name)
+
+
+def from_sessions(workload: Workload, page_tokens: int) -> SimWorkload:
+    """Play a workload of the harness against answers that repeat nothing.
+
+    The simulator sees what a server would: prompts that carry the answers before them,
+    pauses, arrivals or a closed loop. The sessions are used up.
+    """
+    builder = WorkloadBuilder(page_tokens)
+    arrivals = workload.arrivals
+    starts = arrivals.times_s if isinstance(arrivals, OpenLoop) else ()
+    next_token = _VOCAB_TOKENS
+    for number, session in enumerate(workload.as_sessions()):
+        after, think_s = -1, 0.0
+        while not session.finished:
+            request = session.next_request()
+            stop = next_token + request.max_new_tokens
+            answer, next_token = range(next_token, stop), stop
+            tokens = np.array((*request.prompt, *answer[:-1]), np.int32)
+            after = builder.add(
+                float(starts[number]) if starts and after < 0 else 0.0,
+                len(request.prompt),
+                request.max_new_tokens,
+                prefix=builder.number_tokens(tokens),
+                after=after,
+                think_s=think_s,
+            )
+            session.record_answer(answer)
+            think_s = session.think_s
+    return builder.build(workload.name, workload.concurrency or 0)
+
+
+def _by_name(spec: SimSpec) -> Workload:
+    try:
+        params = json.loads(spec.params or "{}")
+        if not isinstance(params, dict):
+            raise ConfigError("params", "it is no JSON object", "such as '{}'")
+        return named_workload(spec.workload, params, spec.seed, _VOCAB_TOKENS)
+    except (WorkloadError, TraceError) as error:
+        raise ConfigError("workload", str(error), "correct the workload") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("params", f"{error}", "give a JSON object") from None
 
 
 def _think_s(request: TraceRequest) -> float:

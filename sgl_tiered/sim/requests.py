@@ -54,11 +54,15 @@ class SimWorkload:
         name: for reports.
         page_tokens: tokens of a page, for which the stand-ins were made.
         requests: all of them.
+        num_clients: a closed loop of so many clients, each of which begins the next
+            conversation (a request without ``after``) when its own has ended; 0: all
+            begin at their arrivals.
     """
 
     name: str
     page_tokens: int
     requests: tuple[SimRequest, ...]
+    num_clients: int = 0
 
 
 class WorkloadBuilder:
@@ -179,9 +183,10 @@ class WorkloadBuilder:
             for part in parts
         ]
 
-    def build(self, name: str) -> SimWorkload:
+    def build(self, name: str, num_clients: int = 0) -> SimWorkload:
         """Return the workload; requests are in the order in which they were added."""
-        return SimWorkload(name, self._page_tokens, tuple(self._requests))
+        requests = tuple(self._requests)
+        return SimWorkload(name, self._page_tokens, requests, num_clients)
 
     def _reserve(self, num_ids: int) -> int:
         first = self._next_id

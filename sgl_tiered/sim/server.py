@@ -9,6 +9,7 @@ requests are retracted in SGLang's order. Equal seeds give equal event logs.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from sgl_tiered.sim.admission import Admission, PassPlan
@@ -63,6 +64,7 @@ class SimServer:
         self._passes: list[PrefillPass] = []
         self._records: list[RequestRecord | None] = [None] * len(workload.requests)
         self._followers: dict[int, list[int]] = {}
+        self._starts: deque[int] = deque()
         self._num_retractions = 0
         self._in_pass = False
         self._segment: DecodeSegment | None = None
@@ -71,11 +73,14 @@ class SimServer:
 
     def run(self) -> SimResult:
         """Run to the end of the last request."""
-        for index, request in enumerate(self._workload.requests):
+        requests = self._workload.requests
+        for index, request in enumerate(requests):
             if request.after >= 0:
                 self._followers.setdefault(request.after, []).append(index)
             else:
-                self._plan_arrival(index, request.arrival_s)
+                self._starts.append(index)
+        for _ in range(self._workload.num_clients or len(self._starts)):
+            self._begin_next()
         self.queue.run()
         records = [record for record in self._records if record is not None]
         assert len(records) == len(self._records), "a request never ended"
@@ -93,6 +98,13 @@ class SimServer:
         )
 
     # -- Arrivals --------------------------------------------------------------
+
+    def _begin_next(self) -> None:
+        """Begin the next conversation, if there is one."""
+        if self._starts:
+            index = self._starts.popleft()
+            arrival_s = self._workload.requests[index].arrival_s
+            self._plan_arrival(index, max(arrival_s, self.queue.now()))
 
     def _plan_arrival(self, index: int, arrival_s: float) -> None:
         queued_s = arrival_s + self.config.times.request_s
@@ -374,7 +386,10 @@ class SimServer:
     def _end(self, seq: Sequence, *, aborted: bool) -> None:
         now_s = self.queue.now()
         self._records[seq.index] = seq.record(now_s, aborted=aborted)
-        for follower in self._followers.pop(seq.index, []):
+        followers = self._followers.pop(seq.index, [])
+        if not followers and self._workload.num_clients:
+            self._begin_next()
+        for follower in followers:
             request = self._workload.requests[follower]
             arrival_s = max(request.arrival_s, now_s + request.think_s)
             self._plan_arrival(follower, arrival_s)

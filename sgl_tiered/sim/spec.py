@@ -1,11 +1,13 @@
 """What to simulate, as one flat value: from a TOML file, from flags, or from both.
 
-A TOML file has the sections ``[server]``, ``[tiers]``, ``[scheduler]``, ``[workload]``
-and ``[slo]``; which key is in which section is for the reader only, names are unique.
+A TOML file has the sections ``[server]``, ``[tiers]``, ``[scheduler]``, ``[workload]``,
+``[params]`` and ``[slo]``; which key is in which section is for the reader only, names
+are unique. ``[params]`` alone is free: the parameters of the named workload.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,7 +32,7 @@ __all__ = ["SimSpec", "read_spec"]
 GB = 1e9
 _DEVICE_SHARE = 0.88
 """Of the device's memory for weights and KV (SGLang's ``mem_fraction_static``)."""
-_SECTIONS = ("server", "tiers", "scheduler", "workload", "slo")
+_SECTIONS = ("server", "tiers", "scheduler", "workload", "params", "slo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class SimSpec:
         rate: requests per second; of a trace, its mean after scaling (instead of
             ``slowdown``), 0 for the trace's own.
         sessions: a trace's turn waits for the answer before it.
+        workload, params: a workload of ``sgl_tiered_workloads`` by name, and its
+            parameters as a JSON object (in a file: the section ``[params]``).
         num_requests, prompt_tokens, output_tokens, num_prefixes, prefix_tokens: of a
             synthetic workload; ``prompt_tokens`` include the prefix.
         seed: of the synthetic workload and of random policies.
@@ -68,6 +72,8 @@ class SimSpec:
     slowdown: float = 1.0
     rate: float = 0.0
     sessions: bool = False
+    workload: str = ""
+    params: str = ""
     num_requests: int = 200
     prompt_tokens: int = 2_048
     output_tokens: int = 256
@@ -256,6 +262,8 @@ def read_spec(path: Path) -> SimSpec:
                 f"the section {section!r} is not known",
                 f"use {', '.join(_SECTIONS)}",
             )
+        if section == "params":
+            content = {"params": json.dumps(content)}
         values.update(content)
     return SimSpec().with_values(values)
 

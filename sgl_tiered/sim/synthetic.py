@@ -78,8 +78,8 @@ def shared_prefixes(
             float(arrivals[index]),
             prefix_tokens + body_tokens,
             output_tokens,
-            after=max(index - num_clients, -1) if num_clients else -1,
             prefix=builder.prefix(number, num_pages),
             own_pages=keep_bodies,
         )
-    return builder.build(f"{num_prefixes} prefixes, {num_requests} requests")
+    name = f"{num_prefixes} prefixes, {num_requests} requests"
+    return builder.build(name, num_clients)

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from sgl_tiered.cli.main import main
-from sgl_tiered.cli.simulate_workload import from_trace, read_trace
+from sgl_tiered.cli.simulate_workload import (
+    from_trace,
+    make_workload,
+    read_trace,
+)
 from sgl_tiered.sim.spec import SimSpec
 
 MOONCAKE = [
@@ -110,9 +114,28 @@ def test_arrivals_scale_by_slowdown_or_to_a_rate(trace: Path) -> None:
     assert arrivals[-1] == pytest.approx(3 / 0.5)
 
 
+def test_a_workload_of_the_harness_is_played_with_its_answers() -> None:
+    """A turn's prompt begins with the pages of the turn before and its answer."""
+    arrivals = {"process": "closed", "concurrency": 2}
+    params = {"num_sessions": 5, "num_turns": 3, "arrivals": arrivals}
+    spec = SimSpec(workload="chat", params=json.dumps(params), page_size=16)
+    workload = make_workload(spec)
+    assert len(workload.requests) == 15
+    assert workload.num_clients == 2
+    first, second = workload.requests[:2]
+    known = first.num_prompt_tokens + first.num_output_tokens - 1
+    assert (first.after, second.after) == (-1, 0)
+    assert second.num_prompt_tokens > known
+    assert len(first.page_ids) == known // 16
+    assert second.page_ids[: known // 16].tolist() == first.page_ids.tolist()
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
+        (["--workload", "chess"], "chess"),
+        (["--workload", "chat", "--params", "[1]"], "JSON object"),
+        (["--workload", "chat", "--params", '{"num_turnips": 3}'], "num_turnips"),
         (["no such file"], "cannot be read"),
         (["--rate", "1", "--hardware", "Z80"], "Z80"),
         ([], "no arrivals"),

@@ -206,6 +206,20 @@ def test_a_turn_leaves_after_the_answer_before_it(make_config: Make) -> None:
     assert two.arrival_s == pytest.approx(one.finished_s + 0.5)
 
 
+def test_a_client_sends_its_next_request_when_it_has_its_answer(
+    make_config: Make,
+) -> None:
+    """Three clients: never more than three in the system, and soon three again."""
+    builder = WorkloadBuilder(PAGE)
+    for number in range(12):
+        builder.add(0.0, 20, 5 + 7 * (number % 3))
+    result = simulate(make_config(), builder.build("loop", num_clients=3))
+    arrivals = sorted(record.arrival_s for record in result.records)
+    ends = sorted(record.finished_s for record in result.records)
+    assert arrivals[:3] == [0.0] * 3
+    assert arrivals[3:] == ends[:9]
+
+
 def test_a_layerwise_load_hides_under_the_prefill(make_config: Make) -> None:
     """Overlapped it costs the last layer's share at most; a copying thread adds it."""
     builder = WorkloadBuilder(PAGE)
