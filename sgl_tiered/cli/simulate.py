@@ -104,7 +104,7 @@ def simulate_spec(
 def table(spec: SimSpec, summary: SimSummary) -> str:
     """Return the summary as text."""
     machine = spec.calibration or f"{spec.tensor_parallel} x {spec.hardware}"
-    load = spec.trace or f"{spec.rate:g} requests/s"
+    load = spec.trace or spec.workload or f"{spec.rate:g} requests/s"
     lines = [
         f"{machine}, {spec.model}; {load}",
         f"{summary.num_requests} requests in {summary.duration_s:.1f} s; "
