@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from sgl_tiered_workloads.arrivals import Arrivals, ClosedLoop, OpenLoop
+from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.driver import run_sessions, run_workload
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest
@@ -126,6 +127,18 @@ def test_as_many_starts_as_sessions_are_needed() -> None:
         play(ScriptedClient(1.0), [chat("a")], OpenLoop((0.0, 1.0)))
     with pytest.raises(ValueError, match="2 arrivals for 1 starts"):
         Workload("w", OpenLoop((0.0, 1.0)), sessions=(chat("a"),))
+
+
+def test_the_streaming_client_is_a_client() -> None:
+    """Sessions run against a real client; an absent server is a failed record."""
+
+    async def run() -> list[RequestRecord]:
+        async with StreamingClient("http://127.0.0.1:9") as client:
+            return await run_sessions(client, [chat("a"), chat("b")], ClosedLoop(2))
+
+    records = asyncio.run(run())
+    assert [record.key for record in records] == ["a.t0", "b.t0"]
+    assert all(record.error for record in records)
 
 
 def test_a_workload_of_requests_plays_as_sessions_of_one_turn() -> None:

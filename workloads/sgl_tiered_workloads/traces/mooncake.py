@@ -25,7 +25,8 @@ _MAX_SESSION_REQUESTS = 120
 def read_mooncake(path: Path, *, limit: int | None = None) -> Trace:
     """Read a Mooncake trace; the first ``limit`` requests of it.
 
-    The format names no sessions; they are inferred (``infer_sessions``).
+    The format names no sessions; they are inferred (``infer_sessions``), from the
+    requests that are read.
 
     Raises:
         TraceError: the file is not in this format.
