@@ -75,6 +75,7 @@ def test_a_good_specification_is_understood() -> None:
         ("window.cooldown_s", -1, "window.cooldown_s: -1 is negative"),
         ("model", {}, "model: it is missing"),
         ("model", {"path": "x"}, "model.vocab_tokens: it is missing"),
+        ("gate.min_exact_fraction", 50, "50 is no share"),
         ("gate.kind", "maybe", "use one of equality, off"),
         ("gate", {"kind": "off"}, "gate.because: it is missing"),
         ("gate.reference_pool_tokens", 100, "smaller than the systems'"),
