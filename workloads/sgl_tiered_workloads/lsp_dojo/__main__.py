@@ -62,6 +62,7 @@ async def _search(args: argparse.Namespace, text: str) -> SearchTree:
         num_samples=args.samples,
         num_offers=args.offers,
         num_fixes=args.fixes,
+        num_errors=args.errors,
         comment=args.comment,
         limits=limits,
     )
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--samples", type=int, default=4, help="completions per node")
     add("--offers", type=int, default=5, help="names offered in a comment")
     add("--fixes", type=int, default=0, help="prompts with an offered name put in")
+    add("--errors", type=int, help="lines a sample is cut at; default: all with errors")
     add("--max-depth", type=int, default=8)
     add("--max-nodes", type=int, default=64)
     add("--max-seconds", type=float, default=600.0)
