@@ -71,7 +71,7 @@ def main() -> int:
     add("--models", type=Path, default=Path("out/models"))
     add("--port", type=int, help="default: a free one")
     add("--pool-tokens", type=int, default=2048, help="device pool")
-    add("--root-lines", type=int, default=40, help="lines of the begun program")
+    add("--root-lines", type=int, default=36, help="lines of the begun program")
     add("--samples", type=int, default=2, help="completions per node")
     add("--max-new-tokens", type=int, default=64, help="of one completion")
     add("--nodes", type=int, default=63, help="nodes expanded")
