@@ -38,7 +38,7 @@ class LoadFinished:
         plans: the plans of its jobs.
         landed: True if every layer of every job arrived.
         num_bytes: bytes copied to the device.
-        seconds: from the first copy to the last.
+        seconds: that the copies took.
         error: one sentence, empty if landed.
     """
 

@@ -109,8 +109,6 @@ class LoadTicket:
         self._left_to_waiter_until_s = 0.0
         if self._waiter_copies:
             self._left_to_waiter_until_s = clock.now() + _LEFT_TO_WAITER_S
-        self._started_s: float | None = None
-        self._ended_s = 0.0
         self._seconds_by_tier = {segment.source: 0.0 for segment, _ in self._copies}
         self._done = False
         self._failed = ""
@@ -133,8 +131,8 @@ class LoadTicket:
 
     @property
     def seconds(self) -> float:
-        """From the first copy to the end of the last."""
-        return 0.0 if self._started_s is None else self._ended_s - self._started_s
+        """Time of the copies alone: a waiter that copies computes between them."""
+        return sum(self._seconds_by_tier.values())
 
     def wait_layer(self, layer: int) -> None:
         """Block until a layer has arrived, or the load failed (see ``failed``).
@@ -190,8 +188,6 @@ class LoadTicket:
         missing = self._num_arrived < self._num_layers and not self._failed
         if missing:
             self._copying = True
-            if self._started_s is None:
-                self._started_s = self._clock.now()
         return missing
 
     def _copy(self, *, by_waiter: bool) -> None:
@@ -203,7 +199,6 @@ class LoadTicket:
             error = f"{type(problem).__name__}: {problem}"
         with self._changed:
             self._copying = False
-            self._ended_s = self._clock.now()
             self._failed = error
             if not error:
                 self._num_arrived += 1

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, LoadFinished
@@ -256,3 +256,21 @@ def test_a_waiter_whose_copy_fails_is_released(loader, pool, completions):
     assert loader.drain(PATIENCE_S)
     (finished,) = completions.drain()
     assert not finished.landed
+
+
+def test_what_the_model_computes_between_two_layers_is_no_time_of_the_load(
+    pool, completions, metrics
+):
+    """The planner learns from these seconds what a load costs."""
+    clock = ManualClock()
+    pool.waiter_copies = True
+    loader = LayerwiseLoader(pool, completions, clock, metrics)
+    ticket = loader.submit([job(make_pages(1, SLOT, 9), [0], [4])])
+    for layer in range(LAYOUT.num_layers):
+        ticket.wait_layer(layer)
+        clock.advance(0.04)
+    assert ticket.wait(PATIENCE_S)
+    assert loader.drain(PATIENCE_S)
+    (finished,) = completions.drain()
+    assert finished.seconds == 0.0
+    loader.close(PATIENCE_S)

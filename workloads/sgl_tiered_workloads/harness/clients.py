@@ -14,7 +14,13 @@ from sgl_tiered_workloads.harness.spec import SystemSpec
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest
 
-__all__ = ["Client", "FolderTokenizer", "make_client", "server_facts"]
+__all__ = [
+    "Client",
+    "FolderTokenizer",
+    "LazyEncoder",
+    "make_client",
+    "server_facts",
+]
 
 _ASK_S = 5.0
 
@@ -55,6 +61,20 @@ class FolderTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, without special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class LazyEncoder:
+    """Text to ids by the tokenizer in a folder, loaded when the first text comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer: FolderTokenizer | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the ids of ``text``."""
+        if self._tokenizer is None:
+            self._tokenizer = FolderTokenizer(self._folder)
+        return self._tokenizer.encode(text)
 
 
 def make_client(

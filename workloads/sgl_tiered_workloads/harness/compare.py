@@ -1,8 +1,8 @@
 """Two record files: what differs, and by how much for sure.
 
 Requests are paired by repeat and key, so both sides answered the same schedule. What
-only one side answered is left out and counted. An interval is a bootstrap at 95 %; a
-difference whose interval holds zero is not shown to exist.
+only one side answered in its steady state is left out and counted. An interval is a
+bootstrap at 95 %; a difference whose interval holds zero is not shown to exist.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered_workloads.harness.errors import GateRedError, RecordsError
+from sgl_tiered_workloads.harness.metrics import Window, in_window
 from sgl_tiered_workloads.harness.results import read_side
 from sgl_tiered_workloads.harness.statistics import Interval, paired_interval
 from sgl_tiered_workloads.records import RequestRecord, RunHeader
@@ -62,7 +63,7 @@ class Pairing:
     Attributes:
         base, other: their headers.
         num_pairs: requests that both answered.
-        num_left_out: requests that only one answered, or that only one has.
+        num_left_out: requests that one side or both did not answer in steady state.
         num_repeats: repeats that both have.
         differences: figure by figure.
     """
@@ -101,7 +102,8 @@ def compare_files(base: Path, other: Path, different_specs: bool = False) -> Pai
             f"{other_header.spec_hash or 'none'}), so the work may too; pass "
             "--different-specs to compare all the same."
         )
-    ours, theirs = _answered(base_records), _answered(other_records)
+    ours = _answered(_steady(base_header, base_records))
+    theirs = _answered(_steady(other_header, other_records))
     common = [key for key in ours if key in theirs]
     if not common:
         raise RecordsError("No request was answered on both sides, so nothing pairs.")
@@ -138,6 +140,18 @@ def format_differences(pairing: Pairing) -> str:
     if pairing.num_repeats == 1:
         lines += ["", "One repeat: intervals cannot hold what changes between repeats."]
     return "\n".join(lines)
+
+
+def _steady(header: RunHeader, records: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Return the requests of the windows; all of a file that knows no window."""
+    if "spec" not in header.facts:
+        return list(records)
+    window = Window(**header.facts["spec"]["window"])
+    chosen: list[RequestRecord] = []
+    for repeat in sorted({record.repeat for record in records}):
+        every = [record for record in records if record.repeat == repeat]
+        chosen.extend(in_window(every, window))
+    return chosen
 
 
 def _answered(records: Sequence[RequestRecord]) -> dict[Key, RequestRecord]:

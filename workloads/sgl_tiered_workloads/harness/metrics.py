@@ -152,19 +152,24 @@ def span(records: Sequence[RequestRecord], window: Window) -> tuple[float, float
     if len(records) == 1 or end_s == min(record.targeted_s for record in records):
         # All left at once: the run itself is all there is, if no more was asked.
         ends = [r.token_times_s[-1] for r in records if r.token_times_s]
-        end_s = max(ends, default=end_s) - window.cooldown_s
+        # The bound itself is out, and the last token shall be in.
+        end_s = np.nextafter(max(ends, default=end_s), np.inf) - window.cooldown_s
     if end_s <= begin_s:
         raise RecordsError(
             f"The steady state would end at {end_s:.1f} s and begin at "
             f"{begin_s:.1f} s; shorten warmup_s and cooldown_s or send more requests."
         )
-    return begin_s, end_s
+    return begin_s, float(end_s)
 
 
 def in_window(records: Sequence[RequestRecord], window: Window) -> list[RequestRecord]:
-    """Return the requests of one repeat that were targeted within its window."""
+    """Return the requests of one repeat that were targeted within its window.
+
+    The request that ends the window is not in it: n gaps are n requests, so that the
+    rate of what came is the rate at which it was sent.
+    """
     begin_s, end_s = span(records, window)
-    return [r for r in records if begin_s <= r.targeted_s <= end_s]
+    return [r for r in records if begin_s <= r.targeted_s < end_s]
 
 
 def measure(records: Sequence[RequestRecord], window: Window, slos: Slos) -> Metrics:
@@ -227,7 +232,7 @@ def _ended_between(
 ) -> int:
     """Whole answers whose last token arrived between two moments."""
     return sum(
-        r.error is None and begin_s <= r.token_times_s[-1] <= end_s for r in records
+        r.error is None and begin_s <= r.token_times_s[-1] < end_s for r in records
     )
 
 
@@ -238,7 +243,7 @@ def _prompt_tokens_between(
     return sum(
         record.num_prompt_tokens
         for record in records
-        if record.token_times_s and begin_s <= record.token_times_s[0] <= end_s
+        if record.token_times_s and begin_s <= record.token_times_s[0] < end_s
     )
 
 
@@ -253,7 +258,7 @@ def _output_tokens_between(
     for record in records:
         if not record.token_times_s:
             continue
-        arrived = sum(begin_s <= moment <= end_s for moment in record.token_times_s)
+        arrived = sum(begin_s <= moment < end_s for moment in record.token_times_s)
         total += arrived * max(
             1.0, record.num_output_tokens / len(record.token_times_s)
         )

@@ -86,7 +86,7 @@ def _latency(results: Results) -> bytes:
         if limit_s is not None:
             axes.axvline(limit_s * 1e3, color="#222222", linestyle=":", linewidth=1)
         axes.set_xlabel(f"{name}, ms" + (" (dotted: SLO)" if limit_s else ""))
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.02)
         _tidy(axes)
     every_axes[0].set_ylabel("share of requests (ITL: gaps)")
     _name_systems(figure, results)
@@ -114,8 +114,9 @@ def _timeline(results: Results) -> bytes:
                 alpha=0.7,
             )
         axes.set_xlabel(f"targeted start in repeat {repeat}, s")
-        axes.set_ylim(bottom=0)
         _tidy(axes)
+    # After all panels: a limit that is set ends the scaling of all of them.
+    every_axes[0].set_ylim(bottom=0)
     every_axes[0].set_ylabel("TTFT, ms (shaded: steady)")
     _name_systems(figure, results)
     return _png(figure)
@@ -141,6 +142,7 @@ def _hits(results: Results) -> bytes:
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of prompt tokens, %")
     _tidy(axes)
+    drawn["computed"] = drawn.pop("computed")
     figure.legend(drawn.values(), drawn, loc="outside upper center", ncols=len(drawn))
     return _png(figure)
 

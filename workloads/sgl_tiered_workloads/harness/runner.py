@@ -13,6 +13,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from sgl_tiered_workloads.driver import run_workload
 from sgl_tiered_workloads.harness.clients import (
     FolderTokenizer,
+    LazyEncoder,
     make_client,
     server_facts,
 )
@@ -96,6 +98,27 @@ def server_specs(spec: Spec, model: Path, out: Path) -> dict[str, ServerSpec]:
     return specs
 
 
+def _registry(spec: Spec) -> WorkloadMaker:
+    """Return the registry's maker; presets know words only by their hash."""
+    folder = spec.model.path
+    if not folder:
+        return make_workload
+    return partial(make_workload, encode=LazyEncoder(Path(folder).expanduser()))
+
+
+def _clear(out: Path) -> None:
+    """Remove an older run's results, so that none of them passes for the new one's.
+
+    Only a folder that holds a gate's result is taken for ours.
+    """
+    shutil.rmtree(out / "stores", ignore_errors=True)
+    if not (out / GATE_FILE).exists():
+        return
+    shutil.rmtree(out / "records", ignore_errors=True)
+    for path in (out / GATE_FILE, out / "report.md", out / "report.html"):
+        path.unlink(missing_ok=True)
+
+
 class Comparison:
     """One run of a specification.
 
@@ -105,7 +128,8 @@ class Comparison:
         models: where models that are made on the spot are kept.
         first_port: of the servers; None for any free ones.
         say: takes progress lines.
-        make: makes the workload.
+        make: makes the workload; by default the registry does, with the texts of text
+            workloads cut by the model's tokenizer where the model is the user's.
         quiet: show no progress bar.
     """
 
@@ -116,7 +140,7 @@ class Comparison:
         models: Path,
         first_port: int | None = None,
         say: Say = tqdm.write,
-        make: WorkloadMaker = make_workload,
+        make: WorkloadMaker | None = None,
         quiet: bool = False,
     ) -> None:
         self._spec = spec
@@ -124,7 +148,7 @@ class Comparison:
         self._models = models
         self._first_port = first_port
         self._say = say
-        self._make = make
+        self._make = make or _registry(spec)
         self._quiet = quiet
         self._systems: list[_System] = []
 
@@ -144,8 +168,8 @@ class Comparison:
             tokenizer = self._tokenizer(system, model)
             self._systems.append(_System(system, tokenizer, [], [], {}))
         specs = {} if model is None else server_specs(spec, model, self._out)
+        _clear(self._out)
         stores = self._out / "stores"
-        shutil.rmtree(stores, ignore_errors=True)
         for system in spec.started:
             (stores / system.name).mkdir(parents=True)
         logs = self._out / "logs"

@@ -278,7 +278,7 @@ def _gate(table: Table) -> GateSpec:
         gate = GateSpec(
             requests=table.whole("requests", 24, least=2),
             reference_pool_tokens=table.whole("reference_pool_tokens", 65536),
-            min_exact_fraction=table.seconds("min_exact_fraction", 0.5),
+            min_exact_fraction=table.share("min_exact_fraction", 0.5),
         )
     table.end()
     return gate

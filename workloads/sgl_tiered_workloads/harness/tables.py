@@ -57,6 +57,14 @@ class Table:
             raise SpecError(self.key(name), f"{value:g} is negative", "give 0 or more")
         return value
 
+    def share(self, name: str, default: float) -> float:
+        """Take a number from 0 to 1."""
+        value = float(self._take(name, (int, float), float, default))
+        if not 0 <= value <= 1:
+            problem = f"{value:g} is no share"
+            raise SpecError(self.key(name), problem, "give a number from 0 to 1")
+        return value
+
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
         """Take a whole number of at least ``least``."""
         value = int(self._take(name, (int,), int, default))

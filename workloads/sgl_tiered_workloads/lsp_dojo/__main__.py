@@ -15,6 +15,7 @@ from sgl_tiered_workloads.lsp_dojo.completer import Sampling, SglangCompleter
 from sgl_tiered_workloads.lsp_dojo.picture import draw_tree
 from sgl_tiered_workloads.lsp_dojo.search import Limits, SearchConfig, TreeSearch
 from sgl_tiered_workloads.lsp_dojo.tree import Node, SearchTree
+from sgl_tiered_workloads.traces.problems import read_human_eval
 
 __all__ = ["main"]
 
@@ -26,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        text = args.file.read_text(encoding="utf-8")
+        name, text = _program(args)
         tree = asyncio.run(_search(args, text))
-    except (LanguageServerError, OSError, UnicodeDecodeError) as error:
+    except (LanguageServerError, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -39,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     summary = tree.summary()
     tree.write(args.out)
-    draw_tree(args.out / "tree.png", tree, f"LSPDojo on {args.file.name}")
+    draw_tree(args.out / "tree.png", tree, f"LSPDojo on {name}")
     if tree.solution is not None:
-        (args.out / args.file.name).write_text(tree.solution, encoding="utf-8")
+        (args.out / name).write_text(tree.solution, encoding="utf-8")
     print(summary.describe())
     print(f"tree.jsonl, summary.json and tree.png are in {args.out}")
     if summary.stopped_by in _ENDS:
@@ -50,7 +51,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
+_PROBLEM_STOPS = ["\nclass ", "\ndef ", "\nif __name__", "\nprint("]
+"""Where a HumanEval function is over and a model begins something else."""
+
 _ENDS = ("repaired", "exhausted", "depth", "nodes", "seconds", "tokens")
+
+
+def _program(args: argparse.Namespace) -> tuple[str, str]:
+    """Return the file name and the text of what is to be completed.
+
+    Raises:
+        ValueError: no such problem, or FILE is not in HumanEval's format.
+    """
+    if args.problem is None:
+        return args.file.name, args.file.read_text(encoding="utf-8")
+    for problem in read_human_eval(args.file):
+        if problem.name == args.problem:
+            args.stop = args.stop or _PROBLEM_STOPS
+            return problem.name.replace("/", "_") + ".py", problem.prompt
+    raise ValueError(f"{args.file} has no problem {args.problem!r}")
 
 
 async def _search(args: argparse.Namespace, text: str) -> SearchTree:
@@ -62,6 +81,7 @@ async def _search(args: argparse.Namespace, text: str) -> SearchTree:
         num_samples=args.samples,
         num_offers=args.offers,
         num_fixes=args.fixes,
+        num_errors=args.errors,
         comment=args.comment,
         limits=limits,
     )
@@ -72,7 +92,7 @@ async def _search(args: argparse.Namespace, text: str) -> SearchTree:
         shlex.split(args.language_server),
         args.root,
         args.checker_timeout,
-        name="lsp_dojo_candidate" + (args.file.suffix or ".py"),
+        name="lsp_dojo_candidate" + (".py" if args.problem else args.file.suffix),
         language_id=args.language_id,
     )
     async with checker, SglangCompleter(args.url, sampling) as completer:
@@ -97,12 +117,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="an unfinished program")
+    add("--problem", help="FILE is HumanEval's; which one, such as HumanEval/0")
     add("--url", required=True, help="an SGLang server, http://host:port")
     add("--out", type=Path, required=True, help="folder for tree and picture")
     add("--repair", action="store_true", help="FILE is whole: begin at its errors")
     add("--samples", type=int, default=4, help="completions per node")
     add("--offers", type=int, default=5, help="names offered in a comment")
     add("--fixes", type=int, default=0, help="prompts with an offered name put in")
+    add("--errors", type=int, help="lines a sample is cut at; default: all with errors")
     add("--max-depth", type=int, default=8)
     add("--max-nodes", type=int, default=64)
     add("--max-seconds", type=float, default=600.0)

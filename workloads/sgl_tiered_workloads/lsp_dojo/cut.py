@@ -10,6 +10,7 @@ from sgl_tiered_workloads.lsp_dojo.base import Finding
 
 __all__ = [
     "closest_names",
+    "code_lines",
     "cut_at_error",
     "errors_by_line",
     "replace_name",
@@ -20,6 +21,14 @@ _CUTOFF = 0.5
 """Least similarity of an offered name; below it names share little but a letter."""
 
 _NAME_AT_END = re.compile(r"[^\W\d]\w*$")
+
+# Not str.splitlines: it also splits at form feeds and a few more, LSP does not.
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+
+
+def code_lines(source: str) -> list[str]:
+    """Return the lines of ``source`` as LSP counts them, with their ends."""
+    return _LINE.findall(source)
 
 
 def errors_by_line(findings: Sequence[Finding]) -> list[tuple[Finding, ...]]:
@@ -44,7 +53,7 @@ def cut_at_error(
         offers: names that the checker offers instead; may be empty.
         comment: what begins a comment line in the language.
     """
-    lines = source.splitlines(keepends=True)
+    lines = code_lines(source)
     number = min(findings[0].line, len(lines))
     wrong = lines[number] if number < len(lines) else ""
     indent = wrong[: len(wrong) - len(wrong.lstrip())].rstrip("\r\n")
@@ -66,7 +75,7 @@ def wrong_name(source: str, finding: Finding) -> tuple[int, str] | None:
     Checkers mark ``math.pii`` whole or only ``pii``: what is unknown comes last.
     None where the marked text ends with something else, such as a bracket.
     """
-    lines = source.splitlines()
+    lines = code_lines(source)
     if finding.line >= len(lines):
         return None
     marked = lines[finding.line][finding.character : finding.end_character]
@@ -78,7 +87,7 @@ def wrong_name(source: str, finding: Finding) -> tuple[int, str] | None:
 
 def replace_name(source: str, line: int, character: int, wrong: str, name: str) -> str:
     """Return the code up to and with ``line``, ``name`` standing for ``wrong``."""
-    lines = source.splitlines(keepends=True)
+    lines = code_lines(source)
     text = lines[line]
     fixed = text[:character] + name + text[character + len(wrong) :]
     return "".join(lines[:line]) + fixed

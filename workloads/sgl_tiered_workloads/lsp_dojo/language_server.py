@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 from lsprotocol import types as lsp
 
 from sgl_tiered_workloads.lsp_dojo.base import Finding, LanguageServerError
+from sgl_tiered_workloads.lsp_dojo.cut import code_lines
 from sgl_tiered_workloads.lsp_dojo.protocol_client import ProtocolClient, greeting
 
 __all__ = ["DEFAULT_COMMAND", "LanguageServer"]
@@ -101,7 +102,7 @@ class LanguageServer:
             found: Sequence[lsp.Diagnostic] = getattr(report, "items", None) or ()
         else:
             found = await self._wait(client.published(self._version), "diagnostics")
-        lines = source.splitlines()
+        lines = code_lines(source)
         findings = [
             self._finding(item, lines)
             for item in found
@@ -118,7 +119,7 @@ class LanguageServer:
         name is unlike the right one. So they are also asked with only its first
         letter there.
         """
-        lines = source.splitlines(keepends=True)
+        lines = code_lines(source)
         text = lines[line]
         names = await self._complete(source, line, text[:character])
         lines[line] = text[: character + 1] + text[character + len(wrong) :]
@@ -160,7 +161,7 @@ class LanguageServer:
             root = Path(self._folder.enter_context(tempfile.TemporaryDirectory()))
         client = ProtocolClient()
         self._client = client
-        await client.start_io(program, *self._command[1:])
+        await client.start_io(program, *self._command[1:], start_new_session=True)
         client.drain_stderr()
         uri = root.resolve().as_uri()
         result = await self._wait(
@@ -253,7 +254,9 @@ class LanguageServer:
         return Finding(
             line=start.line,
             character=self._index(text, start.character),
-            end_character=self._index(text, end.character) if one_line else len(text),
+            end_character=self._index(text, end.character)
+            if one_line
+            else len(text.rstrip("\r\n")),
             message=message[0] if message else "error",
             code="" if item.code is None else str(item.code),
         )

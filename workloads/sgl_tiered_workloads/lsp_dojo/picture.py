@@ -17,7 +17,7 @@ __all__ = ["draw_tree", "place_nodes"]
 
 _GREEN = "#1a9850"
 _GREY = "#bbbbbb"
-_MAX_WIDTH_IN = 24.0
+_MAX_WIDTH_IN = 14.0
 _MANY_NODES = 60
 """Above it, numbers under the nodes would overlap."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import typing
 from collections.abc import Sequence
 from typing import Any
@@ -95,8 +96,9 @@ class ProtocolClient(LanguageClient):
             await asyncio.wait_for(self.shutdown_async(None), _STOP_S)
             self.exit(None)
             await asyncio.wait_for(server.wait(), _STOP_S)
-        if server.returncode is None:
-            server.kill()
+        # Some servers are started through a wrapper; the group has them all.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         await super().stop()  # type: ignore[no-untyped-call]
         if self._reader is not None:
             await self._reader

@@ -60,6 +60,9 @@ class SearchConfig:
         num_samples: N, completions per node.
         num_offers: names put into a comment; 0 for none.
         num_fixes: prompts made by putting an offered name in the wrong one's place.
+        num_errors: lines with errors that a sample is cut at, the first ones; None
+            cuts at all of them, as the report does. A wrong line is still there in
+            what is cut at a later one.
         comment: what begins a comment line in the language.
         limits: when it gives up.
     """
@@ -67,6 +70,7 @@ class SearchConfig:
     num_samples: int = 4
     num_offers: int = 5
     num_fixes: int = 0
+    num_errors: int | None = None
     comment: str = "#"
     limits: Limits = field(default_factory=Limits)
 
@@ -147,7 +151,7 @@ class TreeSearch:
                 self.tree.solution = program
                 self.tree.solution_at = (node.index, number)
                 return
-            for errors in errors_by_line(findings):
+            for errors in errors_by_line(findings)[: self._config.num_errors]:
                 await self._push_children(node, number, program, errors)
 
     async def _push_children(

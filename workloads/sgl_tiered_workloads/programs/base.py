@@ -17,7 +17,7 @@ from sgl_tiered_workloads.programs.frontend import (
 )
 from sgl_tiered_workloads.usage import Usage
 
-__all__ = ["Program", "ProgramReport", "raise_if_failed", "run_program"]
+__all__ = ["Program", "ProgramReport", "run_program"]
 
 Program = Callable[[Any, Any, np.random.Generator, Mapping[str, int]], list[str]]
 """(sglang, endpoint, generator, sizes) -> what the model answered, in order."""
@@ -66,18 +66,12 @@ def run_program(
     sgl = load_frontend()
     endpoint = connect(url, meter)
     begin_s = clock.now()
-    try:
-        answers = program(sgl, endpoint, generator, sizes)
-    except (OSError, RuntimeError) as error:
-        raise FrontendError(f"{name} broke off at the server: {error}") from error
+    answers = program(sgl, endpoint, generator, sizes)
+    if meter.failure is not None:
+        raise FrontendError(
+            f"{name} broke off at the server: {meter.failure}"
+        ) from meter.failure
     seconds = clock.now() - begin_s
     return ProgramReport(
         name, meter.num_requests, meter.total(), seconds, tuple(answers)
     )
-
-
-def raise_if_failed(state: Any) -> None:
-    """Raise what went wrong in a program's thread; SGLang only keeps it there."""
-    error = state.error()
-    if error is not None:
-        raise RuntimeError(str(error)) from error

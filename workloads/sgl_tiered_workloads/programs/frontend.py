@@ -16,14 +16,23 @@ from sgl_tiered_workloads.usage import Usage, total_usage, usage_of
 __all__ = ["FrontendError", "Meter", "connect", "load_frontend"]
 
 
+_FAILURES = (OSError, RuntimeError, KeyError, ValueError)
+"""No connection, a refusal, and answers of another form than SGLang's."""
+
+
 class FrontendError(RuntimeError):
     """SGLang is not installed, or its server does not answer; one clear sentence."""
 
 
 class Meter:
-    """Adds up what requests used; safe to use from the threads of a fork."""
+    """Adds up what requests used; safe to use from the threads of a fork.
+
+    Attributes:
+        failure: what a request failed with; None while all went well.
+    """
 
     def __init__(self) -> None:
+        self.failure: Exception | None = None
         self._lock = threading.Lock()
         self._parts: list[Usage] = []
 
@@ -68,20 +77,43 @@ def connect(url: str, meter: Meter) -> Any:
     load_frontend()
     # sgl.RuntimeEndpoint is a lazy name for this class, and cannot be a base.
     from sglang.lang.backend.runtime_endpoint import RuntimeEndpoint
+    from sglang.lang.choices import ChoicesDecision
 
     class MeteredEndpoint(RuntimeEndpoint):  # type: ignore[misc]
-        """SGLang's endpoint, counting."""
+        """SGLang's endpoint, counting.
+
+        SGLang 0.5.23 waits for ever for a program whose request failed after more
+        was queued. So a failure is told to the meter, and what follows it gets empty
+        answers until the program ends.
+        """
 
         def generate(self, s: Any, sampling_params: Any) -> Any:
-            text, meta = super().generate(s, sampling_params)
-            meter.add(meta)
-            return text, meta
+            if meter.failure is None:
+                try:
+                    text, meta = super().generate(s, sampling_params)
+                    meter.add(meta)
+                    return text, meta
+                except _FAILURES as error:
+                    meter.failure = error
+            return "", {}
+
+        def select(self, s: Any, choices: list[str], *rest: Any) -> Any:
+            if meter.failure is None:
+                try:
+                    return super().select(s, choices, *rest)
+                except _FAILURES as error:
+                    meter.failure = error
+            return ChoicesDecision(decision=choices[0], meta_info={})
 
         def commit_lazy_operations(self, s: Any) -> None:
             # What a fork sends first, so that its branches find their prefix.
-            self._generate_http_request(
-                s, {"text": s.text_, "sampling_params": {"max_new_tokens": 0}}
-            )
+            if meter.failure is None:
+                try:
+                    self._generate_http_request(
+                        s, {"text": s.text_, "sampling_params": {"max_new_tokens": 0}}
+                    )
+                except _FAILURES as error:
+                    meter.failure = error
 
         def _generate_http_request(self, s: Any, data: dict[str, Any]) -> Any:
             answer = super()._generate_http_request(s, data)

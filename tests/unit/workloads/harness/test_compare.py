@@ -41,10 +41,14 @@ def write(
     records: Sequence[RequestRecord],
     spec_hash: str = "abc",
     gate: str = "green",
+    warmup_s: float | None = None,
 ) -> Path:
     """Write a record file and return its path."""
     path = folder / f"{name}.jsonl"
-    write_records(path, make_header(name, {"gate": gate}, spec_hash), records)
+    facts: dict[str, object] = {"gate": gate}
+    if warmup_s is not None:
+        facts["spec"] = {"window": {"warmup_s": warmup_s, "cooldown_s": 0.0}}
+    write_records(path, make_header(name, facts, spec_hash), records)
     return path
 
 
@@ -112,6 +116,16 @@ def test_only_answered_requests_pair(tmp_path: Path) -> None:
     found = compare_files(base, other)
     assert (found.num_pairs, found.num_left_out) == (38, 2)
     assert "One repeat" in format_differences(found)
+
+
+def test_only_the_steady_state_is_compared(tmp_path: Path) -> None:
+    """A cold start of one side is no difference of the two."""
+    base = write(tmp_path, "base", side(lambda i: 0.1), warmup_s=10.0)
+    cold = side(lambda i: 5.0 if i < 10 else 0.1)
+    other = write(tmp_path, "other", cold, warmup_s=10.0)
+    found = compare_files(base, other)
+    assert (found.num_pairs, found.num_left_out) == (2 * 29, 2 * 11)
+    assert found.differences[0].change.value == pytest.approx(0.0, abs=1e-9)
 
 
 def test_nothing_in_common_is_refused(tmp_path: Path) -> None:

@@ -19,9 +19,12 @@ WHOLE = Window()
 
 
 def ladder() -> list:
-    """101 requests, one a second, TTFT 0..100 ms, then two gaps of 10 and 30 ms."""
+    """One request a second, TTFT 0..101 ms, then two gaps of 10 and 30 ms.
+
+    The last one ends the window, so 101 requests count.
+    """
     found = []
-    for i in range(101):
+    for i in range(102):
         first_s = i + i / 1000
         found.append(
             record(f"r{i}", float(i), [first_s, first_s + 0.01, first_s + 0.04])
@@ -42,18 +45,19 @@ def test_percentiles_of_a_ladder_are_its_rungs() -> None:
 
 
 def test_throughput_counts_what_arrived_within_the_window() -> None:
-    """The last request starts at the window's end: its tokens come too late."""
-    found = measure(ladder(), WHOLE, Slos())
-    assert found.window_s == pytest.approx(100.0)
-    assert found.requests_per_s == pytest.approx(100 / 100)
-    assert found.output_tokens_per_s == pytest.approx(300 / 100)
-    assert found.prompt_tokens_per_s == pytest.approx(100 * 100 / 100)
+    """One request a second gives one answer of three tokens a second."""
+    found = measure(ladder(), WHOLE, Slos(ttft_s=1.0))
+    assert found.window_s == pytest.approx(101.0)
+    assert found.requests_per_s == pytest.approx(1.0)
+    assert found.goodput_per_s == pytest.approx(1.0)
+    assert found.output_tokens_per_s == pytest.approx(3.0)
+    assert found.prompt_tokens_per_s == pytest.approx(100.0)
 
 
 def test_the_window_leaves_out_both_ends() -> None:
     """Requests targeted before the warm-up's end or in the cool-down do not count."""
     window = Window(warmup_s=10.0, cooldown_s=20.0)
-    assert span(ladder(), window) == (10.0, 80.0)
+    assert span(ladder(), window) == (10.0, 81.0)
     found = measure(ladder(), window, Slos())
     assert found.num_requests == 71
     assert found.ttft_s.p50 == pytest.approx(0.045)
@@ -62,7 +66,10 @@ def test_the_window_leaves_out_both_ends() -> None:
 def test_requests_that_all_leave_at_once_are_measured_to_their_end() -> None:
     """A batch has no last start to end its window with."""
     records = [record("a", 0.0, [1.0, 2.0]), record("b", 0.0, [1.0, 4.0])]
-    assert span(records, WHOLE) == (0.0, 4.0)
+    assert span(records, WHOLE) == pytest.approx((0.0, 4.0))
+    found = measure(records, WHOLE, Slos())
+    assert found.num_requests == 2
+    assert found.output_tokens_per_s == pytest.approx(4 / 4)
 
 
 def test_a_run_shorter_than_its_warm_up_is_refused() -> None:
@@ -91,7 +98,8 @@ def test_goodput_needs_every_promise_kept() -> None:
         record("good", 0.0, [0.1, 0.2]),
         record("slow-start", 1.0, [1.9, 2.0]),
         record("slow-tokens", 2.0, [2.1, 3.1]),
-        record("failed", 4.0, [], error="HTTP 503"),
+        record("failed", 3.0, [], error="HTTP 503"),
+        record("last", 4.0, [4.1, 4.2]),
     ]
     found = measure(records, WHOLE, Slos(ttft_s=0.5, tpot_s=0.5))
     assert found.num_errors == 1
@@ -127,7 +135,7 @@ def test_hits_are_shares_of_the_prompt_tokens() -> None:
     """What no tier claims is unattributed."""
     records = [
         record("a", 0.0, [0.1], cached={"device": 20, "host": 30}),
-        record("b", 1.0, [1.1], cached={"unattributed": 50}),
+        record("b", 0.0, [1.1], cached={"unattributed": 50}),
     ]
     found = measure(records, WHOLE, Slos())
     assert found.hit_rate_by_tier == pytest.approx(
@@ -146,8 +154,8 @@ def test_nothing_answered_is_refused() -> None:
         )
 
 
-def test_in_window_takes_both_bounds() -> None:
-    """A request targeted at a bound counts."""
+def test_the_window_is_half_open() -> None:
+    """A request targeted at its beginning counts, the one that ends it does not."""
     keys = [r.key for r in in_window(ladder(), Window(98.0, 0.0))]
     assert keys == ["r98", "r99", "r100"]
 

@@ -160,6 +160,31 @@ def test_the_gate_comes_first_and_repeats_take_turns(
     assert gate.control
 
 
+def test_all_servers_may_run_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is stopped between repeats; caches are emptied all the same."""
+    log = play({**SPEC, "together": True}, tmp_path, monkeypatch)
+    after_gate = log[log.index("run plain tiered") :]
+    assert {line for line in after_gate if line.startswith("run")} == {
+        "run plain tiered"
+    }
+    emptied = [line for line in after_gate if line.startswith("flush")]
+    assert emptied == ["flush plain", "flush tiered", "flush tiered", "flush plain"]
+
+
+def test_an_older_runs_results_do_not_survive_a_red_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was reported before must not pass for the new run's report."""
+    play(SPEC, tmp_path, monkeypatch)
+    write_report(tmp_path)
+    with pytest.raises(GateRedError):
+        play(SPEC, tmp_path, monkeypatch, {"tiered": StandIn(wrong=True)})
+    assert not (tmp_path / "report.md").exists()
+    assert not (tmp_path / "records").exists()
+
+
 def test_records_explain_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

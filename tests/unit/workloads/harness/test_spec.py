@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from sgl_tiered_workloads.harness.errors import SpecError
 from sgl_tiered_workloads.harness.spec import load_spec, parse_spec
+from sgl_tiered_workloads.registry import make_workload
 
 GOOD: dict[str, Any] = {
     "name": "x",
@@ -74,6 +75,7 @@ def test_a_good_specification_is_understood() -> None:
         ("window.cooldown_s", -1, "window.cooldown_s: -1 is negative"),
         ("model", {}, "model: it is missing"),
         ("model", {"path": "x"}, "model.vocab_tokens: it is missing"),
+        ("gate.min_exact_fraction", 50, "50 is no share"),
         ("gate.kind", "maybe", "use one of equality, off"),
         ("gate", {"kind": "off"}, "gate.because: it is missing"),
         ("gate.reference_pool_tokens", 100, "smaller than the systems'"),
@@ -125,13 +127,15 @@ def test_what_is_published_holds_no_path_and_no_address() -> None:
     assert "template" in text
 
 
-def test_every_specification_of_the_house_is_good(tmp_path: Path) -> None:
-    """The examples that we ship can be read."""
+def test_every_specification_of_the_house_is_good() -> None:
+    """The examples that we ship can be read, and their work can be made."""
     folder = Path(__file__).parents[4] / "benchmarks/specs"
     found = sorted(folder.glob("*.toml"))
     assert found
     for path in found:
-        assert load_spec(path).systems
+        spec = load_spec(path)
+        work = make_workload(spec.workload.name, spec.workload.params, spec.seed, 4096)
+        assert work.num_requests >= spec.gate.requests
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

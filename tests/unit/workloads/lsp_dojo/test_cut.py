@@ -6,6 +6,7 @@ import pytest
 from sgl_tiered_workloads.lsp_dojo.base import Finding
 from sgl_tiered_workloads.lsp_dojo.cut import (
     closest_names,
+    code_lines,
     cut_at_error,
     errors_by_line,
     replace_name,
@@ -72,3 +73,12 @@ def test_only_names_like_the_wrong_one_are_offered() -> None:
     assert closest_names("pii", names, 1) == ("pi",)
     assert closest_names("pow", names, 5) == ()
     assert closest_names("zzzz", names, 5) == ()
+
+
+def test_lines_are_those_of_the_protocol() -> None:
+    """A form feed, at which Python splits too, does not end a line."""
+    source = "a\x0cb\r\nc\rd\u2028e\n\nf"
+    assert code_lines(source) == ["a\x0cb\r\n", "c\r", "d\u2028e\n", "\n", "f"]
+    assert "".join(code_lines(source)) == source
+    cut = cut_at_error("x\x0c = 1\ny\n", [Finding(1, 0, 1, "wrong")], [])
+    assert cut == "x\x0c = 1\n# wrong: y\n# error: wrong\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,3 +159,20 @@ def test_the_command_says_one_sentence_and_no_traceback(
     assert main(ask) == 2
     assert "http://127.0.0.1:9 cannot be asked" in capsys.readouterr().err
     assert (tmp_path / "out" / "tree.png").exists()
+
+
+def test_a_human_eval_problem_can_be_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its prompt is the root of the tree; an unknown name is told."""
+    problems = tmp_path / "problems.jsonl"
+    task = {"task_id": "HumanEval/7", "prompt": "def f(x):\n"}
+    task["canonical_solution"] = "    return x\n"
+    problems.write_text(json.dumps(task) + "\n")
+    ask = [str(problems), "--url", "http://127.0.0.1:9", "--out", str(tmp_path / "out")]
+    assert main([*ask, "--problem", "HumanEval/8"]) == 2
+    assert "has no problem 'HumanEval/8'" in capsys.readouterr().err
+    assert main([*ask, "--problem", "HumanEval/7"]) == 2
+    assert "cannot be asked" in capsys.readouterr().err
+    root = json.loads((tmp_path / "out" / "tree.jsonl").read_text())
+    assert root["prompt"] == "def f(x):\n"

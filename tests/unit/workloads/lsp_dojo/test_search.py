@@ -115,6 +115,15 @@ def test_every_error_line_of_every_sample_becomes_a_prompt() -> None:
     assert tree.stopped_by == "depth"
 
 
+def test_a_sample_may_be_cut_at_its_first_errors_only() -> None:
+    """What is cut at a later line keeps the earlier errors, so it can be left out."""
+    script = Script(lambda prompt: ["bada\nbadb\n", "badc\nbadd\n"])
+    limits = Limits(1, None, None, None)
+    tree = search(script, replace(TWO, num_errors=1, limits=limits))
+    cuts = [node.prompt for node in tree.nodes[1:]]
+    assert [cut.partition("wrong: ")[2][:4] for cut in cuts] == ["bada", "badc"]
+
+
 def test_a_prompt_is_searched_once() -> None:
     """Samples that say the same give one child."""
     script = Script(lambda prompt: ["bad\n", "bad\n"])
