@@ -103,10 +103,12 @@ def simulate_spec(
 
 def table(spec: SimSpec, summary: SimSummary) -> str:
     """Return the summary as text."""
-    machine = spec.calibration or f"{spec.tensor_parallel} x {spec.hardware}"
+    machine = f"{spec.tensor_parallel} x {spec.hardware}, {spec.model}"
+    if spec.calibration:
+        machine = f"calibrated by {spec.calibration}"
     load = spec.trace or spec.workload or f"{spec.rate:g} requests/s"
     lines = [
-        f"{machine}, {spec.model}; {load}",
+        f"{machine}; {load}",
         f"{summary.num_requests} requests in {summary.duration_s:.1f} s; "
         f"{summary.num_aborted} refused, {summary.num_retractions} retractions",
         "",
