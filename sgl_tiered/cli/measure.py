@@ -34,7 +34,7 @@ _LINK_PAGES = (4, 16, 48, 96)
 _REPEATS = 3
 _MANY_REPEATS = 7
 _LINK_REPEATS = 5
-_SLOW_POINT_S = 2.0
+_SLOW_POINT_S = 1.0
 _QUIET_POLLS = 3
 _POLL_S = 0.03
 _QUIET_TIMEOUT_S = 10.0
@@ -191,7 +191,7 @@ class Measurer:
             if count >= repeats:
                 break
             seconds, record = self._first_token(prefix + self._fresh(new))
-            slow = self._server.now_s() - started_s > _SLOW_POINT_S / 2
+            slow = self._server.now_s() - started_s > _SLOW_POINT_S
             repeats = _REPEATS if slow else _MANY_REPEATS
             cached = record.cached_tokens
             if cached != record.cached_by_tier.get("device", cached):
@@ -237,29 +237,29 @@ class Measurer:
             self._measured.notes.append(f"Decode: no time for {', '.join(left_out)}.")
 
     def _decode_point(self, batch: int, context: int) -> None:
-        steps: list[float] = []
-        started_s = self._server.now_s()
+        """Compare long answers with answers of one token, to prompts already cached.
+
+        Not the times between tokens: a client that was away reads several at once.
+        """
+        prompts = [self._fresh(context) for _ in range(batch)]
+        self._send(prompts, 1)
+        short_s, long_s = [], []
         for _ in range(_REPEATS):
-            self._quiet()
-            prompts = [self._fresh(context) for _ in range(batch)]
-            records = self._send(prompts, _DECODE_TOKENS)
-            # Before that the others' prefills are between the tokens.
-            all_run_s = max(r.started_s + r.ttft_s for r in records)
-            found = [_step_s(r.token_times_s, all_run_s) for r in records]
-            steps += [step_s for step_s in found if step_s is not None]
-            if self._server.now_s() - started_s > _SLOW_POINT_S:
-                break
-        if not steps:
+            for num_tokens, times in ((1, short_s), (_DECODE_TOKENS, long_s)):
+                self._quiet()
+                records = self._send(prompts, num_tokens)
+                ends_s = max(record.started_s + record.e2e_s for record in records)
+                times.append(ends_s - min(record.started_s for record in records))
+        num_steps = _DECODE_TOKENS - 1
+        step_s = (statistics.median(long_s) - statistics.median(short_s)) / num_steps
+        if step_s <= 0:
             self._measured.notes.append(
-                f"Decode: {batch} requests of {context} tokens never ran together."
+                f"Decode: {batch} requests of {context} tokens took no time that could "
+                "be told from noise."
             )
             return
         self._measured.decode.append(
-            DecodeSample(
-                batch,
-                batch * (context + _DECODE_TOKENS / 2),
-                statistics.median(steps),
-            )
+            DecodeSample(batch, batch * (context + _DECODE_TOKENS / 2), step_s)
         )
 
     def _links(self, deadline_s: float) -> None:
@@ -377,15 +377,3 @@ def _medians(points: Sequence[LinkSample]) -> list[LinkSample]:
         LinkSample(num_bytes, statistics.median(times))
         for num_bytes, times in sorted(by_size.items())
     ]
-
-
-def _step_s(token_times_s: Sequence[float], from_s: float) -> float | None:
-    """Return seconds per token from a moment on; None with fewer than three tokens.
-
-    The mean, not the median of the gaps: a client that was away reads several tokens
-    at one time, and a server may send several in one event.
-    """
-    times = [time_s for time_s in token_times_s if time_s >= from_s]
-    if len(times) < 3 or times[-1] <= times[0]:
-        return None
-    return (times[-1] - times[0]) / (len(times) - 1)

@@ -146,7 +146,8 @@ def _best_subset(
                 best = np.zeros(num_columns)
                 best[list(chosen)] = found
                 best_error = error
-    return best / scale
+    result: npt.NDArray[np.float64] = best / scale
+    return result
 
 
 def fit_prefill(
