@@ -189,7 +189,7 @@ def _prefill(
 ) -> tuple[PrefillFit | None, float | None]:
     """Fit prefill; what a tiny prompt takes beyond its pass is the request's."""
     # A pass over one token is what a decode step of one request is.
-    step_s = 0.0 if decode is None else decode.seconds(1, 0)
+    step_s = None if decode is None else decode.seconds(1, 0)
     line = fit_prefill(measured.prefill, step_s)
     if line is None:
         return None, None

@@ -34,6 +34,7 @@ _LINK_PAGES = (4, 16, 48, 96)
 _REPEATS = 3
 _MANY_REPEATS = 7
 _LINK_REPEATS = 5
+_SLOW_POINT_S = 1.0
 _QUIET_POLLS = 3
 _POLL_S = 0.03
 _QUIET_TIMEOUT_S = 10.0
@@ -190,7 +191,7 @@ class Measurer:
             if count >= repeats:
                 break
             seconds, record = self._first_token(prefix + self._fresh(new))
-            slow = self._server.now_s() - started_s > 1.0
+            slow = self._server.now_s() - started_s > _SLOW_POINT_S
             repeats = _REPEATS if slow else _MANY_REPEATS
             cached = record.cached_tokens
             if cached != record.cached_by_tier.get("device", cached):
@@ -236,23 +237,29 @@ class Measurer:
             self._measured.notes.append(f"Decode: no time for {', '.join(left_out)}.")
 
     def _decode_point(self, batch: int, context: int) -> None:
-        self._quiet()
+        """Compare long answers with answers of one token, to prompts already cached.
+
+        Not the times between tokens: a client that was away reads several at once.
+        """
         prompts = [self._fresh(context) for _ in range(batch)]
-        records = self._send(prompts, _DECODE_TOKENS)
-        # Before that the others' prefills are between the tokens.
-        all_run_s = max(r.started_s + r.ttft_s for r in records)
-        gaps = [gap for r in records for gap in _gaps(r.token_times_s, all_run_s)]
-        if not gaps:
+        self._send(prompts, 1)
+        short_s, long_s = [], []
+        for _ in range(_REPEATS):
+            for num_tokens, times in ((1, short_s), (_DECODE_TOKENS, long_s)):
+                self._quiet()
+                records = self._send(prompts, num_tokens)
+                ends_s = max(record.started_s + record.e2e_s for record in records)
+                times.append(ends_s - min(record.started_s for record in records))
+        num_steps = _DECODE_TOKENS - 1
+        step_s = (statistics.median(long_s) - statistics.median(short_s)) / num_steps
+        if step_s <= 0:
             self._measured.notes.append(
-                f"Decode: {batch} requests of {context} tokens never ran together."
+                f"Decode: {batch} requests of {context} tokens took no time that could "
+                "be told from noise."
             )
             return
         self._measured.decode.append(
-            DecodeSample(
-                batch,
-                batch * (context + _DECODE_TOKENS / 2),
-                statistics.median(gaps),
-            )
+            DecodeSample(batch, batch * (context + _DECODE_TOKENS / 2), step_s)
         )
 
     def _links(self, deadline_s: float) -> None:
@@ -370,22 +377,3 @@ def _medians(points: Sequence[LinkSample]) -> list[LinkSample]:
         LinkSample(num_bytes, statistics.median(times))
         for num_bytes, times in sorted(by_size.items())
     ]
-
-
-def _gaps(token_times_s: Sequence[float], from_s: float) -> list[float]:
-    """Return seconds per token between events from a moment on.
-
-    A server that streams every few tokens delivers several at one time.
-    """
-    gaps = []
-    last_s, num_tokens = None, 0
-    for time_s in token_times_s:
-        if time_s < from_s:
-            continue
-        num_tokens += 1
-        if last_s is None:
-            last_s, num_tokens = time_s, 0
-        elif time_s > last_s:
-            gaps.append((time_s - last_s) / num_tokens)
-            last_s, num_tokens = time_s, 0
-    return gaps

@@ -30,6 +30,8 @@ __all__ = [
 
 _WORTH_A_TERM = 1e-9
 """A further term must lower the squared relative error per point by more than this."""
+_ROUNDS = 5
+"""Of weighing the points anew; the third changes nothing worth a digit as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,24 @@ def fit_nonnegative(
     assert matrix.ndim == 2, matrix.shape
     assert len(matrix) == len(target) > 0, (matrix.shape, target.shape)
     assert (target > 0).all(), target
-    # Dividing a row by its time makes the residual relative.
-    rows = matrix / target[:, None]
+    yardstick = np.full(len(target), target.mean())
+    coefficients = np.zeros(matrix.shape[1])
+    for _ in range(_ROUNDS):
+        coefficients = _best_subset(matrix, target, yardstick, needed)
+        # The larger of both, so that a time that is far too short (two answers read
+        # at once) is off by its whole, and not by a hundred times itself.
+        yardstick = np.maximum(matrix @ coefficients, target)
+    return coefficients.tolist(), _quality(matrix @ coefficients, target)
+
+
+def _best_subset(
+    matrix: npt.NDArray[np.float64],
+    target: npt.NDArray[np.float64],
+    yardstick: npt.NDArray[np.float64],
+    needed: frozenset[int],
+) -> npt.NDArray[np.float64]:
+    """Return the coefficients of least squared residual over ``yardstick``."""
+    rows, wanted = matrix / yardstick[:, None], target / yardstick
     scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(float).tiny)
     rows = rows / scale
     num_columns = matrix.shape[1]
@@ -120,32 +138,31 @@ def fit_nonnegative(
             if not needed <= set(chosen):
                 continue
             part = rows[:, chosen]
-            found, _, rank, _ = np.linalg.lstsq(part, np.ones(len(rows)), rcond=1e-10)
+            found, _, rank, _ = np.linalg.lstsq(part, wanted, rcond=1e-10)
             if rank < size or (found <= 0).any():
                 continue
-            error = float(np.mean((part @ found - 1.0) ** 2))
+            error = float(np.mean((part @ found - wanted) ** 2))
             if error < best_error - _WORTH_A_TERM:
                 best = np.zeros(num_columns)
                 best[list(chosen)] = found
                 best_error = error
-    coefficients = best / scale
-    return coefficients.tolist(), _quality(matrix @ coefficients, target)
+    result: npt.NDArray[np.float64] = best / scale
+    return result
 
 
 def fit_prefill(
-    samples: Sequence[PrefillSample], pass_guess_s: float = 0.0
+    samples: Sequence[PrefillSample], pass_s: float | None = None
 ) -> PrefillLine | None:
     """Fit the time to first token; None without two different numbers of new tokens.
 
     Args:
         samples: as measured; repeats should be medians.
-        pass_guess_s: overhead of a pass, where no sample took another number of passes
-            than the rest: then what a request and what a pass costs cannot be told
-            apart, and this share of the sum is the pass.
+        pass_s: overhead of a pass where it is known, as from decode steps of a single
+            request. Otherwise prompts of several passes tell it, less surely: their
+            share of it is small. Without these it is left in the request's overhead.
     """
     if len({sample.new_tokens for sample in samples}) < 2:
         return None
-    times = [sample.seconds for sample in samples]
     rows = [
         [
             1.0,
@@ -157,14 +174,17 @@ def fit_prefill(
         ]
         for sample in samples
     ]
-    if len({sample.num_passes for sample in samples}) > 1:
+    times = [sample.seconds for sample in samples]
+    if pass_s is None and len({sample.num_passes for sample in samples}) > 1:
         found, quality = fit_nonnegative(rows, times, frozenset({2}))
         return PrefillLine(found[0], found[1], found[2], found[3], quality)
-    num_passes = samples[0].num_passes
-    found, quality = fit_nonnegative([[r[0], r[2], r[3]] for r in rows], times)
-    overhead_s = min(pass_guess_s, found[0] / num_passes)
-    request_s = found[0] - overhead_s * num_passes
-    return PrefillLine(request_s, overhead_s, found[1], found[2], quality)
+    first_pass = [
+        max(s.seconds - (pass_s or 0.0) * (s.num_passes - 1), s.seconds / 2)
+        for s in samples
+    ]
+    found, quality = fit_nonnegative([[r[0], r[2], r[3]] for r in rows], first_pass)
+    overhead_s = min(pass_s or 0.0, found[0])
+    return PrefillLine(found[0] - overhead_s, overhead_s, found[1], found[2], quality)
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> DecodeFit | None:

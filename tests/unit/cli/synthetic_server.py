@@ -21,7 +21,7 @@ MODEL = ModelFacts(
     chunk_tokens=1024,
 )
 REQUEST_S, PASS_S, TOKEN_S, PAIR_S = 0.004, 0.003, 2e-4, 3e-8
-STEP_S, BATCH_S, CONTEXT_S = 0.003, 5e-4, 1e-7
+STEP_S, BATCH_S, CONTEXT_S = 0.0025, 5e-4, 1e-7
 LINKS = {
     "device->host": (2e-4, 4e9),
     "host->device": (1e-4, 8e9),

@@ -46,7 +46,7 @@ def test_prefill_is_recovered_with_chunks():
 
 @pytest.mark.parametrize(
     ("guess_s", "request_s", "overhead_s"),
-    [(0.003, 0.004, 0.003), (0.0, 0.007, 0.0), (1.0, 0.0, 0.007)],
+    [(0.003, 0.004, 0.003), (None, 0.007, 0.0), (1.0, 0.0, 0.007)],
 )
 def test_without_chunks_the_guess_splits_the_overhead(guess_s, request_s, overhead_s):
     """With one pass each, only the sum is known; the guess takes no more than that."""
@@ -71,6 +71,25 @@ def test_noise_moves_the_fit_little():
         truth = prefill_seconds(context, new, passes)
         assert predicted == pytest.approx(truth, rel=0.04)
     assert 0 < line.quality.max_relative_residual < 0.06
+
+
+def test_a_known_pass_is_taken_as_known():
+    """Prompts of several passes then agree with the overhead that was given."""
+    line = fit_prefill(prefill_samples(chunk=512), 0.003)
+    assert line.overhead_s == pytest.approx(0.003)
+    assert line.request_s == pytest.approx(0.004)
+    assert line.pair_s == pytest.approx(3e-8)
+
+
+def test_one_time_that_is_far_too_short_does_not_rule():
+    """A point of nearly nothing leaves the others' line where it is."""
+    rows = [[1.0, float(n)] for n in range(1, 11)]
+    times = [0.02 + 0.001 * n for n in range(1, 11)]
+    times[4] = 1e-5
+    found, quality = fit_nonnegative(rows, times)
+    for n in (1, 10):
+        assert found[0] + found[1] * n == pytest.approx(0.02 + 0.001 * n, rel=0.2)
+    assert quality.max_relative_residual > 10
 
 
 def test_nothing_becomes_negative():
