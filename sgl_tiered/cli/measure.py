@@ -243,7 +243,8 @@ class Measurer:
         """
         prompts = [self._fresh(context) for _ in range(batch)]
         self._send(prompts, 1)
-        short_s, long_s = [], []
+        short_s: list[float] = []
+        long_s: list[float] = []
         for _ in range(_REPEATS):
             for num_tokens, times in ((1, short_s), (_DECODE_TOKENS, long_s)):
                 self._quiet()
