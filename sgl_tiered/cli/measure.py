@@ -27,8 +27,11 @@ _FAST_LENGTHS = (16, 64, 128, 256, 512, 1024, 2048)
 _LONG_LENGTHS = (4096, 8192, 16384, 32768)
 _PREFILL_BATCHES = ((4, 64), (8, 128), (4, 256))
 _AFTER_CONTEXT = (64, 256, 1024)
-_BATCHES = (1, 2, 4, 8, 16)
-_BATCH_CONTEXTS = (64, 512, 2048)
+_DECODE_POINTS = (
+    *((1, 64), (1, 512), (8, 64), (4, 512), (1, 2048), (4, 64), (2, 512)),
+    *((16, 64), (2, 64), (2, 2048), (8, 512), (4, 2048), (16, 512)),
+)
+"""Requests and tokens of each: the first few alone tell all three coefficients."""
 _DECODE_TOKENS = 17
 _LINK_PAGES = (4, 16, 48, 96)
 _REPEATS = 3
@@ -224,15 +227,14 @@ class Measurer:
 
     def _decode(self, deadline_s: float) -> None:
         left_out = []
-        for context in _BATCH_CONTEXTS:
-            for batch in _BATCHES:
-                num_tokens = batch * (context + _DECODE_TOKENS)
-                if num_tokens > self._limits.most_tokens:
-                    continue
-                if self._server.now_s() + self._expected_s(num_tokens) > deadline_s:
-                    left_out.append(f"{batch} requests of {context}")
-                    continue
-                self._decode_point(batch, context)
+        for batch, context in _DECODE_POINTS:
+            num_tokens = batch * (context + _DECODE_TOKENS)
+            if num_tokens > self._limits.most_tokens:
+                continue
+            if self._server.now_s() + self._expected_s(num_tokens) > deadline_s:
+                left_out.append(f"{batch} requests of {context}")
+                continue
+            self._decode_point(batch, context)
         if left_out:
             self._measured.notes.append(f"Decode: no time for {', '.join(left_out)}.")
 
