@@ -97,8 +97,8 @@ class Summary:
         outcome = "repaired" if self.repaired else f"not repaired ({self.stopped_by})"
         return (
             f"{outcome} after {self.seconds:.1f} s: {self.nodes} nodes expanded, "
-            f"{self.refused} refused, {self.waiting} waiting, depth {self.depth}, {self.samples} programs "
-            f"checked, {self.diagnostics} errors found\n"
+            f"{self.refused} refused, {self.waiting} waiting, depth {self.depth}, "
+            f"{self.samples} programs checked, {self.diagnostics} errors found\n"
             f"each node's prompt once: {self.prompt.describe()}\n"
             f"every sample:            {self.all_samples.describe()}"
         )
