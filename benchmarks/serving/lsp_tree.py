@@ -21,7 +21,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sgl_tiered_workloads import sessions
+from sgl_tiered_workloads import tokenizer
 from sgl_tiered_workloads.lsp_dojo.completer import Sampling, SglangCompleter
 from sgl_tiered_workloads.lsp_dojo.language_server import LanguageServer
 from sgl_tiered_workloads.lsp_dojo.picture import draw_tree
@@ -50,14 +50,12 @@ class Sizes:
 
     Attributes:
         pool_tokens: device pool of both servers.
-        root_lines: lines of the program that is begun.
         samples: completions per node.
         max_new_tokens: of one completion.
         nodes: nodes expanded.
     """
 
     pool_tokens: int
-    root_lines: int
     samples: int
     max_new_tokens: int
     nodes: int
@@ -71,17 +69,15 @@ def main() -> int:
     add("--models", type=Path, default=Path("out/models"))
     add("--port", type=int, help="default: a free one")
     add("--pool-tokens", type=int, default=2048, help="device pool")
-    add("--root-lines", type=int, default=36, help="lines of the begun program")
     add("--samples", type=int, default=2, help="completions per node")
     add("--max-new-tokens", type=int, default=64, help="of one completion")
-    add("--nodes", type=int, default=63, help="nodes expanded")
+    add("--nodes", type=int, default=45, help="nodes expanded")
     add("--wanted", type=float, default=0.8, help="share from cache, tiered")
     add("--server-flag", action="append", default=[], help="for both; repeatable")
     args = parser.parse_args()
     exit_on_signals()
     sizes = Sizes(
         args.pool_tokens,
-        args.root_lines,
         args.samples,
         args.max_new_tokens,
         args.nodes,
@@ -115,10 +111,22 @@ async def _compare(args: argparse.Namespace, sizes: Sizes) -> int:
     return 0 if rows["tiered"]["share"] >= args.wanted else 1
 
 
+def _begun_program() -> str:
+    """Return the head of one of our own files, which ends within a list.
+
+    It imports the standard library alone and has no error of its own. A list that
+    must still be closed is never right by luck, as a sample of noise can be that
+    begins like a comment.
+    """
+    text = Path(tokenizer.__file__).read_text(encoding="utf-8")
+    before, _, rest = text.partition("__all__ = [")
+    head = before + rest.partition("]\n")[2].partition("def train_tokenizer")[0]
+    return head + "WORDS = [\n"
+
+
 async def _search(server: SglangServer, sizes: Sizes) -> SearchTree:
-    """Search from the head of one of our own files, which any checkout has."""
-    source = Path(sessions.__file__).read_text(encoding="utf-8")
-    prompt = "".join(source.splitlines(keepends=True)[: sizes.root_lines])
+    """Search until the limit and return the tree."""
+    prompt = _begun_program()
     limits = Limits(depth=None, nodes=sizes.nodes, seconds=None)
     config = SearchConfig(sizes.samples, num_errors=1, limits=limits)
     sampling = Sampling(sizes.max_new_tokens, temperature=1.0)

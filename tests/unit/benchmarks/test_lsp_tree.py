@@ -12,9 +12,7 @@ from sgl_tiered_workloads.lsp_dojo.tree import Node, Sample, SearchTree
 from sgl_tiered_workloads.server import ServerSpec
 from sgl_tiered_workloads.usage import Usage
 
-SIZES = lsp_tree.Sizes(
-    pool_tokens=100, root_lines=1, samples=2, max_new_tokens=20, nodes=3
-)
+SIZES = lsp_tree.Sizes(pool_tokens=100, samples=2, max_new_tokens=20, nodes=3)
 
 
 def tree() -> SearchTree:

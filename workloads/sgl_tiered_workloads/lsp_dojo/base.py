@@ -18,11 +18,16 @@ __all__ = [
     "Completions",
     "Finding",
     "LanguageServerError",
+    "PromptRefusedError",
 ]
 
 
 class CompleterError(RuntimeError):
     """The model's server refused, broke or did not answer; one clear sentence."""
+
+
+class PromptRefusedError(CompleterError):
+    """The server answers, but will not take this prompt: it is too long, mostly."""
 
 
 class LanguageServerError(RuntimeError):
@@ -70,6 +75,7 @@ class Completer(Protocol):
         """Return ``num_samples`` continuations of ``prompt``.
 
         Raises:
+            PromptRefusedError: this prompt gets no answer, others may.
             CompleterError: there is no answer.
         """
         ...

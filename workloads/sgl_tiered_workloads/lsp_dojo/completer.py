@@ -17,12 +17,17 @@ from typing import Any, Self
 
 import aiohttp
 
-from sgl_tiered_workloads.lsp_dojo.base import CompleterError, Completions
+from sgl_tiered_workloads.lsp_dojo.base import (
+    CompleterError,
+    Completions,
+    PromptRefusedError,
+)
 from sgl_tiered_workloads.usage import total_usage, usage_of
 
 __all__ = ["Sampling", "SglangCompleter"]
 
 _DETAIL_CHARS = 300
+_BAD_REQUEST = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,8 @@ class SglangCompleter:
                 f"the server at {self._url} cannot be asked: {error}"
             ) from error
         if status != 200:
-            raise CompleterError(
+            kind = PromptRefusedError if status == _BAD_REQUEST else CompleterError
+            raise kind(
                 f"the server at {self._url} answered HTTP {status}: "
                 f"{text[:_DETAIL_CHARS]}"
             )

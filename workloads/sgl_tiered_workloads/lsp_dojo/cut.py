@@ -20,6 +20,11 @@ __all__ = [
 _CUTOFF = 0.5
 """Least similarity of an offered name; below it names share little but a letter."""
 
+_MAX_NOTES = 2
+"""Errors of one line that are written down. A line that is no code at all has dozens:
+of noise from a model with random weights, pyrefly finds 31 in a sample, and with all of
+them a prompt grows by 600 tokens a level. The first ones cause the others."""
+
 _NAME_AT_END = re.compile(r"[^\W\d]\w*$")
 
 # Not str.splitlines: it also splits at form feeds and a few more, LSP does not.
@@ -58,7 +63,7 @@ def cut_at_error(
     wrong = lines[number] if number < len(lines) else ""
     indent = wrong[: len(wrong) - len(wrong.lstrip())].rstrip("\r\n")
     notes = [f"wrong: {wrong.strip()}"] if wrong.strip() else []
-    for finding in findings:
+    for finding in findings[:_MAX_NOTES]:
         code = f" [{finding.code}]" if finding.code else ""
         notes.append(f"error: {finding.message}{code}")
     if offers:

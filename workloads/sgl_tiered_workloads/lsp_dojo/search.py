@@ -22,6 +22,7 @@ from sgl_tiered_workloads.lsp_dojo.base import (
     Completions,
     Finding,
     LanguageServerError,
+    PromptRefusedError,
 )
 from sgl_tiered_workloads.lsp_dojo.cut import (
     closest_names,
@@ -135,7 +136,15 @@ class TreeSearch:
 
     async def _expand(self, node: Node) -> None:
         begin_s = self._clock.now()
-        answer = await self._completer.complete(node.prompt, self._config.num_samples)
+        try:
+            answer = await self._completer.complete(
+                node.prompt, self._config.num_samples
+            )
+        except PromptRefusedError as error:
+            node.refused = str(error)
+            if node.parent is None:
+                raise
+            return
         node.prompt_usage, node.sample_usage = answer.prompt, answer.samples
         await self._examine(node, answer)
         node.seconds = self._clock.now() - begin_s

@@ -42,6 +42,7 @@ class Node:
         prompt_usage: the prompt counted once, before sampling.
         sample_usage: all samples as the server counts them.
         seconds: completing and checking.
+        refused: why the server did not take the prompt; empty if it did.
     """
 
     index: int
@@ -55,6 +56,7 @@ class Node:
     prompt_usage: Usage = field(default_factory=Usage)
     sample_usage: Usage = field(default_factory=Usage)
     seconds: float = 0.0
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Summary:
         stopped_by: ``repaired``, ``exhausted``, the limit that was reached, or what
             broke.
         nodes: nodes that were expanded.
+        refused: nodes whose prompt the server did not take; their branch ends.
         waiting: nodes that were still in the queue.
         depth: of the deepest node that was expanded.
         samples: programs that were checked.
@@ -80,6 +83,7 @@ class Summary:
     repaired: bool
     stopped_by: str
     nodes: int
+    refused: int
     waiting: int
     depth: int
     samples: int
@@ -93,8 +97,8 @@ class Summary:
         outcome = "repaired" if self.repaired else f"not repaired ({self.stopped_by})"
         return (
             f"{outcome} after {self.seconds:.1f} s: {self.nodes} nodes expanded, "
-            f"{self.waiting} waiting, depth {self.depth}, {self.samples} programs "
-            f"checked, {self.diagnostics} errors found\n"
+            f"{self.refused} refused, {self.waiting} waiting, depth {self.depth}, "
+            f"{self.samples} programs checked, {self.diagnostics} errors found\n"
             f"each node's prompt once: {self.prompt.describe()}\n"
             f"every sample:            {self.all_samples.describe()}"
         )
@@ -132,12 +136,14 @@ class SearchTree:
     def summary(self) -> Summary:
         """Sum the tree up."""
         nodes = self.expanded()
+        refused = sum(bool(node.refused) for node in self.nodes)
         samples = [sample for node in nodes for sample in node.samples]
         return Summary(
             repaired=self.solution is not None,
             stopped_by=self.stopped_by,
             nodes=len(nodes),
-            waiting=len(self.nodes) - len(nodes),
+            refused=refused,
+            waiting=len(self.nodes) - len(nodes) - refused,
             depth=max((node.depth for node in nodes), default=0),
             samples=len(samples),
             diagnostics=sum(len(sample.findings) for sample in samples),

@@ -60,6 +60,14 @@ def test_the_wrong_name_is_what_the_mark_ends_with(
     assert wrong_name(CODE, finding) == expected
 
 
+def test_only_the_first_errors_of_a_line_are_written_down() -> None:
+    """A line that is no code has dozens, which the first ones cause."""
+    many = [Finding(5, at, at + 1, f"no {at}") for at in range(5)]
+    cut = cut_at_error(CODE, many, [])
+    assert cut.count("# error:") == 2
+    assert "# error: no 0\n# error: no 1\n" in cut
+
+
 def test_an_offered_name_takes_the_wrong_ones_place() -> None:
     """The code ends with the repaired line; what followed is written anew."""
     fixed = replace_name(CODE, 3, 16, "pii", "pi")

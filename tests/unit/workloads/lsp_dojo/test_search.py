@@ -14,6 +14,7 @@ from sgl_tiered_workloads.lsp_dojo.base import (
     Completions,
     Finding,
     LanguageServerError,
+    PromptRefusedError,
 )
 from sgl_tiered_workloads.lsp_dojo.picture import draw_tree, place_nodes
 from sgl_tiered_workloads.lsp_dojo.search import Limits, SearchConfig, TreeSearch
@@ -176,6 +177,30 @@ def test_what_breaks_leaves_the_tree_that_was_found() -> None:
     tree = search(Script(answer))
     assert tree.stopped_by == "the server is gone"
     assert len(tree.expanded()) == 1
+
+
+def test_a_refused_prompt_ends_its_branch_only() -> None:
+    """A branch that grew beyond the context is given up, and the others go on."""
+
+    def answer(prompt: str) -> list[str]:
+        if "wrong: bad1" in prompt:
+            raise PromptRefusedError("too long")
+        return ["good\n", "good\n"] if "#" in prompt else ["bad1\n", "bad2\n"]
+
+    tree = search(Script(answer))
+    assert tree.nodes[1].refused == "too long"
+    assert tree.solution == tree.nodes[2].prompt + "good\n"
+    summary = tree.summary()
+    assert (summary.nodes, summary.refused, summary.waiting) == (2, 1, 0)
+
+
+def test_a_refused_root_is_the_reason() -> None:
+    """Nothing is left to search, and the server's words say why."""
+
+    def answer(prompt: str) -> list[str]:
+        raise PromptRefusedError("too long")
+
+    assert search(Script(answer)).stopped_by == "too long"
 
 
 def test_a_checker_that_breaks_while_a_program_is_repaired_is_a_reason() -> None:
