@@ -28,6 +28,7 @@ from sgl_tiered_workloads.gate import (
 from sgl_tiered_workloads.harness.control import answer_with_swapped_pages, swappable
 from sgl_tiered_workloads.harness.errors import GateRedError, HarnessError
 from sgl_tiered_workloads.harness.spec import Spec, SystemSpec
+from sgl_tiered_workloads.lineage import exact_orders
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest, replay
 from sgl_tiered_workloads.turns import Session
@@ -148,7 +149,7 @@ async def judge(
             right, wrong = await _control(client, server, reference, spec.page_size)
     requests = replay(reference)
     plain = await _answers(served, _plain_name(spec), requests)
-    spread = measure_spread(reference, plain)
+    spread = _spread(reference, plain, spec.page_size)
     caught = check_equality(
         right, wrong, page_size=spec.page_size, spread=spread, min_exact_fraction=0.0
     )
@@ -159,7 +160,10 @@ async def judge(
     for system in spec.started:
         is_plain = system.name == _plain_name(spec)
         seen = plain if is_plain else await _answers(served, system.name, requests)
-        verdicts[system.name] = _verdict(spec, system, reference, seen, spread)
+        # Plain cannot be judged by the spread that it gives: only what it computed
+        # alike counts.
+        allowed = None if is_plain else spread
+        verdicts[system.name] = _verdict(spec, system, reference, seen, allowed)
         say(f"  gate: {system.name}: {verdicts[system.name].summary}")
     return Gate("equality", control=reason, verdicts=verdicts)
 
@@ -168,6 +172,29 @@ def _plain_name(spec: Spec) -> str:
     """Name of a compared system that is plain already, or of one of our own."""
     plain = [s.name for s in spec.started if not s.flags and not s.env]
     return plain[0] if plain else PLAIN
+
+
+def _spread(
+    reference: Sequence[RequestRecord], plain: Sequence[RequestRecord], page_size: int
+) -> Spread:
+    """Measure plain against itself where it did not compute alike.
+
+    Answers that were computed alike do not move; among the others they would only
+    make the mean look smaller than the moves that it is compared with.
+
+    Raises:
+        HarnessError: plain failed, so there is nothing to measure.
+    """
+    for record in plain:
+        if record.error is not None:
+            raise HarnessError(
+                f"Plain SGLang failed on {record.key} of the gate ({record.error}); "
+                "see its log."
+            )
+    pairs = list(zip(reference, plain, strict=True))
+    exact = exact_orders(pairs, page_size)
+    moved = [pair for pair in pairs if pair[0].order not in exact] or pairs
+    return measure_spread([ours for ours, _ in moved], [other for _, other in moved])
 
 
 async def _answers(
@@ -237,16 +264,15 @@ def _verdict(
     system: SystemSpec,
     reference: Sequence[RequestRecord],
     seen: Sequence[RequestRecord],
-    spread: Spread,
+    spread: Spread | None,
 ) -> Verdict:
     result: GateResult = check_equality(
         reference,
         seen,
         page_size=spec.page_size,
         spread=spread,
-        # Plain with a small pool recomputes what the reference reuses, which is no
-        # fault: it is judged by the near-tie rule as far as need be.
-        min_exact_fraction=(spec.gate.min_exact_fraction if system.must_cover else 0.0),
+        # Plain with a small pool recomputes what the reference reuses, no fault.
+        min_exact_fraction=0.0 if spread is None else spec.gate.min_exact_fraction,
         must_cover=system.must_cover,
     )
     return Verdict(

@@ -198,7 +198,8 @@ class Comparison:
         total = spec.repeats * len(spec.systems)
         with tqdm(total=total, desc="runs", disable=self._quiet or None) as bar:
             for repeat in range(spec.repeats):
-                for system in rotated(self._systems, repeat):
+                # The last system is the first to be measured: the gate left it running.
+                for system in rotated(self._systems, repeat - 1):
                     await self._run_once(fleet, system, repeat)
                     self._write(system, gate)
                     bar.update()

@@ -42,6 +42,7 @@ class StandIn:
         per_event: tokens in one event.
         wrong: answers as if prompts ended in another token.
         cached: prompt tokens that it claims to have had, by tier.
+        shift: of its logprobs, as another rounding gives.
     """
 
     status: int = 200
@@ -51,6 +52,7 @@ class StandIn:
     per_event: int = 1
     wrong: bool = False
     cached: Mapping[str, int] = field(default_factory=dict)
+    shift: float = 0.0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -80,13 +82,14 @@ class StandIn:
         ids = self._ids(prompt, sampling["max_new_tokens"])
         events = []
         for end in range(self.per_event, len(ids) + 1, self.per_event):
-            top = [[[-0.5, i, None], [-1.5, 1, None]] for i in ids[:end]]
+            best = -0.5 + self.shift
+            top = [[[best, i, None], [-1.5, 1, None]] for i in ids[:end]]
             meta = {
                 "completion_tokens": end,
                 "cached_tokens": sum(self.cached.values()),
                 "cached_tokens_details": dict(self.cached),
                 "finish_reason": {"type": "length"} if end == len(ids) else None,
-                "output_token_logprobs": [[-0.5, i, None] for i in ids[:end]],
+                "output_token_logprobs": [[best, i, None] for i in ids[:end]],
                 "output_top_logprobs": top,
             }
             events.append({"index": 0, "output_ids": ids[:end], "meta_info": meta})

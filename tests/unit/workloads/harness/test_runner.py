@@ -148,10 +148,10 @@ def test_the_gate_comes_first_and_repeats_take_turns(
         "run gate-reference",
         "run plain",
         "run tiered",
-        "run plain",
-        "run tiered",
         "run tiered",
         "run plain",
+        "run plain",
+        "run tiered",
     ]
     assert log[-1] == "stop all"
     gate = read_gate(tmp_path / "gate.json")
@@ -170,7 +170,7 @@ def test_all_servers_may_run_together(
         "run plain tiered"
     }
     emptied = [line for line in after_gate if line.startswith("flush")]
-    assert emptied == ["flush plain", "flush tiered", "flush tiered", "flush plain"]
+    assert emptied == ["flush tiered", "flush plain", "flush plain", "flush tiered"]
 
 
 def test_an_older_runs_results_do_not_survive_a_red_gate(
@@ -228,6 +228,32 @@ def test_a_red_gate_stops_before_anything_is_timed(
     assert read_gate(tmp_path / "gate.json").red == ["tiered"]
     with pytest.raises(GateRedError, match="no speed is reported"):
         write_report(tmp_path)
+
+
+def test_plain_is_not_judged_by_the_spread_that_it_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may recompute what the reference reuses, and others may move as far."""
+    moved = {"cached": {"device": 16}, "shift": 0.1}
+    stand_ins = {"plain": StandIn(**moved), "tiered": StandIn(**moved)}
+    spec = copy.deepcopy(SPEC)
+    spec["gate"]["min_exact_fraction"] = 0.0
+    play(spec, tmp_path, monkeypatch, stand_ins)
+    gate = read_gate(tmp_path / "gate.json")
+    assert gate.red == []
+    assert "0 under the near-tie rule" in gate.verdicts["plain"].summary
+    assert "6 under the near-tie rule" in gate.verdicts["tiered"].summary
+    stand_ins = {"plain": StandIn(**moved), "tiered": StandIn(**moved | {"shift": 0.2})}
+    with pytest.raises(GateRedError, match="red for tiered"):
+        play(spec, tmp_path, monkeypatch, stand_ins)
+
+
+def test_a_plain_that_fails_in_the_gate_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no spread to judge others by then."""
+    with pytest.raises(HarnessError, match="Plain SGLang failed"):
+        play(SPEC, tmp_path, monkeypatch, {"plain": StandIn(status=503)})
 
 
 def test_a_gate_that_notices_nothing_is_no_gate(
