@@ -70,6 +70,19 @@ bench-reuse: install ## plain SGLang, HiCache and sgl-tiered; last line is one J
 	@$(SAY) bench "plain SGLang, HiCache and sgl-tiered on the reuse workloads"
 	@exec $(PY) benchmarks/serving/bench_reuse.py $(ARGS)
 
+.PHONY: bench-chat
+bench-chat: install ## plain SGLang and sgl-tiered on a chat, by the harness: a report
+	@exec $(PY) -m sgl_tiered.cli.main bench run benchmarks/specs/chat.toml \
+	  --out out/bench-chat $(ARGS)
+
+.PHONY: bench-tree
+bench-tree: install ## LSPDojo's tree search on plain SGLang and on sgl-tiered
+	@exec $(PY) benchmarks/serving/lsp_tree.py $(ARGS)
+
+.PHONY: bench-fidelity
+bench-fidelity: install ## how far the simulator is from a real server
+	@exec $(PY) benchmarks/sim/fidelity.py $(ARGS)
+
 .PHONY: bench-micro
 bench-micro: install ## every micro benchmark, one after the other
 	@for script in benchmarks/micro/[!_]*.py; do \
