@@ -16,7 +16,7 @@ export STARTED_AT := $(shell date +%s)
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 .PHONY: install
 install: ## make the virtual environment with SGLang, the plugin and the tools
