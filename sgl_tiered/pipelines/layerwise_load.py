@@ -199,9 +199,10 @@ class LoadTicket:
             error = f"{type(problem).__name__}: {problem}"
         with self._changed:
             self._copying = False
-            self._failed = error
-            if not error:
-                self._num_arrived += 1
+            # A load that was ended meanwhile stays ended: its failure is not undone.
+            if not self._done:
+                self._failed = error
+                self._num_arrived += not error
             self._changed.notify_all()
             if error or self._num_arrived == self._num_layers:
                 self._loader_needed.notify_all()

@@ -9,7 +9,12 @@ from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, LoadFinished
-from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
+from sgl_tiered.pipelines.layerwise_load import (
+    LayerwiseLoader,
+    LoadJob,
+    LoadTicket,
+    Segment,
+)
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.host import HostTier
@@ -274,3 +279,19 @@ def test_what_the_model_computes_between_two_layers_is_no_time_of_the_load(
     (finished,) = completions.drain()
     assert finished.seconds == 0.0
     loader.close(PATIENCE_S)
+
+
+def test_a_load_that_was_given_up_under_a_copy_stays_failed(pool):
+    """The copy that ends later must not turn missing layers into landed ones."""
+    pool.waiter_copies = True
+    pool.close_gates()
+    ticket = LoadTicket([job(make_pages(1, SLOT, 9), [0], [4])], pool, SystemClock())
+    waiter = threading.Thread(target=ticket.wait_layer, args=(0,))
+    waiter.start()
+    while not pool.by_waiter:
+        waiter.join(0.001)
+    ticket._finish("the loader is closed")
+    pool.open_gates()
+    waiter.join(PATIENCE_S)
+    assert not ticket.wait(PATIENCE_S)
+    assert ticket.failed == "the loader is closed"
