@@ -43,10 +43,10 @@ from sgl_tiered.sim.spec import SimSpec
 from sgl_tiered.sim.summary import summarize
 
 PRESET = "bench"
-POOL_TOKENS = 8192
+POOL_TOKENS = 16384
 PAGE_TOKENS = 16
-HOST_POOLS = 8
-USERS = 4
+HOST_POOLS = 4
+USERS = 6
 RATES = (0.5, 0.9)
 SEED = 11
 LIMITS = {"mean TTFT": 0.20, "P99 TTFT": 0.35, "throughput": 0.10, "hits": 0.02}
@@ -56,7 +56,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, object]]] = {
     "templates": (
         "text_analysis",
         {
-            "num_prefixes": 24,
+            "num_prefixes": 48,
             "prefix_tokens": 1024,
             "body_tokens": 96,
             "answer_tokens": 8,
@@ -187,40 +187,32 @@ def sim_workload(
 ) -> SimWorkload:
     """Return what was sent, as the simulator takes it.
 
-    In a closed loop, and within a chat, a request follows the answer before it; all
-    else leaves at its own time.
+    In a closed loop each user begins the next conversation when his own has ended;
+    within a chat a turn follows the answer before it; all else leaves at its own time.
     """
     builder = WorkloadBuilder(PAGE_TOKENS)
     ordered = sorted(records, key=lambda r: r.started_s)
-    begin = ordered[0].started_s
-    index: dict[str, int] = {}
-    last_of_session: dict[str, RequestRecord] = {}
-    free: list[RequestRecord] = []
+    begin_s = ordered[0].started_s
+    last: dict[str, tuple[int, RequestRecord]] = {}
     for record in ordered:
         tokens = np.array([*record.prompt, *record.output[:-1]], np.int32)
-        session = record.key.rpartition(".")[0] if name == "chat" else ""
-        before = last_of_session.get(session) if session else None
-        if before is None and closed:
-            done = [r for r in free if r.token_times_s[-1] <= record.started_s]
-            before = max(done, key=lambda r: r.token_times_s[-1], default=None)
-        if before in free:
-            free.remove(before)
-        free.append(record)
+        session = record.key.rpartition(".")[0] if name == "chat" else record.key
+        after, before = last.get(session, (-1, None))
+        starts_s = 0.0 if closed or before is not None else record.started_s - begin_s
         think_s = 0.0
         if before is not None:
             think_s = max(0.0, record.started_s - before.token_times_s[-1])
-        index[record.key] = builder.add(
-            record.started_s - begin if before is None else 0.0,
+        number = builder.add(
+            starts_s,
             len(record.prompt),
             len(record.output),
             prefix=builder.number_tokens(tokens),
             own_pages=False,
-            after=-1 if before is None else index[before.key],
+            after=after,
             think_s=think_s,
         )
-        if session:
-            last_of_session[session] = record
-    return builder.build(name)
+        last[session] = (number, record)
+    return builder.build(name, USERS if closed else 0)
 
 
 def predicted(system: str, workload: SimWorkload, calibration: Calibration) -> Measured:
@@ -275,13 +267,16 @@ async def run(args: argparse.Namespace) -> list[Row]:
         "plain": plain_spec(device),
     }
     file = args.calibration or args.out / "calibration.json"
+    if args.calibration is None:
+        # The copies are measured even where this server would rather recompute.
+        always = ("--tiered-load-policy", "always")
+        spec = tiered_spec(device, Tiers(host_bytes), "calibrated", always)
+        with SglangServer(spec, args.out / "logs") as server:
+            calibrate(server.url, file)
+    calibration = read_calibration(file)
     rows: list[Row] = []
     for system, spec in specs.items():
         with SglangServer(spec, args.out / "logs") as server:
-            if args.calibration is None and system == "tiered":
-                print("calibrating", flush=True)
-                calibrate(server.url, file)
-            calibration = read_calibration(file)
             for name in WORKLOADS:
                 rows += await runs_of(server, system, name, calibration, args)
                 print(table(rows[-1 - len(RATES) :]), flush=True)

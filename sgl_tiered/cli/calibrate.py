@@ -197,7 +197,14 @@ def _prefill(
     alpha = None
     if flops_per_s and model.num_params:
         alpha = line.token_s * flops_per_s / (2.0 * model.num_params)
-    fit = PrefillFit(line.overhead_s, line.token_s, line.pair_s, alpha, line.quality)
+    fit = PrefillFit(
+        overhead_s=line.overhead_s,
+        token_s=line.token_s,
+        pair_s=line.pair_s,
+        alpha=alpha,
+        quality=line.quality,
+        context_token_s=line.context_token_s,
+    )
     if measured.tiny_s is None:
         return fit, line.request_s
     return fit, max(measured.tiny_s - fit.seconds(0, measured.tiny_tokens), 0.0)
@@ -237,7 +244,8 @@ def render(calibration: Calibration, notes: Sequence[str]) -> list[str]:
         alpha = "" if prefill.alpha is None else f"  (alpha {prefill.alpha:.2f})"
         text = (
             f"{_time(prefill.overhead_s)} + {_time(prefill.token_s)}/token + "
-            f"{_time(prefill.pair_s)}/pair{alpha}"
+            f"{_time(prefill.pair_s)}/pair + "
+            f"{_time(prefill.context_token_s)}/context token{alpha}"
         )
         rows.append(("prefill pass", text, prefill.quality))
     if decode is not None:

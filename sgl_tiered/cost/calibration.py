@@ -14,7 +14,7 @@ import os
 import tempfile
 import types
 import typing
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Union
 
@@ -112,14 +112,17 @@ class FitQuality:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFit:
-    """One prefill pass: ``overhead_s + token_s * n + pair_s * n * (p + (n + 1) / 2)``.
+    """One prefill pass over ``n`` new tokens after a context of ``p`` tokens.
 
-    ``n`` new tokens after a context of ``p``; the form of ``PrefillCost``. A prompt
-    longer than a chunk takes several passes.
+    ``overhead_s + token_s * n + pair_s * n * (p + (n + 1) / 2) + context_token_s * p``:
+    the form of ``PrefillCost`` and the reading of the context's KV, which a pass over
+    few tokens pays like a decode step. A prompt longer than a chunk takes several
+    passes.
 
     Attributes:
         alpha: LayerKV's Eq. 3: ``token_s`` over what the operations per second of a
             large matrix product promise; None where these are not known.
+        context_token_s: 0 in files written before it was measured.
     """
 
     overhead_s: float
@@ -127,13 +130,15 @@ class PrefillFit:
     pair_s: float
     alpha: float | None
     quality: FitQuality
+    context_token_s: float = 0.0
 
     def seconds(self, context_tokens: int, new_tokens: int) -> float:
         """Return the time of one pass; 0 for no new tokens."""
         if new_tokens <= 0:
             return 0.0
         pairs = new_tokens * (context_tokens + (new_tokens + 1) / 2)
-        return self.overhead_s + self.token_s * new_tokens + self.pair_s * pairs
+        linear_s = self.token_s * new_tokens + self.context_token_s * context_tokens
+        return self.overhead_s + linear_s + self.pair_s * pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +342,12 @@ def _decode_object(kind: Any, value: object, where: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(f"{where} is not an object")
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in fields(kind)]
-    missing = [name for name in names if name not in value]
+    names = [field.name for field in fields(kind) if field.name in value]
+    missing = [
+        field.name
+        for field in fields(kind)
+        if field.name not in value and field.default is MISSING
+    ]
     unknown = sorted(set(value) - set(names))
     if missing or unknown:
         problem = f"lacks {prefix}{missing[0]}" if missing else ""

@@ -72,12 +72,16 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLine:
-    """``request_s + overhead_s * passes + token_s * n + pair_s * pairs``."""
+    """``request_s + overhead_s * passes + token_s * n + pair_s * pairs + ...``.
+
+    The last term is ``context_token_s`` times the tokens of all contexts.
+    """
 
     request_s: float
     overhead_s: float
     token_s: float
     pair_s: float
+    context_token_s: float
     quality: FitQuality
 
 
@@ -97,7 +101,7 @@ def fit_nonnegative(
 ) -> tuple[list[float], FitQuality]:
     """Fit ``seconds = features @ coefficients`` with coefficients >= 0.
 
-    Tries every set of columns (there are at most four), so the result is the best one
+    Tries every set of columns (there are at most five), so the result is the best one
     and not where an iteration stopped; of equally good ones it has the fewest terms.
 
     Args:
@@ -171,20 +175,30 @@ def fit_prefill(
             sample.num_requests
             * sample.new_tokens
             * (sample.context_tokens + (sample.new_tokens + 1) / 2),
+            sample.num_requests
+            * (
+                sample.num_passes * sample.context_tokens
+                # A later pass has the earlier ones as its context.
+                + sample.new_tokens * (sample.num_passes - 1) / 2
+            ),
         ]
         for sample in samples
     ]
     times = [sample.seconds for sample in samples]
     if pass_s is None and len({sample.num_passes for sample in samples}) > 1:
         found, quality = fit_nonnegative(rows, times, frozenset({2}))
-        return PrefillLine(found[0], found[1], found[2], found[3], quality)
+        request_s, overhead_s, token_s, pair_s, context_s = found
+        return PrefillLine(request_s, overhead_s, token_s, pair_s, context_s, quality)
     first_pass = [
         max(s.seconds - (pass_s or 0.0) * (s.num_passes - 1), s.seconds / 2)
         for s in samples
     ]
-    found, quality = fit_nonnegative([[r[0], r[2], r[3]] for r in rows], first_pass)
-    overhead_s = min(pass_s or 0.0, found[0])
-    return PrefillLine(found[0] - overhead_s, overhead_s, found[1], found[2], quality)
+    found, quality = fit_nonnegative([[row[0], *row[2:]] for row in rows], first_pass)
+    first_s, token_s, pair_s, context_s = found
+    overhead_s = min(pass_s or 0.0, first_s)
+    return PrefillLine(
+        first_s - overhead_s, overhead_s, token_s, pair_s, context_s, quality
+    )
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> DecodeFit | None:

@@ -160,7 +160,7 @@ class Admission:
             tree.unlock(node)
             return False
         num_taken = -(-(prefix + new) // page) - num_matched
-        if not tree.take_private(num_taken):
+        if not tree.take_private(num_taken, self._spare_pages(plan, new)):
             plan.blocked = True
             tree.unlock(node)
             return False
@@ -192,6 +192,19 @@ class Admission:
         if not is_whole:
             self.chunked = seq
 
+    def _spare_pages(self, plan: PassPlan, new: int) -> int:
+        """Return what SGLang keeps free beyond the pages of a pass: one per request.
+
+        It counts tokens, so what the pages of a prompt are longer than the prompt is
+        taken off.
+        """
+        if self._is_vllm:
+            return 0
+        page = self._page
+        lengths = [part for _, _, part in plan.parts] + [new]
+        unused = sum(-length % page for length in lengths)
+        return -(-(page * len(lengths) - unused) // page)
+
     def _fits(self, seq: Sequence, num_matched: int, allowed: int) -> bool:
         page = self._page
         available = self._tree.available_pages
@@ -220,9 +233,10 @@ class Admission:
             plan.blocked = True
             return
         num_pages = -(-(seq.kv_tokens + new) // page)
-        taken = self._tree.take_private(num_pages - seq.kv_tokens // page)
+        num_taken = num_pages - seq.kv_tokens // page
+        taken = self._tree.take_private(num_taken, self._spare_pages(plan, new))
         assert taken, "as many pages as are available were asked for"
-        seq.private_pages += num_pages - seq.kv_tokens // page
+        seq.private_pages += num_taken
         is_whole = seq.kv_tokens + new == seq.input_tokens
         self._put(plan, seq, seq.kv_tokens, new, is_whole)
         if is_whole and not self._is_vllm:

@@ -139,12 +139,18 @@ class DeviceTree:
                 self._push(above)
             above = above.parent
 
-    def take_private(self, num_pages: int) -> bool:
-        """Give pages to a request, evicting as needed; False if there are too few."""
+    def take_private(self, num_pages: int, spare_pages: int = 0) -> bool:
+        """Give pages to a request, evicting as needed; False if there are too few.
+
+        Args:
+            num_pages: wanted.
+            spare_pages: further pages to have free before, if eviction can: SGLang
+                makes room for more than it allocates.
+        """
         if num_pages > self.available_pages:
             return False
-        if num_pages > self.free_pages:
-            self.evict(num_pages - self.free_pages)
+        if num_pages + spare_pages > self.free_pages:
+            self.evict(num_pages + spare_pages - self.free_pages)
         self.private_pages += num_pages
         held = self.tree_pages + self.private_pages
         self.peak_pages = max(self.peak_pages, held)

@@ -32,6 +32,10 @@ _RECHECK_STEPS = 16
 """Decode steps after which a request that did not fit is looked at again, although
 nobody has finished: the reserved part of the answers shrinks. SGLang looks every step;
 16 steps are less than a second, and the request waits for whole answers to end."""
+_TOKENIZER_S = 1e-4
+"""Requests reach the scheduler one after the other, at least so far apart, as one
+process tokenizes them all: the first of those that are sent together finds the device
+idle and goes into a pass of its own."""
 
 
 def simulate(config: ServerConfig, workload: SimWorkload) -> SimResult:
@@ -66,6 +70,7 @@ class SimServer:
         self._followers: dict[int, list[int]] = {}
         self._starts: deque[int] = deque()
         self._num_retractions = 0
+        self._tokenizer_free_s = 0.0
         self._in_pass = False
         self._segment: DecodeSegment | None = None
         self._segment_end: Event | None = None
@@ -112,7 +117,12 @@ class SimServer:
         def arrive() -> None:
             self._arrive(index, arrival_s)
 
-        self.queue.at(queued_s, Priority.ARRIVAL, arrive)
+        def take_turn() -> None:
+            turn_s = max(self.queue.now(), self._tokenizer_free_s)
+            self._tokenizer_free_s = turn_s + _TOKENIZER_S
+            self.queue.at(turn_s, Priority.ARRIVAL, arrive)
+
+        self.queue.at(queued_s, Priority.ARRIVAL, take_turn)
 
     def _arrive(self, index: int, arrival_s: float) -> None:
         now_s = self.queue.now()
@@ -301,7 +311,11 @@ class SimServer:
         segment = self._segment
         assert segment is not None
         num_pages = self._pages_for(segment.num_steps)
-        taken = self.tree.take_private(num_pages)
+        # Before each step SGLang frees a page for every request, needed or not.
+        is_vllm = self.config.scheduler.admission == "vllm"
+        used_before = self._pages_for(segment.num_steps - 1)
+        spare = 0 if is_vllm else segment.batch - (num_pages - used_before)
+        taken = self.tree.take_private(num_pages, spare)
         assert taken, f"{num_pages} pages were there when the segment began"
         self._segment = self._segment_end = None
         self._segments.append(segment)

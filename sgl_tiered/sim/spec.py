@@ -276,6 +276,7 @@ def _calibrated(times: DeviceTimes, calibration: Calibration) -> DeviceTimes:
             "prefill_overhead_s": prefill.overhead_s,
             "prefill_token_s": prefill.token_s,
             "prefill_pair_s": prefill.pair_s,
+            "prefill_context_token_s": prefill.context_token_s,
         }
     if (decode := calibration.decode) is not None:
         changes |= {

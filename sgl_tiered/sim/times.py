@@ -3,6 +3,7 @@
 A prefill pass over parts of prompts (n new tokens after a context of p each):
 
     overhead + max(weights, token * sum n) + pair * sum n * (p + (n + 1) / 2)
+        + context_token * sum p
 
 and a decode step of a batch:
 
@@ -47,6 +48,7 @@ class DeviceTimes:
     decode_context_token_s: float
     weights_s: float = 0.0
     request_s: float = 0.0
+    prefill_context_token_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.decode_step_s(1, 1) <= 0.0 or self.prefill_s([(0, 1)]) <= 0.0:
@@ -58,12 +60,14 @@ class DeviceTimes:
 
     def prefill_s(self, parts: Sequence[tuple[int, int]]) -> float:
         """Return the time of one pass over (context tokens, new tokens) parts."""
-        num_tokens = 0
+        num_tokens = num_context_tokens = 0
         pairs = 0.0
         for context, new in parts:
             num_tokens += new
+            num_context_tokens += context
             pairs += new * (context + (new + 1) / 2)
         linear_s = max(self.weights_s, self.prefill_token_s * num_tokens)
+        linear_s += self.prefill_context_token_s * num_context_tokens
         return self.prefill_overhead_s + linear_s + self.prefill_pair_s * pairs
 
     def decode_base_s(self, batch: int) -> float:
@@ -99,6 +103,7 @@ def times_of_profile(
         decode_context_token_s=model.kv_token_bytes / bandwidth,
         weights_s=model.weight_bytes / bandwidth,
         request_s=request_s,
+        prefill_context_token_s=model.kv_token_bytes / bandwidth,
     )
 
 

@@ -68,8 +68,17 @@ def test_a_written_file_is_read_back(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_older_file_has_no_time_per_token_of_context():
+    """What was not measured when a file was written counts as 0."""
+    raw = changed(["prefill", "context_token_s"], ...)
+    assert calibration_from_dict(raw).prefill.context_token_s == 0.0
+
+
 def test_the_forms():
     """Each fit predicts by its written form, and nothing to do takes no time."""
+    reading = replace(CALIBRATION.prefill, context_token_s=1e-6)
+    added_s = reading.seconds(100, 10) - CALIBRATION.prefill.seconds(100, 10)
+    assert added_s == pytest.approx(1e-4)
     assert CALIBRATION.prefill.seconds(100, 10) == pytest.approx(
         0.002 + 10 * 1e-4 + 1e-8 * (10 * 100 + 55)
     )

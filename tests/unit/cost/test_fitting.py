@@ -1,5 +1,7 @@
 """Fits: known coefficients come back, noise moves them little, few points work."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,17 @@ def test_prefill_is_recovered_with_chunks():
     assert line.pair_s == pytest.approx(3e-8)
     assert line.quality.r2 == pytest.approx(1.0)
     assert line.quality.max_relative_residual < 1e-6
+
+
+def test_reading_the_context_is_told_from_attention():
+    """A time per token of context comes back beside the time per pair."""
+    samples = [
+        replace(s, seconds=s.seconds + 5e-6 * s.context_tokens)
+        for s in prefill_samples()
+    ]
+    line = fit_prefill(samples, 0.003)
+    assert line.context_token_s == pytest.approx(5e-6)
+    assert line.pair_s == pytest.approx(3e-8)
 
 
 @pytest.mark.parametrize(
