@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
 
 __all__ = [
     "DEMOTE_POLICIES",
@@ -17,8 +19,9 @@ __all__ = [
 ]
 
 LOAD_POLICIES: tuple[str, ...] = ("auto", "always", "never")
-WRITE_POLICIES: tuple[str, ...] = ("write-through", "selective")
+WRITE_POLICIES: tuple[str, ...] = ("write-through", "selective", "on-evict")
 DEMOTE_POLICIES: tuple[str, ...] = ("write-through", "on-evict")
+_MAX_TIERS = len(TierId) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +50,19 @@ class CacheConfig:
 
     Attributes:
         layout: shape of one page.
-        tiers: one or two tiers, fastest first.
+        tiers: a chain, fastest first; what one loses may be in the next.
         load_policy: ``auto`` loads what is cheaper to load than to recompute;
             ``always`` and ``never`` do not ask for the cost.
         write_policy: ``write-through`` gives every page a copy in the first tier;
-            ``selective`` a page that is seen for the second time.
-        demote_policy: ``write-through`` copies pages to the second tier soon after
-            they are in the first; ``on-evict`` only the coldest, once the first tier
-            is fuller than ``demote_watermark``.
-        demote_watermark: share of the first tier, between 0 and 1.
+            ``selective`` a page that is seen for the second time; ``on-evict`` what
+            the device is about to lose, which its owner knows (``DeferredOffloads``).
+        demote_policy: ``write-through`` copies pages to the next tier soon after
+            they are in one; ``on-evict`` only the coldest, once a tier is fuller than
+            ``demote_watermark``.
+        demote_watermark: share of a tier, between 0 and 1.
+        demote_rest_s: pause of an edge after a copy of which no page arrived: a full
+            disk does not empty itself at once.
+        disk_admission: name of a write admission: which pages are written to disk.
     """
 
     layout: PageLayout
@@ -64,24 +71,31 @@ class CacheConfig:
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
     demote_watermark: float = 0.9
+    demote_rest_s: float = 5.0
+    disk_admission: str = "all"
 
     def __post_init__(self) -> None:
         order = [int(tier.tier) for tier in self.tiers]
-        if not 1 <= len(order) <= 2 or order != sorted(set(order)):
+        if not 1 <= len(order) <= _MAX_TIERS or order != sorted(set(order)):
             raise ConfigError(
                 "tiers",
-                f"{[tier.tier.label for tier in self.tiers]} is not one or two "
+                f"{[tier.tier.label for tier in self.tiers]} is not a list of "
                 "different tiers, fastest first",
-                "list the host first and the disk second",
+                "list the host first, then CXL, then the disk",
             )
         _check_choice("load_policy", self.load_policy, LOAD_POLICIES)
         _check_choice("write_policy", self.write_policy, WRITE_POLICIES)
         _check_choice("demote_policy", self.demote_policy, DEMOTE_POLICIES)
+        _check_choice("disk_admission", self.disk_admission, WRITE_ADMISSIONS)
         if not 0.0 <= self.demote_watermark <= 1.0:
             raise ConfigError(
                 "demote_watermark",
                 f"{self.demote_watermark} is not between 0 and 1",
-                "give a share of the first tier, such as 0.9",
+                "give a share of a tier, such as 0.9",
+            )
+        if not (math.isfinite(self.demote_rest_s) and self.demote_rest_s >= 0):
+            raise ConfigError(
+                "demote_rest_s", f"{self.demote_rest_s} is not a time", "give seconds"
             )
 
 

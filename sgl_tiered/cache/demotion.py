@@ -1,7 +1,7 @@
-"""Which pages get a copy in the second tier, and in what order.
+"""Which pages get a copy in the next tier, and in what order: one edge of the chain.
 
-A page is demoted only when the page before it is in the second tier already, or is
-demoted with it: what survives a restart there is found from the start of the sequence.
+A page is demoted only when the page before it is in the target already, or is demoted
+with it: what survives a restart there is found from the start of the sequence.
 """
 
 from __future__ import annotations
@@ -14,11 +14,22 @@ import numpy as np
 
 from sgl_tiered.cache.config import CacheConfig
 from sgl_tiered.cache.index import Node
+from sgl_tiered.cache.sightings import Sightings
 from sgl_tiered.cache.store import PageStore
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import KEY_BYTES
-from sgl_tiered.core.plans import Int32s, Int64s, PageRecords, UInt8s
+from sgl_tiered.core.plans import Bools, Int32s, Int64s, PageRecords, UInt8s
+from sgl_tiered.policies.write_admission.base import WriteAdmission, WriteFacts
 
 __all__ = ["Batch", "Demoter"]
+
+_MAX_ATTEMPTS = 3
+"""Pages that the target refused, or that failed on their way, are tried so often: a
+target whose copies were all in use, or a disk that was full for a moment, has changed by
+then; one that holds nothing but what it values more has not."""
+_MAX_OFFERS = 65_536
+_MAX_REFUSED = 8
+"""Refusals after which a call gives up: each asks the target's evictor in vain."""
 
 
 @dataclass(slots=True)
@@ -42,24 +53,69 @@ class Batch:
 
 
 class Demoter:
-    """Chooses batches; evicts in the second tier to make room for them."""
+    """Chooses batches for one edge; evicts in its target to make room for them.
 
-    def __init__(self, store: PageStore, config: CacheConfig) -> None:
+    Args:
+        store: pages and copies.
+        config: policies and sizes.
+        source: number of the tier that pages are read from; the next is the target.
+        admission: which pages may be written to the target; None for all.
+        sightings: what the admission looks at; None for one that does not look.
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        config: CacheConfig,
+        source: int,
+        admission: WriteAdmission | None = None,
+        sightings: Sightings | None = None,
+    ) -> None:
+        self.source = source
+        self.target = source + 1
         self._store = store
-        self._has_target = len(config.tiers) > 1
+        self._admission = admission
+        self._sightings = sightings
         self._is_write_through = config.demote_policy == "write-through"
-        first_slots = config.tiers[0].num_slots
-        self._watermark_slots = int(config.demote_watermark * first_slots)
+        num_slots = config.tiers[source].num_slots
+        self._watermark_slots = int(config.demote_watermark * num_slots)
         # Keep as many of the coldest pages copied as lie above the watermark.
-        self._window_pages = max(1, first_slots - self._watermark_slots)
-        # The last row of each offload: all that is missing before it goes with it.
-        self._queue: deque[int] = deque()
+        self._window_pages = max(1, num_slots - self._watermark_slots)
+        # The last row of each path that came to the source, and how often it was
+        # refused: all that is missing before it goes with it.
+        self._queue: deque[tuple[int, int]] = deque()
         self._idle_version = -1
+        self._num_failed = 0
+
+    @property
+    def target_id(self) -> TierId:
+        """Where its pages go."""
+        return self._store.tiers[self.target]
+
+    @property
+    def is_picky(self) -> bool:
+        """Whether a page may be refused now and admitted when it is seen again."""
+        return self._sightings is not None
 
     def offer(self, rows: Int32s) -> None:
-        """Take note of pages that have come to the first tier, in token order."""
-        if self._has_target and self._is_write_through:
-            self._queue.append(int(rows[-1]))
+        """Take note of pages that are in the source, of one path in token order."""
+        if self._is_write_through:
+            self._put(int(rows[-1]), 0)
+
+    def failed(self, rows: Int32s, *, all_failed: bool) -> None:
+        """Take back pages that did not arrive; some of them may be gone by now."""
+        self._num_failed = self._num_failed + 1 if all_failed else 0
+        nodes = self._store.table.node
+        ends = {id(nodes[row]): int(row) for row in rows if nodes[row] is not None}
+        if self._num_failed >= _MAX_ATTEMPTS:
+            self._drop("failed", len(rows))
+        elif self._is_write_through:
+            for row in ends.values():
+                self._put(row, 0)
+
+    def succeeded(self) -> None:
+        """Note that a batch arrived as a whole."""
+        self._num_failed = 0
 
     def clear(self) -> None:
         """Forget what was offered."""
@@ -67,11 +123,17 @@ class Demoter:
 
     def choose(self, max_pages: int) -> Batch | None:
         """Return the next batch, with room made for it, or None."""
-        if not self._has_target or max_pages < 1:
+        # Where there was nothing to do, there is nothing until the table changes.
+        if max_pages < 1 or self._store.table.version == self._idle_version:
             return None
         if self._is_write_through:
-            return self._choose_offered(max_pages)
-        return self._choose_coldest(max_pages)
+            batch = self._choose_offered(max_pages)
+        else:
+            batch = self._choose_coldest(max_pages)
+        if batch is None or not batch.num_pages:
+            self._idle_version = self._store.table.version
+            return None
+        return batch
 
     def records(self, batch: Batch) -> PageRecords:
         """Return what the tier keeps beside the bytes; derives keys where needed."""
@@ -97,56 +159,65 @@ class Demoter:
             addresses=np.zeros(batch.num_pages, np.int64),
         )
 
+    def _put(self, row: int, attempts: int) -> None:
+        if len(self._queue) >= _MAX_OFFERS:
+            self._queue.popleft()
+            self._drop("queue full", 1)
+        self._queue.append((row, attempts))
+        self._idle_version = -1
+
+    def _drop(self, reason: str, num_pages: int) -> None:
+        self._store.counters.note_dropped(self.target_id, reason, num_pages)
+
     def _choose_offered(self, max_pages: int) -> Batch | None:
         batch: Batch | None = None
+        num_refused = 0
         for _ in range(len(self._queue)):
-            row = self._queue[0]
+            has_batch = batch is not None and batch.num_pages > 0
+            if num_refused >= (1 if has_batch else _MAX_REFUSED):
+                break
+            row, attempts = self._queue[0]
             node = self._store.table.node[row]
             if node is None:
                 self._queue.popleft()
                 continue
-            if batch is None:
+            if batch is None or not batch.num_pages:
                 batch = Batch(node.digest)
             elif batch.digest != node.digest:
                 break
             missing, waits = self._missing(node, batch)
+            num_missing = sum(len(where) for _, where in missing)
+            num_before = batch.num_pages
             has_room = self._take(batch, missing, max_pages)
             if has_room and batch.num_pages >= max_pages:
                 # The rest of this path comes with the next batch.
                 break
             self._queue.popleft()
+            num_refused += not has_room
             if waits:
-                self._queue.append(row)
-            if not has_room:
-                break
-        return batch if batch is not None and batch.num_pages else None
+                self._queue.append((row, attempts))
+            elif not has_room and attempts + 1 < _MAX_ATTEMPTS:
+                self._queue.append((row, attempts + 1))
+            elif not has_room:
+                self._drop("no room", num_missing - batch.num_pages + num_before)
+        return batch
 
     def _choose_coldest(self, max_pages: int) -> Batch | None:
-        store = self._store
-        version = store.table.version
-        if (
-            store.table.slots[0].used_slots <= self._watermark_slots
-            or version == self._idle_version
-        ):
+        store, source = self._store, self.source
+        if store.table.slots[source].used_slots <= self._watermark_slots:
             return None
         batch: Batch | None = None
-        for victims in store.evictors[0].select(self._window_pages):
+        for victims in store.evictors[source].select(self._window_pages):
             node = victims.node
-            if batch is None:
+            if batch is None or not batch.num_pages:
                 batch = Batch(node.digest)
             elif batch.digest != node.digest:
-                if batch.num_pages:
-                    break
-                batch = Batch(node.digest)
+                break
             missing, _ = self._missing(node, batch)
             if not self._take(batch, missing, max_pages):
                 break
             if batch.num_pages >= max_pages:
                 break
-        if batch is None or not batch.num_pages:
-            # Nothing to do until the table changes: asking again costs nothing.
-            self._idle_version = store.table.version
-            return None
         return batch
 
     def _missing(
@@ -156,42 +227,59 @@ class Demoter:
 
         Also whether there are more that wait for a copy in flight.
         """
-        table = self._store.table
+        table, source, target = self._store.table, self.source, self.target
         taken = {id(part): where for part, where in batch.parts}
         missing = []
-        for part in self._store.index.path_to(node):
-            if part.resident[1] == len(part.rows):
+        path = self._store.index.path_to(node)
+        if self._sightings is not None:
+            self._store.derive_keys(path)
+        for part in path:
+            if part.resident[target] == len(part.rows):
                 continue
-            lacks = table.entry_of[1][part.rows] < 0
+            lacks = table.entry_of[target][part.rows] < 0
             if id(part) in taken:
                 lacks[taken[id(part)]] = False
-            is_source = (table.flags[part.rows] & 1) != 0
-            blocked = np.flatnonzero(lacks & ~is_source)
+            is_source = (table.flags[part.rows] >> source & 1) != 0
+            refused = lacks & ~self._admitted(part)
+            blocked = np.flatnonzero(lacks & ~is_source | refused)
             if len(blocked):
                 lacks[blocked[0] :] = False
             where = np.flatnonzero(lacks)
             if len(where):
                 missing.append((part, where))
             if len(blocked):
-                return missing, bool(table.entry_of[0][part.rows[blocked[0]]] >= 0)
+                first = blocked[0]
+                waits = table.entry_of[source][part.rows[first]] >= 0
+                return missing, bool(waits and not is_source[first])
         return missing, False
+
+    def _admitted(self, node: Node) -> Bools:
+        """Ask the admission about all pages of a run, whose keys are known."""
+        num_pages = len(node.rows)
+        if self._admission is None:
+            return np.ones(num_pages, np.bool_)
+        counts, rates = np.zeros(num_pages, np.uint8), np.zeros(num_pages)
+        if self._sightings is not None:
+            counts = self._sightings.count(self._store.table.keys[node.rows])
+            rates = self._sightings.reuse_rates(node.first_page, num_pages)
+        return self._admission.admit(WriteFacts(self.target_id, counts, rates))
 
     def _take(
         self, batch: Batch, missing: list[tuple[Node, Int64s]], max_pages: int
     ) -> bool:
         """Add pages to the batch as far as there is room; return whether there was."""
-        store = self._store
+        store, target = self._store, self.target
         for node, where in missing:
             where = where[: max_pages - batch.num_pages]
             if not len(where):
                 return True
             wanted = batch.num_pages + len(where)
             room = store.make_room(
-                1,
+                target,
                 wanted,
                 protected=set(_ancestry(batch, node)),
                 # Nothing is evicted there that its policy values as much.
-                below=store.evictors[1].priority(node),
+                below=store.evictors[target].priority(node),
             )
             where = where[: max(0, room - batch.num_pages)]
             if len(where):

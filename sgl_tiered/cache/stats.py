@@ -25,6 +25,9 @@ class CacheStats:
         pages_bad: copies dropped because their bytes were wrong or unreadable.
         pages_failed: copies that did not arrive in the tier.
         pages_adopted: copies taken over from a former process.
+        pages_dropped: pages that were to come from the tier above and did not, by
+            reason: ``no room`` (the tier values what it has more, or uses all of it),
+            ``failed`` (again and again), ``queue full`` (in paths, not pages).
     """
 
     num_lookups: int
@@ -37,6 +40,7 @@ class CacheStats:
     pages_bad: Mapping[TierId, int]
     pages_failed: Mapping[TierId, int]
     pages_adopted: Mapping[TierId, int]
+    pages_dropped: Mapping[TierId, Mapping[str, int]]
 
 
 class StatsCounters:
@@ -53,6 +57,12 @@ class StatsCounters:
         self.bad = dict.fromkeys(tiers, 0)
         self.failed = dict.fromkeys(tiers, 0)
         self.adopted = dict.fromkeys(tiers, 0)
+        self.dropped: dict[TierId, dict[str, int]] = {tier: {} for tier in tiers}
+
+    def note_dropped(self, tier: TierId, reason: str, num_pages: int) -> None:
+        """Count pages that did not come to a tier."""
+        reasons = self.dropped[tier]
+        reasons[reason] = reasons.get(reason, 0) + num_pages
 
     def freeze(self) -> CacheStats:
         """Return the counters as they are now."""
@@ -67,4 +77,5 @@ class StatsCounters:
             pages_bad=dict(self.bad),
             pages_failed=dict(self.failed),
             pages_adopted=dict(self.adopted),
+            pages_dropped={tier: dict(d) for tier, d in self.dropped.items()},
         )

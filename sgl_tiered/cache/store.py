@@ -23,9 +23,11 @@ from sgl_tiered.core.keys import page_keys
 from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt64s
 from sgl_tiered.policies.eviction.base import EvictionPolicy
 
-__all__ = ["PageStore"]
+__all__ = ["PageStore", "Recency"]
 
 TOKEN_BYTES = 4
+Recency = tuple[int, float]
+"""Number of an access, and its time in seconds."""
 
 
 class PageStore:
@@ -59,6 +61,11 @@ class PageStore:
 
     # Recency.
 
+    @property
+    def recency(self) -> Recency:
+        """Number and time of the last access."""
+        return self._sequence, self._clock.now()
+
     def touch(self, path: Sequence[Node]) -> None:
         """Note an access to all pages of a path."""
         self._sequence += 1
@@ -67,13 +74,15 @@ class PageStore:
             node.access_sequence = self._sequence
             node.last_access_s = now_s
 
-    def add_pages(self, parent: Node, raw: bytes) -> Node:
-        """Add pages without copies after ``parent``, as of the last access."""
+    def add_pages(
+        self, parent: Node, raw: bytes, as_of: Recency | None = None
+    ) -> Node:
+        """Add pages without copies after ``parent``, as of the last or a past access."""
         rows = self.table.alloc_rows(len(raw) // self.page_bytes)
         node = self.index.add(parent, raw, rows)
-        node.access_sequence = self._sequence
-        node.insert_sequence = self._sequence
-        node.last_access_s = node.inserted_s = self._clock.now()
+        sequence, time_s = as_of or self.recency
+        node.access_sequence = node.insert_sequence = sequence
+        node.last_access_s = node.inserted_s = time_s
         self._unsettled.append(node)
         return node
 

@@ -7,29 +7,30 @@ thread. Expected negatives (miss, full, stale) are values; a broken law is an as
 
 The life of a page: ``plan_offload`` gives it a row and a slot in the first tier,
 ``finish_offload`` makes the copy a hit, ``plan_demote`` / ``finish_demote`` add a copy
-in the second tier, ``lookup`` / ``commit_load`` / ``finish_load`` bring it back, and
-eviction or a bad read takes copies away; with the last one the page is gone.
+in the next tier of the chain, ``lookup`` / ``commit_load`` / ``finish_load`` bring it
+back from the fastest, after which an offload gives it a copy in the first tier again,
+and eviction or a bad read takes copies away; with the last one the page is gone.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from sgl_tiered.cache.adoption import adopt_records
+from sgl_tiered.cache.chain import Chain, Demotion
 from sgl_tiered.cache.config import CacheConfig, TierConfig
-from sgl_tiered.cache.demotion import Demoter
-from sgl_tiered.cache.index import Node, concat_rows
+from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
 from sgl_tiered.cache.planner import Planner
 from sgl_tiered.cache.stats import CacheStats
-from sgl_tiered.cache.store import PageStore
+from sgl_tiered.cache.store import PageStore, Recency
 from sgl_tiered.cache.table import LOADING
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import Lookup, TierId
-from sgl_tiered.core.keys import Namespace, page_keys
+from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.plans import (
     Decision,
     DemotePlan,
@@ -86,20 +87,17 @@ class TieredCache:
                 )
         self._config = config
         self._tiers = tuple(tier.tier for tier in config.tiers)
-        self._page_tokens = config.layout.page_tokens
         self._store = PageStore(config, eviction, clock)
         self._table = self._store.table
         self._index = self._store.index
         self._planner = Planner(cost, config.layout, config.load_policy)
-        self._demoter = Demoter(self._store, config)
+        self._chain = Chain(self._store, config, clock)
         self._sources: dict[int, UInt8s] = {}
         self._all_tiers = (1 << len(self._tiers)) - 1
         self._next_plan_id = 1
-        # Plan id -> the entries that it reads (load, demote) and writes.
+        # Plan id -> the entries that it reads (load) or writes (offload).
         self._loads: dict[int, Int64s] = {}
         self._offloads: dict[int, Int64s] = {}
-        self._demotes: dict[int, tuple[Int64s, Int64s]] = {}
-        self._sighted: OrderedDict[bytes, None] = OrderedDict()
 
     @property
     def config(self) -> CacheConfig:
@@ -242,19 +240,43 @@ class TieredCache:
 
     # Device -> first tier.
 
+    def sight(
+        self, digest: bytes, tokens: Int32s, *, seen_pages: int = 0
+    ) -> Recency:
+        """Note that a request has these pages, which are to be offloaded later.
+
+        Returns:
+            What ``plan_offload`` is to be told then.
+        """
+        path = self._index.walk(self._index.root(digest), _raw(tokens))
+        self._store.touch(path)
+        if self._chain.sightings is not None:
+            self._chain.see(path, digest, tokens, seen_pages)
+        return self._store.recency
+
     def plan_offload(
-        self, digest: bytes, tokens: Int32s, *, max_pages: int | None = None
+        self,
+        digest: bytes,
+        tokens: Int32s,
+        *,
+        max_pages: int | None = None,
+        seen_pages: int = 0,
+        sighted: Recency | None = None,
     ) -> OffloadPlan | None:
         """Plan copies in the first tier for the prompt's pages that lack one.
 
-        Call it once per request and whenever more of its pages are computed: with the
-        write policy ``selective`` every call is a sighting.
+        Call it once per request and whenever more of its pages are computed. Pages
+        that were loaded from a slower tier lack one: so they are promoted.
 
         Args:
             digest: an open namespace.
             tokens: int32, a prompt whose pages are all on the device; a last partial
                 page is left out.
             max_pages: most pages to copy.
+            seen_pages: leading pages of earlier calls for the same request: the others
+                are sighted (write policy ``selective``, admission to disk).
+            sighted: what ``sight`` returned, where that came before: pages are as
+                recent as they were then, and not sighted again.
 
         Returns:
             As many of the leading missing pages as there can be room for; None where
@@ -265,12 +287,16 @@ class TieredCache:
         num_pages = len(raw) // store.page_bytes
         root = self._index.root(digest)
         path = self._index.walk(root, raw)
-        store.touch(path)
         known = concat_rows(path)
         positions = np.flatnonzero(table.entry_of[0].take(known) < 0)
         num_new = num_pages - len(known)
-        if num_new and self._config.write_policy == "selective":
-            num_new = self._num_sighted(path, digest, tokens, len(known), num_pages)
+        if sighted is None:
+            store.touch(path)
+            if self._chain.sightings is not None:
+                times = self._chain.see(path, digest, tokens, seen_pages)
+                if self._config.write_policy == "selective":
+                    once = np.flatnonzero(times < 2)
+                    num_new = int(once[0]) if len(once) else num_new
         if num_new:
             new = np.arange(len(known), len(known) + num_new)
             positions = np.concatenate([positions, new])
@@ -290,7 +316,8 @@ class TieredCache:
         if num_added > 0:
             start = len(known) * store.page_bytes
             stop = start + num_added * store.page_bytes
-            added = store.add_pages(path[-1] if path else root, raw[start:stop])
+            parent = path[-1] if path else root
+            added = store.add_pages(parent, raw[start:stop], sighted)
             rows = np.concatenate([known, added.rows])
         rows = rows[positions]
         addresses = store.start_copies(0, rows)
@@ -309,62 +336,56 @@ class TieredCache:
         """Make the copies that arrived hits, and drop the others."""
         entries = self._offloads.pop(plan.plan_id, None)
         assert entries is not None, f"offload {plan.plan_id} is not under way"
-        num_ok = self._store.land_copies(
-            0, plan.pages, entries, result.ok, result.checksums
-        )
-        if num_ok:
-            self._demoter.offer(plan.pages[result.ok])
+        self._store.land_copies(0, plan.pages, entries, result.ok, result.checksums)
+        self._chain.arrived(0, plan.pages[result.ok])
         self._store.settle()
 
-    # First tier -> second tier.
+    # Tier -> next tier.
 
     def plan_demote(self, max_pages: int) -> DemotePlan | None:
-        """Plan copies in the second tier for up to ``max_pages`` pages.
+        """Plan copies of up to ``max_pages`` pages in the next tier of the chain.
 
-        Which ones follows from ``demote_policy``; room is made by evicting there what
-        its policy values less. Derives the page keys that are not known yet. None
-        where there is nothing to do now.
+        Call it until it returns None: one plan is under way per edge, and source and
+        target are in the plan. Which pages follows from ``demote_policy`` and the
+        write admission; room is made by evicting in the target what its policy values
+        less. Derives the page keys that are not known yet. None where there is nothing
+        to do now.
         """
-        batch = self._demoter.choose(max_pages)
-        if batch is None:
+        chosen = self._chain.choose(max_pages)
+        if chosen is None:
             self._store.settle()
             return None
+        edge, batch = chosen
         store, table = self._store, self._table
         rows = batch.rows
-        records = self._demoter.records(batch)
-        sources = table.entry_of[0][rows].astype(np.int64)
-        table.pin(sources)
-        addresses = store.start_copies(1, rows)
+        records = edge.records(batch)
+        reads = table.entry_of[edge.source][rows].astype(np.int64)
+        table.pin(reads)
+        addresses = store.start_copies(edge.target, rows)
         store.settle()
-        records = PageRecords(
-            namespace=records.namespace,
-            keys=records.keys,
-            parents=records.parents,
-            tokens=records.tokens,
-            checksums=records.checksums,
-            addresses=addresses,
-        )
         plan = DemotePlan(
             plan_id=self._take_plan_id(),
-            source=self._tiers[0],
-            target=self._tiers[1],
+            source=self._tiers[edge.source],
+            target=self._tiers[edge.target],
             pages=rows,
-            source_addresses=table.address[sources],
+            source_addresses=table.address[reads],
             target_addresses=addresses,
-            records=records,
+            records=replace(records, addresses=addresses),
         )
-        targets = table.entry_of[1][rows].astype(np.int64)
-        self._demotes[plan.plan_id] = (sources, targets)
+        writes = table.entry_of[edge.target][rows].astype(np.int64)
+        self._chain.begin(plan.plan_id, Demotion(edge, reads, writes))
         return plan
 
     def finish_demote(self, plan: DemotePlan, result: TransferResult) -> None:
         """Make the copies that arrived hits, drop the others, release the sources."""
-        entries = self._demotes.pop(plan.plan_id, None)
-        assert entries is not None, f"demote {plan.plan_id} is not under way"
-        sources, targets = entries
-        self._store.land_copies(1, plan.pages, targets, result.ok, result.checksums)
-        self._store.unpin(0, sources)
-        self._store.settle()
+        demotion = self._chain.end(plan.plan_id)
+        edge, store = demotion.edge, self._store
+        store.land_copies(
+            edge.target, plan.pages, demotion.writes, result.ok, result.checksums
+        )
+        self._chain.landed(edge, plan.pages, result.ok)
+        store.unpin(edge.source, demotion.reads)
+        store.settle()
 
     # Whole tiers.
 
@@ -401,8 +422,7 @@ class TieredCache:
     def reset(self) -> None:
         """Forget every page. Plans under way finish into nothing, and their slots
         are not used again before that."""
-        self._demoter.clear()
-        self._sighted.clear()
+        self._chain.clear()
         self._store.clear()
 
     def take_forgotten(self, tier: TierId) -> Int64s:
@@ -431,8 +451,8 @@ class TieredCache:
 
     def check(self) -> None:
         """Assert every law that ties table, index, slots and plans together."""
-        reads = [sources for sources, _ in self._demotes.values()]
-        writes = [targets for _, targets in self._demotes.values()]
+        reads = [demotion.reads for demotion in self._chain.under_way]
+        writes = [demotion.writes for demotion in self._chain.under_way]
         writes += self._offloads.values()
         check_laws(self._store, list(self._loads.values()), reads, writes)
 
@@ -508,34 +528,6 @@ class TieredCache:
             if not (flags[decision.tiers == tier] & (1 << number)).all():
                 return False
         return True
-
-    def _num_sighted(
-        self,
-        path: list[Node],
-        digest: bytes,
-        tokens: Int32s,
-        num_known: int,
-        num_pages: int,
-    ) -> int:
-        """Return how many of the new pages were seen before; note all of them."""
-        self._store.derive_keys(path)
-        last = digest
-        if path:
-            last = self._table.keys[path[-1].rows[-1]].tobytes()
-        new_tokens = tokens[num_known * self._page_tokens :]
-        keys = page_keys(last, new_tokens, self._page_tokens)
-        num_sighted = num_pages - num_known
-        for position, key in enumerate(keys):
-            name = key.tobytes()
-            if name in self._sighted:
-                self._sighted.move_to_end(name)
-                continue
-            num_sighted = min(num_sighted, position)
-            self._sighted[name] = None
-        # A bound as large as the tier: what was seen longer ago would not be there.
-        while len(self._sighted) > self._table.slots[0].capacity:
-            self._sighted.popitem(last=False)
-        return num_sighted
 
 
 def _raw(tokens: Int32s) -> bytes:

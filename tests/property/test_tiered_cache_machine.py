@@ -41,10 +41,17 @@ from sgl_tiered.policies.eviction.registry import (
     EVICTION_POLICIES,
     make_eviction_policy,
 )
+from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
 from sgl_tiered.testing.strategies import prompts
 
 PAGE_TOKENS = 2
-SLOTS = {TierId.HOST: 4, TierId.DISK: 6}
+SLOTS = {TierId.HOST: 4, TierId.CXL: 5, TierId.DISK: 6}
+CHAINS = [
+    (TierId.HOST, TierId.CXL, TierId.DISK),
+    (TierId.HOST, TierId.DISK),
+    (TierId.HOST, TierId.CXL),
+    (TierId.CXL, TierId.DISK),
+]
 NAMESPACES = [Namespace("m", "bfloat16", PAGE_TOKENS, cache_salt=s) for s in ("", "x")]
 PROMPTS = prompts(
     page_tokens=PAGE_TOKENS, words=["abca", "abcb", "abbbb", "ac", "ba", "bacab"]
@@ -63,28 +70,37 @@ class Setup:
     demote_policy: str
     load_policy: str
     seed: int
+    tiers: tuple[TierId, ...]
+    disk_admission: str
 
     def make(self) -> TieredCache:
         """Return an empty cache with open namespaces."""
         rng = np.random.default_rng(self.seed)
         config = CacheConfig(
             PageLayout(2, PAGE_TOKENS, 64),
-            tuple(TierConfig(tier, num) for tier, num in SLOTS.items()),
+            tuple(TierConfig(tier, SLOTS[tier]) for tier in self.tiers),
             load_policy=self.load_policy,
             write_policy=self.write_policy,
             demote_policy=self.demote_policy,
             demote_watermark=0.5,
+            demote_rest_s=0.0,
+            disk_admission=self.disk_admission,
         )
-        # A page takes 4 us to compute; a host load 1 us + 1 us per page, a disk load
-        # 10 us + 2 us per page: which of them is worth it differs from case to case.
+        # A page takes 4 us to compute; a host load 1 us + 1 us per page, a CXL load
+        # 2 us + 1.3 us per page, a disk load 10 us + 2 us per page: which of them is
+        # worth it differs from case to case.
         cost = CostModel(
             PrefillCost(1000, 1, 1, 1e9, overhead_s=1e-6),
-            {TierId.HOST: LinkCost(1e-6, 5e8), TierId.DISK: LinkCost(1e-5, 2.5e8)},
+            {
+                TierId.HOST: LinkCost(1e-6, 5e8),
+                TierId.CXL: LinkCost(2e-6, 4e8),
+                TierId.DISK: LinkCost(1e-5, 2.5e8),
+            },
         )
         cache = TieredCache(
             config,
             cost=cost,
-            eviction={tier: make_eviction_policy(self.policy, rng) for tier in SLOTS},
+            eviction={t: make_eviction_policy(self.policy, rng) for t in self.tiers},
             clock=ManualClock(),
         )
         for namespace in NAMESPACES:
@@ -120,8 +136,8 @@ def snapshot(cache: TieredCache) -> tuple[Any, ...]:
     """Return everything but recency: what a failed plan must leave alone."""
     table = cache._store.table
     return (
-        [contents(cache, tier) for tier in SLOTS],
-        [cache.occupancy(tier) for tier in SLOTS],
+        [contents(cache, tier) for tier in table.tiers],
+        [cache.occupancy(tier) for tier in table.tiers],
         table.pins.tobytes(),
         table.state.tobytes(),
         table.doomed.tobytes(),
@@ -139,6 +155,7 @@ class Driver:
     plans: dict[int, Any] = field(default_factory=dict)
     decisions: list[Any] = field(default_factory=list)
     log: list[tuple[str, tuple[Any, ...], Any]] = field(default_factory=list)
+    sighted: Any = None
 
     def run(self, name: str, *args: Any) -> Any:
         """Do one operation; plans and decisions are named by number."""
@@ -160,6 +177,15 @@ class Driver:
 
     def do_offload(self, digest: bytes, tokens: Any, most: int | None) -> Any:
         return self._keep(self.cache.plan_offload(digest, tokens, max_pages=most))
+
+    def do_sight(self, digest: bytes, tokens: Any, seen: int) -> None:
+        self.sighted = self.cache.sight(digest, tokens, seen_pages=seen)
+
+    def do_offload_late(self, digest: bytes, tokens: Any, most: int | None) -> Any:
+        plan = self.cache.plan_offload(
+            digest, tokens, max_pages=most, sighted=self.sighted
+        )
+        return self._keep(plan)
 
     def do_demote(self, most: int) -> Any:
         return self._keep(self.cache.plan_demote(most))
@@ -219,6 +245,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
             demote_policy=st.sampled_from(DEMOTE_POLICIES),
             load_policy=st.sampled_from(["auto", "always"]),
             seed=st.integers(0, 9),
+            tiers=st.sampled_from(CHAINS),
+            disk_admission=st.sampled_from(WRITE_ADMISSIONS),
         )
     )
     def start(self, setup: Setup) -> None:
@@ -231,7 +259,9 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.driver = Driver(setup.make())
         self.digests = [namespace.digest() for namespace in NAMESPACES]
         # What lies in each slot: the model's truth about bytes.
-        self.memory: dict[TierId, dict[int, Page | None]] = {t: {} for t in SLOTS}
+        self.tiers = setup.tiers
+        self.first = setup.tiers[0]
+        self.memory: dict[TierId, dict[int, Page | None]] = {t: {} for t in self.tiers}
         self.records: dict[int, tuple[Page, bytes, bytes]] = {}
         self.pages: dict[int, list[Page]] = {}
         self.decision_pages: list[list[Page]] = []
@@ -267,23 +297,42 @@ class TieredCacheMachine(RuleBasedStateMachine):
         tokens=PROMPTS,
         most=st.none() | st.integers(1, 4),
         ends_now=st.integers(0, 3),
+        late=RARELY,
     )
     def new_pages(
-        self, space: int, tokens: np.ndarray, most: int | None, ends_now: int
+        self,
+        space: int,
+        tokens: np.ndarray,
+        most: int | None,
+        ends_now: int,
+        late: bool,
     ) -> None:
         """A request has computed its prompt."""
-        self.offload(space, tokens, most, ends_now)
+        self.offload(space, tokens, most, ends_now, late)
+
+    @rule(space=st.integers(0, 1), tokens=PROMPTS, seen=st.integers(0, 2))
+    def sight(self, space: int, tokens: np.ndarray, seen: int) -> None:
+        """A request whose offload is put off changes recency and nothing else."""
+        before = snapshot(self.cache)
+        self.driver.run("sight", self.digests[space], tokens, seen)
+        assert snapshot(self.cache) == before
 
     def offload(
-        self, space: int, tokens: np.ndarray, most: int | None, ends_now: int
+        self,
+        space: int,
+        tokens: np.ndarray,
+        most: int | None,
+        ends_now: int,
+        late: bool = False,
     ) -> None:
         """Room is made lawfully, or nothing changes at all."""
         digest = self.digests[space]
         prompt = pages_of(digest, tokens)
         before = snapshot(self.cache)
-        old = {tier: contents(self.cache, tier) for tier in SLOTS}
+        old = {tier: contents(self.cache, tier) for tier in self.tiers}
         pinned = self.pinned()
-        plan = self.driver.run("offload", digest, tokens, most)
+        name = "offload_late" if late else "offload"
+        plan = self.driver.run(name, digest, tokens, most)
         if plan is None:
             assert snapshot(self.cache) == before
             return
@@ -292,9 +341,9 @@ class TieredCacheMachine(RuleBasedStateMachine):
         for page, address in zip(
             self.pages[plan.plan_id], plan.addresses.tolist(), strict=True
         ):
-            assert page not in old[TierId.HOST]
-            self.memory[TierId.HOST][address] = None
-        self.check_evictions(old, pinned, TierId.HOST, len(plan.pages), set(prompt))
+            assert page not in old[self.first]
+            self.memory[self.first][address] = None
+        self.check_evictions(old, pinned, self.first, len(plan.pages), set(prompt))
         if ends_now:
             # One in three arrives in part: every other page.
             some = [ends_now > 1 or i % 2 == 0 for i in range(len(plan.pages))]
@@ -306,21 +355,25 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.demote(most, ends_now)
 
     def demote(self, most: int, ends_now: int) -> None:
-        """Only hits of the host go down, each after its parent; pins hold."""
+        """Only hits go down, one tier each, after their parents; pins hold."""
         before = snapshot(self.cache)
-        old = {tier: contents(self.cache, tier) for tier in SLOTS}
+        old = {tier: contents(self.cache, tier) for tier in self.tiers}
         pinned = self.pinned()
+        busy = {plan.source for plan in self.plans(DemotePlan)}
         plan = self.driver.run("demote", most)
         if plan is None:
             assert snapshot(self.cache) == before
             return
         assert 1 <= len(plan.pages) <= most
-        at_host = {address: page for page, (address, _) in old[TierId.HOST].items()}
-        chosen = [at_host[address] for address in plan.source_addresses.tolist()]
+        place = self.tiers.index(plan.source)
+        assert plan.target == self.tiers[place + 1]
+        assert plan.source not in busy, "a second plan on one edge"
+        at_source = {address: page for page, (address, _) in old[plan.source].items()}
+        chosen = [at_source[address] for address in plan.source_addresses.tolist()]
         self.pages[plan.plan_id] = chosen
-        there = set(old[TierId.DISK])
+        there = set(old[plan.target])
         for number, page in enumerate(chosen):
-            assert old[TierId.HOST][page][1]
+            assert old[plan.source][page][1]
             assert page not in there
             digest, raw = page
             parent = raw[: -4 * PAGE_TOKENS]
@@ -328,9 +381,10 @@ class TieredCacheMachine(RuleBasedStateMachine):
             there.add(page)
             self.check_record(plan.records, number, page)
             address = int(plan.target_addresses[number])
-            self.memory[TierId.DISK][address] = None
-            self.records.pop(address, None)
-        self.check_evictions(old, pinned, TierId.DISK, len(chosen), set(chosen))
+            self.memory[plan.target][address] = None
+            if plan.target is TierId.DISK:
+                self.records.pop(address, None)
+        self.check_evictions(old, pinned, plan.target, len(chosen), set(chosen))
         if ends_now:
             self.end_demote(plan, [True] * len(chosen))
 
@@ -354,7 +408,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         kept: set[Page],
     ) -> None:
         """What went, went from one tier, for need, unpinned, and last pages first."""
-        for other in SLOTS:
+        for other in self.tiers:
             now = contents(self.cache, other)
             lost = set(old[other]) - set(now)
             if other != tier:
@@ -377,7 +431,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         tokens=PROMPTS,
         first_page=st.sampled_from([0, 0, 0, 1, 3]),
         most=st.none() | st.integers(1, 4),
-        allowed=st.sampled_from([None, None, None, (TierId.HOST,), (TierId.DISK,)]),
+        allowed=st.sampled_from([None, None, None, 0, 1]),
         commits=st.integers(0, 3),
         was_seen=st.integers(0, 3),
         goes_down=st.booleans(),
@@ -389,7 +443,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         tokens: np.ndarray,
         first_page: int,
         most: int | None,
-        allowed: tuple[TierId, ...] | None,
+        allowed: int | None,
         commits: int,
         was_seen: int,
         goes_down: bool,
@@ -400,7 +454,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
             self.offload(space, tokens, None, was_seen)
         if goes_down:
             self.demote(5, True)
-        plan = self.look_up(space, tokens, first_page, most, allowed, bool(commits))
+        only = None if allowed is None else (self.tiers[allowed],)
+        plan = self.look_up(space, tokens, first_page, most, only, bool(commits))
         if plan is not None and ends_now:
             self.end_load(plan, True, set())
 
@@ -427,7 +482,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         }
         hits = {
             tier: {page for page, (_, hit) in contents(self.cache, tier).items() if hit}
-            for tier in (allowed or SLOTS)
+            for tier in (allowed or self.tiers)
         }
         run: list[TierId] = []
         for page in prompt[:most]:
@@ -496,7 +551,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             self.pages[plan.plan_id], plan.addresses.tolist(), ok, strict=True
         ):
             if arrived:
-                self.memory[TierId.HOST][address] = page
+                self.memory[self.first][address] = page
         self.driver.run("finish_offload", plan.plan_id, ok)
 
     @precondition(lambda self: self.plans(DemotePlan))
@@ -510,10 +565,12 @@ class TieredCacheMachine(RuleBasedStateMachine):
         """Copy in the model what arrived, and keep its record."""
         for number, page in enumerate(self.pages[plan.plan_id]):
             source = int(plan.source_addresses[number])
-            assert self.memory[TierId.HOST][source] == page
-            if ok[number]:
-                target = int(plan.target_addresses[number])
-                self.memory[TierId.DISK][target] = page
+            assert self.memory[plan.source][source] == page
+            if not ok[number]:
+                continue
+            target = int(plan.target_addresses[number])
+            self.memory[plan.target][target] = page
+            if plan.target is TierId.DISK:
                 self.records[target] = (
                     page,
                     plan.records.keys[number].tobytes(),
@@ -521,6 +578,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
                 )
         self.driver.run("finish_demote", plan.plan_id, ok)
 
+    @precondition(lambda self: TierId.DISK in self.tiers)
     @rule()
     def forget(self) -> None:
         """An address to forget holds no copy."""
@@ -529,11 +587,12 @@ class TieredCacheMachine(RuleBasedStateMachine):
             assert address not in used
             self.records.pop(address, None)
 
-    @rule(tier=st.sampled_from(list(SLOTS)), really=RARELY)
-    def drop_tier(self, tier: TierId, really: bool) -> None:
+    @rule(place=st.integers(0, 2), really=RARELY)
+    def drop_tier(self, place: int, really: bool) -> None:
         """After a drop the tier has no hit, and only what is in use keeps its slot."""
         if not really:
             return
+        tier = self.tiers[place % len(self.tiers)]
         addresses = self.driver.run("drop_tier", tier)
         left = contents(self.cache, tier)
         assert not any(hit for _, hit in left.values())
@@ -552,10 +611,11 @@ class TieredCacheMachine(RuleBasedStateMachine):
             under_way += len(plan.pages)
         self.driver.run("reset")
         self.reset_away |= {plan.plan_id for plan in self.plans(LoadPlan)}
-        assert not any(contents(self.cache, tier) for tier in SLOTS)
-        used = sum(self.cache.occupancy(tier).used_slots for tier in SLOTS)
+        assert not any(contents(self.cache, tier) for tier in self.tiers)
+        used = sum(self.cache.occupancy(tier).used_slots for tier in self.tiers)
         assert used == under_way
 
+    @precondition(lambda self: TierId.DISK in self.tiers)
     @rule(data=st.data(), really=RARELY)
     def restart(self, data: st.DataObject, really: bool) -> None:
         """A new process adopts exactly the records that hang together."""
@@ -616,7 +676,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
     def laws_hold(self) -> None:
         """Slots, counts, flags and pins agree; every hit is what the model holds."""
         self.cache.check()
-        for tier, capacity in SLOTS.items():
+        for tier in self.tiers:
+            capacity = SLOTS[tier]
             occupancy = self.cache.occupancy(tier)
             assert occupancy.used_slots + occupancy.free_slots == capacity
             used_bytes = occupancy.used_slots * occupancy.slot_bytes

@@ -1,0 +1,152 @@
+"""The chain of tiers: one edge from each tier to the next, and what moves on each.
+
+A page that comes to a tier is offered to the edge below it, so under write-through it
+goes all the way down; under on-evict each edge takes the coldest pages of its source.
+One batch is under way per edge, and an edge that lost a whole batch rests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_tiered.cache.config import CacheConfig
+from sgl_tiered.cache.demotion import Batch, Demoter
+from sgl_tiered.cache.index import Node, concat_rows
+from sgl_tiered.cache.sightings import Sightings
+from sgl_tiered.cache.store import PageStore
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import page_keys
+from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt8s
+from sgl_tiered.policies.write_admission.registry import make_write_admission
+
+__all__ = ["Chain", "Demotion"]
+
+_REMEMBERED = 2
+"""Sightings remembered per slot of all tiers: a page that is admitted at its second
+sighting must be remembered for longer than the tiers would have kept it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demotion:
+    """A batch under way: its edge, and the entries that it reads and writes."""
+
+    edge: Demoter
+    reads: Int64s
+    writes: Int64s
+
+
+class Chain:
+    """The edges between the tiers of one cache.
+
+    Args:
+        store: pages and copies.
+        config: tiers and policies.
+        clock: for the rest after a failure.
+    """
+
+    def __init__(self, store: PageStore, config: CacheConfig, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._rest_s = config.demote_rest_s
+        admission = make_write_admission(config.disk_admission)
+        has_disk = any(tier.tier is TierId.DISK for tier in config.tiers[1:])
+        asks_twice = has_disk and admission.needs_sightings
+        self.sightings: Sightings | None = None
+        if asks_twice or config.write_policy == "selective":
+            num_slots = sum(tier.num_slots for tier in config.tiers)
+            self.sightings = Sightings(_REMEMBERED * num_slots)
+        self._edges = []
+        for number, target in enumerate(config.tiers[1:]):
+            is_disk = target.tier is TierId.DISK
+            self._edges.append(
+                Demoter(
+                    store,
+                    config,
+                    number,
+                    admission if is_disk else None,
+                    self.sightings if is_disk and asks_twice else None,
+                )
+            )
+        self._not_before_s = [0.0] * len(self._edges)
+        self._under_way: dict[int, Demotion] = {}
+
+    @property
+    def under_way(self) -> list[Demotion]:
+        """Batches that have not ended."""
+        return list(self._under_way.values())
+
+    def see(
+        self, path: list[Node], digest: bytes, tokens: Int32s, seen_pages: int
+    ) -> UInt8s:
+        """Note that a request has these pages; return sightings of those in no tier.
+
+        Args:
+            path: the prompt's nodes in the index.
+            digest: the namespace.
+            tokens: int32, the prompt.
+            seen_pages: leading pages that were noted for this request before.
+        """
+        store, sightings = self._store, self.sightings
+        assert sightings is not None, "nobody looks at sightings"
+        store.derive_keys(path)
+        known = concat_rows(path)
+        last = store.table.keys[known[-1]].tobytes() if len(known) else digest
+        new_tokens = tokens[len(known) * store.page_tokens :]
+        new_keys = page_keys(last, new_tokens, store.page_tokens)
+        keys = np.concatenate([store.table.keys[known], new_keys])
+        sightings.see(keys[seen_pages:], seen_pages)
+        for edge in self._edges:
+            if edge.is_picky and len(known):
+                edge.offer(known)
+        return sightings.count(new_keys)
+
+    def arrived(self, tier: int, rows: Int32s) -> None:
+        """Offer pages of one path that have come to a tier to the edge below it."""
+        if tier < len(self._edges) and len(rows):
+            self._edges[tier].offer(rows)
+
+    def choose(self, max_pages: int) -> tuple[Demoter, Batch] | None:
+        """Return an edge that is free and a batch for it, with room made; or None."""
+        busy = {demotion.edge.source for demotion in self._under_way.values()}
+        now_s = self._clock.now()
+        for edge in self._edges:
+            if edge.source in busy or now_s < self._not_before_s[edge.source]:
+                continue
+            batch = edge.choose(max_pages)
+            if batch is not None:
+                return edge, batch
+        return None
+
+    def begin(self, plan_id: int, demotion: Demotion) -> None:
+        """Keep a batch until it ends."""
+        self._under_way[plan_id] = demotion
+
+    def end(self, plan_id: int) -> Demotion:
+        """Take a batch that has ended; its copies are still to be landed."""
+        demotion = self._under_way.pop(plan_id, None)
+        assert demotion is not None, f"demote {plan_id} is not under way"
+        return demotion
+
+    def landed(self, edge: Demoter, rows: Int32s, ok: Bools) -> None:
+        """Pass on what arrived over an edge, and take the rest back."""
+        nodes = self._store.table.node
+        if ok.all():
+            edge.succeeded()
+        else:
+            all_failed = not ok.any()
+            if all_failed:
+                self._not_before_s[edge.source] = self._clock.now() + self._rest_s
+            edge.failed(rows[~ok], all_failed=all_failed)
+        ends = {id(nodes[row]): row for row in rows[ok] if nodes[row] is not None}
+        for row in ends.values():
+            self.arrived(edge.target, np.array([row], np.int32))
+
+    def clear(self) -> None:
+        """Forget offers and sightings; batches under way still end."""
+        for edge in self._edges:
+            edge.clear()
+        if self.sightings is not None:
+            self.sightings.clear()
