@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sgl_tiered.cache.chain import Demotion
 from sgl_tiered.cache.index import Node
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.table import FREE, IN_FLIGHT, LOADING, READY
@@ -18,19 +19,22 @@ __all__ = ["check_laws", "state_digest"]
 def check_laws(
     store: PageStore,
     loads: Sequence[Int64s],
-    demote_reads: Sequence[Int64s],
-    writes: Sequence[Int64s],
+    demotions: Sequence[Demotion],
+    offloads: Sequence[Int64s],
 ) -> None:
     """Assert that table, index, slots and plans agree.
 
     Args:
         store: what to check.
         loads: entries that loads under way read.
-        demote_reads: entries that demotes under way read.
-        writes: entries that plans under way write.
+        demotions: batches under way.
+        offloads: entries that offloads under way write.
     """
     _check_slots(store)
-    _check_entries(store, loads, demote_reads, writes)
+    _check_edges(store, demotions, offloads)
+    reads = [demotion.reads for demotion in demotions]
+    writes = [*offloads, *(demotion.writes for demotion in demotions)]
+    _check_entries(store, loads, reads, writes)
     _check_index(store)
 
 
@@ -51,6 +55,22 @@ def _check_slots(store: PageStore) -> None:
         assert num_free == slots.free_slots, (name, num_free, slots.free_slots)
     used_entries = table.entries.used_slots
     assert used_entries == len(live), (used_entries, len(live))
+
+
+def _check_edges(
+    store: PageStore, demotions: Sequence[Demotion], offloads: Sequence[Int64s]
+) -> None:
+    tier = store.table.tier
+    sources = [demotion.edge.source for demotion in demotions]
+    assert len(set(sources)) == len(sources), f"two batches on one edge: {sources}"
+    for demotion in demotions:
+        edge = demotion.edge
+        assert edge.target == edge.source + 1, "an edge that leaves out a tier"
+        assert (tier[demotion.reads] == edge.source).all(), "read from another tier"
+        assert (tier[demotion.writes] == edge.target).all(), "written to another tier"
+        assert len(demotion.reads) == len(demotion.writes), "pages lost on the way"
+    for entries in offloads:
+        assert (tier[entries] == 0).all(), "offloaded past the first tier"
 
 
 def _check_entries(

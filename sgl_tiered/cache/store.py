@@ -74,9 +74,7 @@ class PageStore:
             node.access_sequence = self._sequence
             node.last_access_s = now_s
 
-    def add_pages(
-        self, parent: Node, raw: bytes, as_of: Recency | None = None
-    ) -> Node:
+    def add_pages(self, parent: Node, raw: bytes, as_of: Recency | None = None) -> Node:
         """Add pages without copies after ``parent``, as of the last or a past access."""
         rows = self.table.alloc_rows(len(raw) // self.page_bytes)
         node = self.index.add(parent, raw, rows)

@@ -240,9 +240,7 @@ class TieredCache:
 
     # Device -> first tier.
 
-    def sight(
-        self, digest: bytes, tokens: Int32s, *, seen_pages: int = 0
-    ) -> Recency:
+    def sight(self, digest: bytes, tokens: Int32s, *, seen_pages: int = 0) -> Recency:
         """Note that a request has these pages, which are to be offloaded later.
 
         Returns:
@@ -331,6 +329,14 @@ class TieredCache:
         )
         self._offloads[plan.plan_id] = table.entry_of[0][rows].astype(np.int64)
         return plan
+
+    def num_without_copy(self, digest: bytes, tokens: Int32s, first_page: int) -> int:
+        """Return how many of a prompt's pages from ``first_page`` on are in no tier."""
+        path = self._index.walk(self._index.root(digest), _raw(tokens))
+        rows = concat_rows(path)
+        num_pages = len(tokens) // self._config.layout.page_tokens
+        num_copied = int(np.count_nonzero(self._table.copies[rows[first_page:]]))
+        return num_pages - first_page - num_copied
 
     def finish_offload(self, plan: OffloadPlan, result: TransferResult) -> None:
         """Make the copies that arrived hits, and drop the others."""
@@ -451,10 +457,12 @@ class TieredCache:
 
     def check(self) -> None:
         """Assert every law that ties table, index, slots and plans together."""
-        reads = [demotion.reads for demotion in self._chain.under_way]
-        writes = [demotion.writes for demotion in self._chain.under_way]
-        writes += self._offloads.values()
-        check_laws(self._store, list(self._loads.values()), reads, writes)
+        check_laws(
+            self._store,
+            list(self._loads.values()),
+            self._chain.under_way,
+            list(self._offloads.values()),
+        )
 
     def state_digest(self) -> bytes:
         """Return 16 bytes that are equal where pages, copies and recency are.
@@ -465,8 +473,9 @@ class TieredCache:
         return state_digest(self._store)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of the table's arrays (the index's objects not counted)."""
-        return self._table.array_bytes()
+        """Return the bytes of all arrays (the index's objects not counted)."""
+        sightings = self._chain.sightings
+        return self._table.array_bytes() + (sightings.num_bytes if sightings else 0)
 
     # Private.
 

@@ -1,4 +1,4 @@
-"""Conformance kit for eviction policies: subclass it in a pytest module.
+"""Conformance kits for policies: subclass them in a pytest module.
 
 Example:
     class TestMyPolicy(EvictionPolicyKit):
@@ -16,8 +16,9 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.eviction.base import EvictionFacts, EvictionPolicy
+from sgl_tiered.policies.write_admission.base import WriteAdmission, WriteFacts
 
-__all__ = ["EvictionPolicyKit"]
+__all__ = ["EvictionPolicyKit", "WriteAdmissionKit"]
 
 
 def _random_facts(rng: np.random.Generator) -> EvictionFacts:
@@ -102,3 +103,88 @@ class EvictionPolicyKit:
     ) -> None:
         """It ranks: not everything is equally worth keeping."""
         assert len({policy.priority(item) for item in facts}) > 1
+
+
+class WriteAdmissionKit:
+    """What the cache relies on, whatever an admission prefers."""
+
+    def make_admission(self) -> WriteAdmission:
+        """Return a new object; the one method to write."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def admission(self) -> WriteAdmission:
+        """An admission."""
+        return self.make_admission()
+
+    @pytest.fixture
+    def facts(self) -> WriteFacts:
+        """Facts of many pages."""
+        rng = np.random.default_rng(3)
+        return WriteFacts(
+            tier=TierId.DISK,
+            num_sightings=rng.integers(0, 3, size=400).astype(np.uint8),
+            reuse_rates=rng.random(400) ** 3,
+        )
+
+    def test_has_the_interface(self, admission: WriteAdmission) -> None:
+        """It is a WriteAdmission with a name that a flag can spell."""
+        assert isinstance(admission, WriteAdmission)
+        assert admission.name
+        assert admission.name == admission.name.lower().strip()
+
+    def test_answers_page_by_page(
+        self, admission: WriteAdmission, facts: WriteFacts
+    ) -> None:
+        """One bool per page, the same for a page alone and among others."""
+        answers = admission.admit(facts)
+        assert answers.dtype == np.bool_
+        assert answers.shape == facts.num_sightings.shape
+        for page in range(0, 400, 7):
+            alone = replace(
+                facts,
+                num_sightings=facts.num_sightings[page : page + 1],
+                reuse_rates=facts.reuse_rates[page : page + 1],
+            )
+            assert admission.admit(alone).tolist() == [answers[page]]
+
+    def test_equal_facts_have_equal_answers(
+        self, admission: WriteAdmission, facts: WriteFacts
+    ) -> None:
+        """Asked twice, and of another object: replays are equal."""
+        answers = admission.admit(facts)
+        assert (admission.admit(facts) == answers).all()
+        assert (self.make_admission().admit(facts) == answers).all()
+
+    def test_a_sighting_never_takes_an_admission_back(
+        self, admission: WriteAdmission, facts: WriteFacts
+    ) -> None:
+        """Nor does a higher rate of reuse."""
+        answers = admission.admit(facts)
+        seen = replace(facts, num_sightings=np.minimum(facts.num_sightings + 1, 2))
+        reused = replace(facts, reuse_rates=np.minimum(facts.reuse_rates + 0.2, 1.0))
+        for better in (seen, reused):
+            assert not (answers & ~admission.admit(better)).any()
+
+    def test_something_is_written(
+        self, admission: WriteAdmission, facts: WriteFacts
+    ) -> None:
+        """What was seen twice and lies where all is reused is not refused."""
+        best = replace(
+            facts,
+            num_sightings=np.full(400, 2, np.uint8),
+            reuse_rates=np.ones(400),
+        )
+        assert admission.admit(best).all()
+
+    def test_without_a_look_the_facts_do_not_matter(
+        self, admission: WriteAdmission, facts: WriteFacts
+    ) -> None:
+        """Where ``needs_sightings`` is False the cache gathers nothing."""
+        if not admission.needs_sightings:
+            nothing = replace(
+                facts,
+                num_sightings=np.zeros(400, np.uint8),
+                reuse_rates=np.zeros(400),
+            )
+            assert (admission.admit(nothing) == admission.admit(facts)).all()

@@ -24,9 +24,14 @@ def make_cache() -> Callable[..., TieredCache]:
     """Return a maker of caches: slots per tier, then settings of CacheConfig."""
 
     def make(
-        host: int = 8, disk: int = 0, eviction: str = "lru", **settings: object
+        host: int = 8,
+        disk: int = 0,
+        cxl: int = 0,
+        eviction: str = "lru",
+        clock: ManualClock | None = None,
+        **settings: object,
     ) -> TieredCache:
-        sizes = {TierId.HOST: host, TierId.DISK: disk}
+        sizes = {TierId.HOST: host, TierId.CXL: cxl, TierId.DISK: disk}
         tiers = tuple(TierConfig(t, n) for t, n in sizes.items() if n)
         rng = np.random.default_rng(0)
         settings.setdefault("load_policy", "always")
@@ -37,7 +42,7 @@ def make_cache() -> Callable[..., TieredCache]:
                 {t: LinkCost(1e-4, 1e9) for t in sizes},
             ),
             eviction={t.tier: make_eviction_policy(eviction, rng) for t in tiers},
-            clock=ManualClock(),
+            clock=clock or ManualClock(),
         )
 
     return make
