@@ -173,13 +173,13 @@ class DeferredOffloads:
                 self._clean_pages -= prompt.num_clean
             self._clean.popleft()
         lost = []
-        while (prompt := self._pop()) is not None:
-            num_left = num_resident(prompt)
-            if num_left * self._page_tokens >= len(prompt.tokens):
-                self._push(prompt)
+        while (coldest := self._pop()) is not None:
+            num_left = num_resident(coldest)
+            if num_left * self._page_tokens >= len(coldest.tokens):
+                self._push(coldest)
                 break
-            lost.append((prompt, num_left))
-            del self._prompts[prompt.name]
+            lost.append((coldest, num_left))
+            del self._prompts[coldest.name]
         for prompt, num_left in lost:
             self._shorten(prompt, num_left)
         return lost

@@ -25,8 +25,8 @@ __all__ = ["Batch", "Demoter"]
 
 _MAX_ATTEMPTS = 3
 """Pages that the target refused, or that failed on their way, are tried so often: a
-target whose copies were all in use, or a disk that was full for a moment, has changed by
-then; one that holds nothing but what it values more has not."""
+target whose copies were all in use, or a disk that was full for a moment, has changed
+by then; one that holds nothing but what it values more has not."""
 _MAX_OFFERS = 65_536
 _MAX_REFUSED = 8
 """Refusals after which a call gives up: each asks the target's evictor in vain."""

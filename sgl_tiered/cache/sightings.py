@@ -75,7 +75,8 @@ class Sightings:
     def reuse_rates(self, first_page: int, num_pages: int) -> npt.NDArray[np.float64]:
         """Return for pages at these depths the share of their like seen again."""
         rates = self._again / np.maximum(self._first, 1)
-        return rates[_depths(first_page, num_pages)]
+        found: npt.NDArray[np.float64] = rates[_depths(first_page, num_pages)]
+        return found
 
     def clear(self) -> None:
         """Forget every sighting."""
@@ -101,5 +102,6 @@ class Sightings:
 def _depths(first_page: int, num_pages: int) -> Int64s:
     """Return floor(log2(depth + 1)) of pages, bounded."""
     places = np.arange(first_page + 1, first_page + num_pages + 1)
-    depths = np.log2(places).astype(np.int64)
-    return np.minimum(depths, _NUM_DEPTHS - 1)
+    depths: Int64s = np.log2(places).astype(np.int64)
+    np.minimum(depths, _NUM_DEPTHS - 1, out=depths)
+    return depths

@@ -75,7 +75,7 @@ class PageStore:
             node.last_access_s = now_s
 
     def add_pages(self, parent: Node, raw: bytes, as_of: Recency | None = None) -> Node:
-        """Add pages without copies after ``parent``, as of the last or a past access."""
+        """Add pages without copies after ``parent``, as of now or of a past access."""
         rows = self.table.alloc_rows(len(raw) // self.page_bytes)
         node = self.index.add(parent, raw, rows)
         sequence, time_s = as_of or self.recency

@@ -1,13 +1,11 @@
 """Copies from a memory tier to a slower one, behind everything that is waited for.
 
-Before each chunk the worker lets active reads go first, but not for ever: a write that
-never ends keeps its sources pinned.
+Before each chunk the worker asks for its turn: see ``shares.py``.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import numpy as np
 
@@ -15,6 +13,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.plans import DemotePlan, PageRecords, TransferResult
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, DemoteFinished
+from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
 
@@ -23,8 +22,6 @@ __all__ = ["DemoteWorker"]
 MAX_QUEUED = 64
 CHUNK_PAGES = 32
 """At 192 KiB a page about 2 ms of writing: how long a read may have to wait."""
-MAX_PAUSE_S = 0.05
-POLL_S = 0.001
 
 
 class DemoteWorker:
@@ -36,10 +33,8 @@ class DemoteWorker:
         completions: gets one ``DemoteFinished`` per plan.
         clock: times the copies.
         metrics: counts the edge.
-        busy: says whether reads of the target are active, e.g.
-            ``lambda: reader.busy``; None for no reads.
+        shares: says when a chunk may go; None for at once.
         max_queued: plans that may wait.
-        max_pause_s: how long a chunk waits for active reads, in seconds.
     """
 
     def __init__(
@@ -50,17 +45,15 @@ class DemoteWorker:
         clock: Clock,
         metrics: MetricsRegistry,
         *,
-        busy: Callable[[], bool] | None = None,
+        shares: BandwidthShares | None = None,
         max_queued: int = MAX_QUEUED,
-        max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
         self._source = source
         self._target = target
         self._completions = completions
         self._clock = clock
         self._metrics = metrics
-        self._reads_active = busy
-        self._max_pause_s = max_pause_s
+        self._shares = shares
         self._closing = threading.Event()
         self._worker: Worker[DemotePlan] = Worker(
             "tiered-demote",
@@ -99,12 +92,17 @@ class DemoteWorker:
         parts = []
         for begin in range(0, num_pages, CHUNK_PAGES):
             chunk = slice(begin, min(begin + CHUNK_PAGES, num_pages))
-            self._let_reads_go_first()
+            if self._shares is not None:
+                self._shares.wait(Share.DEMOTE, self._closing)
             if self._closing.is_set():
                 rest = TransferResult.failed(num_pages - begin, 0.0, "closed")
                 parts.append(rest)
                 break
+            chunk_started_s = self._clock.now()
             parts.append(self._store(plan, chunk))
+            if self._shares is not None:
+                seconds = self._clock.now() - chunk_started_s
+                self._shares.used(Share.DEMOTE, seconds)
         self._finish(plan, _joined(parts, self._clock.now() - started_s))
 
     def _store(self, plan: DemotePlan, chunk: slice) -> TransferResult:
@@ -127,14 +125,6 @@ class DemoteWorker:
         )
         self._source.charge(result.num_bytes)
         return result
-
-    def _let_reads_go_first(self) -> None:
-        if self._reads_active is None:
-            return
-        until_s = self._clock.now() + self._max_pause_s
-        while self._reads_active() and self._clock.now() < until_s:
-            if self._closing.wait(POLL_S):
-                return
 
     def _give_up(self, plan: DemotePlan, error: str) -> None:
         self._finish(plan, TransferResult.failed(len(plan.pages), 0.0, error))

@@ -6,6 +6,7 @@ drops the write, which costs a later miss and no waiting now.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +18,15 @@ from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.completions import CompletionQueue, OffloadFinished
+from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
 
 __all__ = ["OffloadWorker"]
 
 MAX_QUEUED = 64
+CHUNK_PAGES = 64
+"""At 2 MiB a page about 5 ms of copying: how long a load may have to wait."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +45,7 @@ class OffloadWorker:
         completions: gets one ``OffloadFinished`` per plan.
         clock: times the copies.
         metrics: counts the edge from the device to the tier.
+        shares: says when a chunk may go; None for at once.
         max_queued: plans that may wait.
     """
 
@@ -52,6 +57,7 @@ class OffloadWorker:
         clock: Clock,
         metrics: MetricsRegistry,
         *,
+        shares: BandwidthShares | None = None,
         max_queued: int = MAX_QUEUED,
     ) -> None:
         self._pool = pool
@@ -59,6 +65,8 @@ class OffloadWorker:
         self._completions = completions
         self._clock = clock
         self._metrics = metrics
+        self._shares = shares
+        self._closing = threading.Event()
         self._worker: Worker[_Job] = Worker(
             "tiered-offload",
             self._store,
@@ -98,24 +106,42 @@ class OffloadWorker:
         return self._worker.drain(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Fail the waiting copies and let the running one end."""
+        """Fail the waiting copies and let the running chunk end."""
+        self._closing.set()
         self._worker.close(timeout_s)
 
     def _store(self, job: _Job) -> None:
-        addresses = job.plan.addresses
-        num_bytes = len(addresses) * self._pool.layout.page_bytes
+        num_pages = len(job.plan.addresses)
+        ok = np.zeros(num_pages, np.bool_)
         started_s = self._clock.now()
-        self._pool.store_pages(
-            self._tier.region, addresses, job.device_pages, job.after
-        )
-        self._tier.charge(num_bytes)
+        error = ""
+        for begin in range(0, num_pages, CHUNK_PAGES):
+            chunk = slice(begin, min(begin + CHUNK_PAGES, num_pages))
+            if self._shares is not None:
+                self._shares.wait(Share.DEMOTE, self._closing)
+            if self._closing.is_set():
+                error = "closed"
+                break
+            self._store_chunk(job, chunk)
+            ok[chunk] = True
         result = TransferResult(
-            ok=np.ones(len(addresses), np.bool_),
-            num_bytes=num_bytes,
+            ok=ok,
+            num_bytes=int(np.count_nonzero(ok)) * self._pool.layout.page_bytes,
             seconds=self._clock.now() - started_s,
-            checksums=np.zeros(len(addresses), np.uint64),
+            checksums=np.zeros(num_pages, np.uint64),
+            error=error,
         )
         self._finish(job, result)
+
+    def _store_chunk(self, job: _Job, chunk: slice) -> None:
+        addresses = job.plan.addresses[chunk]
+        started_s = self._clock.now()
+        self._pool.store_pages(
+            self._tier.region, addresses, job.device_pages[chunk], job.after
+        )
+        self._tier.charge(len(addresses) * self._pool.layout.page_bytes)
+        if self._shares is not None:
+            self._shares.used(Share.DEMOTE, self._clock.now() - started_s)
 
     def _give_up(self, job: _Job, error: str) -> None:
         self._finish(job, TransferResult.failed(len(job.plan.pages), 0.0, error))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from sgl_tiered.core.plans import Bools
 from sgl_tiered.policies.write_admission.base import WriteFacts
 

@@ -14,7 +14,9 @@ from sgl_tiered.pipelines.completions import (
     OffloadFinished,
 )
 from sgl_tiered.pipelines.demote import CHUNK_PAGES, DemoteWorker
+from sgl_tiered.pipelines.offload import CHUNK_PAGES as OFFLOAD_CHUNK_PAGES
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.testing.fakes import FakeDevicePool, FakeTier
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.base import TierIO
@@ -145,6 +147,14 @@ def test_demote_stores_pages_with_checksums(host, disk, completions, metrics):
     worker.close(PATIENCE_S)
 
 
+def shares_held(is_active, max_pause_s):
+    """Return shares of which a demotion has used its part for a long time."""
+    shares = BandwidthShares(SystemClock(), max_pause_s=max_pause_s)
+    shares.watch(Share.LOAD, is_active)
+    shares.used(Share.DEMOTE, 600.0)
+    return shares
+
+
 def test_demote_lets_reads_go_first_but_not_for_ever(host, disk, completions, metrics):
     """The worker asks before each chunk, waits while reads run, and then goes on."""
     asked = []
@@ -153,20 +163,48 @@ def test_demote_lets_reads_go_first_but_not_for_ever(host, disk, completions, me
         asked.append(len(asked))
         return len(asked) < 4
 
-    worker = make_demote(
-        host, disk, completions, metrics, busy=reads_active, max_pause_s=PATIENCE_S
-    )
+    shares = shares_held(reads_active, max_pause_s=PATIENCE_S)
+    worker = make_demote(host, disk, completions, metrics, shares=shares)
     worker.submit(demote_plan([0], [1]))
     assert worker.drain(PATIENCE_S)
     assert len(asked) == 4
     worker.close(PATIENCE_S)
-    endless = make_demote(
-        host, disk, completions, metrics, busy=lambda: True, max_pause_s=0.01
-    )
+    shares = shares_held(lambda: True, max_pause_s=0.01)
+    endless = make_demote(host, disk, completions, metrics, shares=shares)
     endless.submit(demote_plan([0], [2]))
     assert endless.drain(PATIENCE_S)
     assert all(c.result.ok.all() for c in completions.drain())
     endless.close(PATIENCE_S)
+
+
+def test_offload_waits_for_its_turn_chunk_by_chunk(pool, host, completions, metrics):
+    """Before each chunk it asks; at close the rest is reported as failed."""
+    asked, closing = [], threading.Event()
+
+    def loads_active():
+        asked.append(len(asked))
+        if len(asked) > 1:
+            closing.set()
+        return len(asked) > 1
+
+    shares = BandwidthShares(SystemClock(), max_pause_s=600.0)
+    shares.watch(Share.LOAD, loads_active)
+    worker = OffloadWorker(
+        pool, host, completions, SystemClock(), metrics, shares=shares
+    )
+    # A first chunk that takes long, as far as the shares are told.
+    real_used = shares.used
+    shares.used = lambda share, seconds: real_used(share, 600.0)
+    num_pages = OFFLOAD_CHUNK_PAGES + 3
+    pages = np.arange(num_pages) % 32
+    worker.submit(offload_plan(np.arange(num_pages)), pages, 0)
+    assert closing.wait(PATIENCE_S)
+    worker.close(PATIENCE_S)
+    (finished,) = completions.drain()
+    wanted = np.arange(num_pages) < OFFLOAD_CHUNK_PAGES
+    assert np.array_equal(finished.result.ok, wanted)
+    assert finished.result.num_bytes == OFFLOAD_CHUNK_PAGES * LAYOUT.page_bytes
+    assert finished.result.error == "closed"
 
 
 def test_close_ends_a_pause_and_fails_the_rest(host, disk, completions, metrics):
@@ -177,9 +215,8 @@ def test_close_ends_a_pause_and_fails_the_rest(host, disk, completions, metrics)
         waiting.set()
         return True
 
-    worker = make_demote(
-        host, disk, completions, metrics, busy=reads_active, max_pause_s=600.0
-    )
+    shares = shares_held(reads_active, max_pause_s=600.0)
+    worker = make_demote(host, disk, completions, metrics, shares=shares)
     worker.submit(demote_plan([0, 1], [1, 2]))
     assert waiting.wait(PATIENCE_S)
     worker.close(PATIENCE_S)
