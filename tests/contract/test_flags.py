@@ -20,7 +20,9 @@ GOOD = {
         "--tiered-disk-threads=4",
         "--tiered-staging-size=8MiB",
         "--tiered-eviction-policy=fifo",
-        "--tiered-write-policy=selective",
+        "--tiered-write-policy=on-evict",
+        "--tiered-offload-threshold=0.8",
+        "--tiered-disk-admission=second-hit",
         "--tiered-demote-policy=on-evict",
         "--tiered-load-policy=always",
         "--tiered-log-interval=5",
@@ -47,6 +49,10 @@ BAD = {
     "interval": ([*ON, "--tiered-log-interval=-1"], "--tiered-log-interval"),
     "interval nan": ([*ON, "--tiered-log-interval=nan"], "--tiered-log-interval"),
     "seed": ([*ON, "--tiered-seed=-1"], "--tiered-seed"),
+    "threshold": (
+        [*ON, "--tiered-offload-threshold=90"],
+        "--tiered-offload-threshold",
+    ),
     "emulate": ([*ON, "--tiered-emulate=tape:latency=1"], "--tiered-emulate"),
     "calibration": (
         [*ON, "--tiered-calibration={tmp}/good.toml"],

@@ -73,8 +73,17 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="When a page is copied to the host: when it is computed "
-            "(write-through, default) or when it is seen again (selective).",
+            "(write-through, default), when it is seen again (selective), or before "
+            "the device drops it (on-evict).",
             choices=list(CHOICES["write_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_offload_threshold: A[
+        Optional[float],  # noqa: UP045
+        Arg(
+            help="Share of the device in use above which on-evict copies the coldest "
+            "pages; default 0.9."
         ),
         _NS,
     ] = None
@@ -84,6 +93,16 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             help="When a host page is written to disk: soon (write-through, default) "
             "or the coldest ones ahead of need (on-evict).",
             choices=list(CHOICES["demote_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_disk_admission: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Which pages are written to disk: all (default), those that two "
+            "requests had (second-hit), or also those where prompts are often seen "
+            "again (reuse).",
+            choices=list(CHOICES["disk_admission"]),
         ),
         _NS,
     ] = None

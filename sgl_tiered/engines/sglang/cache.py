@@ -26,6 +26,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.plans import OffloadPlan
+from sgl_tiered.engines.sglang.ahead import OffloadAhead
 from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
@@ -51,6 +53,7 @@ class TieredRadixCache(UnifiedRadixCache):
     def __init__(self, params: Any, runtime: TieredRuntime) -> None:
         # The parent's constructor calls reset() before there is anything to reset.
         self._tiered: TieredRuntime | None = None
+        self._ahead: OffloadAhead | None = None
         self._keys: dict[str, RadixKey] = {}
         self._queued: list[tuple[Any, LoadJob]] = []
         self._private: dict[str, torch.Tensor] = {}
@@ -59,6 +62,8 @@ class TieredRadixCache(UnifiedRadixCache):
         self._locks: dict[int, tuple[Any, Any]] = {}
         super().__init__(params)
         self._tiered = runtime
+        if runtime.deferred is not None:
+            self._ahead = OffloadAhead(self, runtime, runtime.deferred)
 
     @property
     def tiered(self) -> TieredRuntime:
@@ -207,6 +212,35 @@ class TieredRadixCache(UnifiedRadixCache):
             return
         self._forget(request.rid)
 
+    def evict(self, params: EvictParams) -> Any:
+        """Let the tree evict, and remember to look what was lost."""
+        result = super().evict(params)
+        if self._ahead is not None:
+            self._ahead.evicted()
+        return result
+
+    def evict_for_alloc(
+        self, params: EvictParams, *, allocation_reclaim_satisfied: Any = None
+    ) -> Any:
+        """Like ``evict``, as the allocator calls it."""
+        result = super().evict_for_alloc(
+            params, allocation_reclaim_satisfied=allocation_reclaim_satisfied
+        )
+        if self._ahead is not None:
+            self._ahead.evicted()
+        return result
+
+    def submit_offload(
+        self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64], node: Any
+    ) -> bool:
+        """Lock a node's path and queue the copy; False (all undone) if it is full."""
+        lock = self.inc_lock_ref(node).to_dec_params()
+        self._locks[plan.plan_id] = (node, lock)
+        if self.tiered.offload(plan, device_pages):
+            return True
+        self._unlock_offload(plan.plan_id)
+        return False
+
     def has_pending_cache_operations(self) -> bool:
         """Say whether pages of the tree are still being read by an offload."""
         self._pump()
@@ -224,6 +258,8 @@ class TieredRadixCache(UnifiedRadixCache):
         if self.tiered.coordinator.num_staging and self.tiered.engine_idle():
             self.tiered.completions.wait(_IDLE_WAIT_S)
         self._pump()
+        if self._ahead is not None:
+            self._ahead.advance()
         self.tiered.log_if_due()
 
     def flush_pending_backups(self) -> None:
@@ -314,18 +350,20 @@ class TieredRadixCache(UnifiedRadixCache):
         if tokens is None:
             return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        seen_pages = 0
         if state is not None:
-            state.num_offloaded = num_pages
-        plan = self.tiered.cache.plan_offload(digest, tokens)
+            seen_pages, state.num_offloaded = state.num_offloaded, num_pages
+        if self._ahead is not None:
+            where = (req.extra_key, req.cache_salt)
+            self._ahead.note(digest, tokens, seen_pages, *where)
+            return
+        plan = self.tiered.cache.plan_offload(digest, tokens, seen_pages=seen_pages)
         if plan is None:
             return
         firsts = torch.from_numpy(plan.positions.astype(np.int64) * self.page_size)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[firsts.to(row.device)].cpu().numpy().astype(np.int64)
-        lock = self.inc_lock_ref(req.last_node).to_dec_params()
-        self._locks[plan.plan_id] = (req.last_node, lock)
-        if not self.tiered.offload(plan, slots // self.page_size):
-            self._unlock_offload(plan.plan_id)
+        self.submit_offload(plan, slots // self.page_size, req.last_node)
 
     def _count(self, req: Any, state: RequestState) -> None:
         """Count a request once, when its first pages are published."""
@@ -345,6 +383,8 @@ class TieredRadixCache(UnifiedRadixCache):
     def _pump(self) -> None:
         for plan_id in self.tiered.pump():
             self._unlock_offload(plan_id)
+            if self._ahead is not None:
+                self._ahead.ended(plan_id)
 
     def _quiesce(self) -> None:
         """Let running transfers end; nothing may write to memory that is given back."""
@@ -358,6 +398,8 @@ class TieredRadixCache(UnifiedRadixCache):
         self._private.clear()
         self._keys.clear()
         self._locks.clear()
+        if self._ahead is not None:
+            self._ahead.clear()
 
     def _forget(self, rid: str) -> None:
         self._queued = [item for item in self._queued if item[0].rid != rid]

@@ -39,8 +39,9 @@ FAULT_ENV = "SGL_TIERED_ALLOW_FAULTS"
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "eviction_policy": ("lru", "fifo", "random"),
-    "write_policy": ("write-through", "selective"),
+    "write_policy": ("write-through", "selective", "on-evict"),
     "demote_policy": ("write-through", "on-evict"),
+    "disk_admission": ("all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
     "fault_corrupt": ("zero", "swap"),
 }
@@ -88,9 +89,13 @@ class TieredConfig:
         staging_bytes: memory through which disk pages go up to the device.
         eviction_policy: which page leaves a full tier: lru, fifo, random.
         write_policy: when a page is offloaded to the host: write-through (when it is
-            computed) or selective (when it is seen a second time).
+            computed), selective (when it is seen a second time) or on-evict (the
+            coldest, once the device is fuller than ``offload_threshold``).
+        offload_threshold: share of the device, 0 to 1.
         demote_policy: when a host page is written to disk: write-through (soon after)
             or on-evict (the coldest, before room is needed).
+        disk_admission: which pages may be written to disk: all, second-hit (seen by
+            two requests) or reuse (also where prompts were often seen again).
         load_policy: auto (load if cheaper than recompute), always, never.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
@@ -107,7 +112,9 @@ class TieredConfig:
     staging_bytes: int = _DEFAULT_STAGING_BYTES
     eviction_policy: str = "lru"
     write_policy: str = "write-through"
+    offload_threshold: float = 0.9
     demote_policy: str = "write-through"
+    disk_admission: str = "all"
     load_policy: str = "auto"
     log_interval_s: float = 60.0
     seed: int = 0
@@ -142,7 +149,9 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         ),
         eviction_policy=_choice(settings, "eviction_policy", "lru"),
         write_policy=_choice(settings, "write_policy", "write-through"),
+        offload_threshold=_share(settings, "offload_threshold", 0.9),
         demote_policy=_choice(settings, "demote_policy", "write-through"),
+        disk_admission=_choice(settings, "disk_admission", "all"),
         load_policy=_choice(settings, "load_policy", "auto"),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
@@ -286,6 +295,19 @@ def _seconds(settings: Mapping[str, Any], name: str, default: float) -> float:
     ):
         raise ConfigError(
             _flag(name), f"{value!r} is not a time", "give seconds, 0 for never"
+        )
+    return float(value)
+
+
+def _share(settings: Mapping[str, Any], name: str, default: float) -> float:
+    value = settings.get(name, default)
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0.0 <= value <= 1.0
+    ):
+        raise ConfigError(
+            _flag(name), f"{value!r} is not a share", "give a number from 0 to 1"
         )
     return float(value)
 

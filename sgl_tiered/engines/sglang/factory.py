@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.deferred import DeferredOffloads
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
@@ -32,6 +33,7 @@ from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
@@ -148,6 +150,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             load_policy=config.load_policy,
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
+            disk_admission=config.disk_admission,
         ),
         cost=cost,
         eviction={
@@ -157,6 +160,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         clock=clock,
     )
     completions = CompletionQueue()
+    loader = LayerwiseLoader(device, completions, clock, metrics)
+    shares = BandwidthShares(clock)
+    shares.watch(Share.LOAD, lambda: loader.busy)
     stager = demoter = None
     if disk is not None:
         _adopt(cache, disk)
@@ -165,9 +171,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             disk, num_rows, completions, clock, metrics, register=register
         )
         reader = stager
-        demoter = DemoteWorker(
-            host, disk, completions, clock, metrics, busy=lambda: reader.busy
-        )
+        shares.watch(Share.LOAD, lambda: reader.busy)
+        demoter = DemoteWorker(host, disk, completions, clock, metrics, shares=shares)
     parts = Parts(
         config=config,
         namespace=namespace,
@@ -180,15 +185,34 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         disk=disk,
         metrics=metrics,
         completions=completions,
-        loader=LayerwiseLoader(device, completions, clock, metrics),
-        offloader=OffloadWorker(device, host, completions, clock, metrics),
+        loader=loader,
+        offloader=OffloadWorker(
+            device, host, completions, clock, metrics, shares=shares
+        ),
         demoter=demoter,
         stager=stager,
+        deferred=_deferred(config, allocator.size // layout.page_tokens, layout, rng),
         probe=figures,
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
     )
     _log_start(parts, layout)
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
+
+
+def _deferred(
+    config: TieredConfig,
+    num_device_pages: int,
+    layout: PageLayout,
+    rng: np.random.Generator,
+) -> DeferredOffloads | None:
+    if config.write_policy != "on-evict":
+        return None
+    return DeferredOffloads(
+        make_eviction_policy(config.eviction_policy, rng),
+        layout.page_tokens,
+        num_device_pages,
+        config.offload_threshold,
+    )
 
 
 def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> MemoryTier:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.cache.deferred import DeferredOffloads
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
@@ -43,9 +44,6 @@ logger = logging.getLogger(__name__)
 _DEMOTE_PAGES = 128
 """Pages per write to disk: 25 MB at 196 kB a page, enough for the disk to stream, short
 enough that a read does not wait long behind it."""
-_DEMOTE_REST_S = 5.0
-"""Pause after a write of which no page arrived: a full disk does not empty itself in
-the next scheduling pass. The tier's own circuit breaker rests as long."""
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -95,6 +93,7 @@ class Parts:
     offloader: OffloadWorker
     demoter: DemoteWorker | None
     stager: StagingReader | None
+    deferred: DeferredOffloads | None
     probe: dict[str, float]
     served: dict[str, Any]
 
@@ -121,8 +120,7 @@ class TieredRuntime:
             parts.cache, {TierId.HOST: parts.host}, parts.stager, parts.clock
         )
         self.namespaces: dict[tuple[str, str], bytes] = {}
-        self._demoting = False
-        self._demote_not_before_s = 0.0
+        self._num_demoting = 0
         self._closed = False
         self._waits: dict[str, float] = {}
         self._logged_at_s = parts.clock.now()
@@ -138,6 +136,11 @@ class TieredRuntime:
     def config(self) -> TieredConfig:
         """The settings."""
         return self._parts.config
+
+    @property
+    def deferred(self) -> DeferredOffloads | None:
+        """Offloads put off until the device is full; None for other policies."""
+        return self._parts.deferred
 
     @property
     def page_tokens(self) -> int:
@@ -175,12 +178,8 @@ class TieredRuntime:
                     self.cache.finish_offload(plan, result)
                     offloaded.append(plan.plan_id)
                 case DemoteFinished(plan, result):
-                    self._demoting = False
+                    self._num_demoting -= 1
                     self.cache.finish_demote(plan, result)
-                    if not result.ok.any():
-                        self._demote_not_before_s = (
-                            self._parts.clock.now() + _DEMOTE_REST_S
-                        )
                 case StageFinished(plan, positions, _, result):
                     self.coordinator.stage_finished(plan, positions, result)
                     if result.num_bytes:
@@ -260,7 +259,6 @@ class TieredRuntime:
         )
         self.cache.reset()
         self.namespaces.clear()
-        self._demoting = False
         self._forget_on_disk()
 
     def close(self, pump: Callable[[], None]) -> None:
@@ -270,7 +268,7 @@ class TieredRuntime:
         self._closed = True
         parts = self._parts
         give_up_at_s = parts.clock.now() + _CLOSE_TIMEOUT_S
-        while self._demoting and parts.clock.now() < give_up_at_s:
+        while self._num_demoting and parts.clock.now() < give_up_at_s:
             self.completions.wait(0.05)
             pump()
         for worker in (parts.loader, parts.offloader, parts.stager, parts.demoter):
@@ -318,7 +316,12 @@ class TieredRuntime:
                 "used": slots.used_slots,
                 "pinned": slots.pinned_slots,
             }
-        return {**self.metrics.snapshot(), "occupancy": occupancy}
+        snapshot = self.metrics.snapshot()
+        for tier, reasons in self.cache.stats.pages_dropped.items():
+            for reason, num_pages in reasons.items():
+                name = f"demote_{tier.label}_{reason}_pages".replace(" ", "_")
+                snapshot["counters"][name] = num_pages
+        return {**snapshot, "occupancy": occupancy}
 
     def log_if_due(self) -> None:
         """Write one line per interval in which something happened."""
@@ -353,15 +356,12 @@ class TieredRuntime:
 
     def _demote(self) -> None:
         demoter, disk = self._parts.demoter, self._parts.disk
-        if demoter is None or disk is None or self._demoting:
+        if demoter is None or disk is None:
             return
-        if self._parts.clock.now() < self._demote_not_before_s:
-            return
-        plan = self.cache.plan_demote(_DEMOTE_PAGES)
-        if plan is not None:
+        while (plan := self.cache.plan_demote(_DEMOTE_PAGES)) is not None:
             # Addresses that this very plan takes over must not be forgotten after it.
             self._forget_on_disk()
-            self._demoting = True
+            self._num_demoting += 1
             demoter.submit(plan)
 
     def _forget_on_disk(self) -> None:

@@ -111,8 +111,24 @@ SEAMS: tuple[Seam, ...] = (
             "inc_lock_ref",
             "dec_lock_ref",
             "evict",
+            "evict_for_alloc",
             "reset",
         ),
+    ),
+    Seam(
+        "tree core",
+        _SRT + "mem_cache.unified_cache.unified_tree_core_interface."
+        "UnifiedTreeCoreInterface",
+        attributes=(
+            "collect_full_device_indices",
+            "match_full_device_prefix",
+            "root_node_handle",
+        ),
+    ),
+    Seam(
+        "radix key",
+        _SRT + "mem_cache.radix_cache.RadixKey",
+        ("token_ids", "extra_key", "cache_salt"),
     ),
     Seam(
         "match result",
