@@ -102,6 +102,13 @@ class ExclusiveHierarchy:
         slots = self._table.slots
         return {t: slots[n].used_slots for n, t in enumerate(self._tiers)}
 
+    def num_first(self, pages: Int32s) -> int:
+        """Return how many of a request's first pages the first tier has; no use."""
+        path = self._index.walk(self._index.root(_ROOT), pages.tobytes())
+        present = self._table.entry_of[0][concat_rows(path)] >= 0
+        absent = np.flatnonzero(~present)
+        return int(absent[0]) if len(absent) else len(present)
+
     def access(self, pages: Int32s) -> dict[TierId, int]:
         """Serve one request; return the pages hit in each tier.
 

@@ -2,22 +2,24 @@
 
 Two hierarchies, both run with the product's own classes: ``replay_exclusive`` (every
 page in one tier, see ``exclusive.py``) and ``replay_served`` (what is shipped: the
-engine's device tree under LRU over an inclusive, write-through ``TieredCache``).
+engine's device tree under LRU over the chain of a ``TieredCache``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
 from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import Int32s, TransferResult
+from sgl_tiered.core.plans import Int32s, OffloadPlan, TransferResult
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
@@ -25,7 +27,7 @@ from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.sim.exclusive import ExclusiveHierarchy, ExclusiveTier
 from sgl_tiered.sim.page_trace import PageTrace
 
-__all__ = ["ReplayResult", "replay_exclusive", "replay_served"]
+__all__ = ["ReplayResult", "ServedPolicies", "replay_exclusive", "replay_served"]
 
 _DEMOTE_PAGES = 4096
 """Pages asked for in one demotion; without time, only the number of calls depends."""
@@ -42,6 +44,8 @@ class ReplayResult:
         lost_pages: per tier, pages that it gave up: passed to the next tier in an
             exclusive hierarchy, dropped in an inclusive one and from the last tier.
         resident_pages: per tier, pages in it at the end.
+        stored_pages: per tier, pages written to it from the tier above.
+        late_pages: pages that the device lost before a copy was made.
     """
 
     prompt_tokens: int
@@ -49,6 +53,8 @@ class ReplayResult:
     hit_pages: Mapping[TierId, int]
     lost_pages: Mapping[TierId, int]
     resident_pages: Mapping[TierId, int]
+    stored_pages: Mapping[TierId, int]
+    late_pages: int = 0
 
     @property
     def token_hit_rate(self) -> float:
@@ -101,57 +107,161 @@ def replay_exclusive(trace: PageTrace, tiers: Sequence[ExclusiveTier]) -> Replay
         hit_pages=hits.pages,
         lost_pages=hierarchy.lost_pages,
         resident_pages=hierarchy.num_resident,
+        stored_pages={
+            tiers[0].tier: 0,
+            **{
+                below.tier: hierarchy.lost_pages[above.tier]
+                for above, below in pairwise(tiers)
+            },
+        },
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ServedPolicies:
+    """How the tiers below the device are run; see ``CacheConfig``.
+
+    Attributes:
+        write_policy, demote_policy, disk_admission: by their names.
+        offload_threshold: share of the device above which ``on-evict`` copies.
+    """
+
+    write_policy: str = "write-through"
+    demote_policy: str = "write-through"
+    disk_admission: str = "all"
+    offload_threshold: float = 0.9
+
+
 def replay_served(
-    trace: PageTrace, device_pages: int, lower: Sequence[TierConfig]
+    trace: PageTrace,
+    device_pages: int,
+    lower: Sequence[TierConfig],
+    policies: ServedPolicies | None = None,
 ) -> ReplayResult:
     """Replay through what is shipped: device LRU over an inclusive ``TieredCache``.
 
-    All policies are the defaults (LRU, write-through both ways) but the load policy,
-    which is ``always``: without time nothing says what a load costs. Every transfer
-    succeeds, and ends before the next request comes.
+    Eviction is LRU everywhere, and the load policy is ``always``: without time nothing
+    says what a load costs. Every transfer succeeds, and ends before the next request
+    comes.
 
     Args:
         trace: the requests.
         device_pages: pages that the device holds between requests.
-        lower: one or two tiers below it; each also holds what the one above does.
+        lower: tiers below it; under write-through each also holds what the one above
+            does.
+        policies: None for the defaults.
     """
-    longest = int(trace.num_pages.max(initial=0))
-    device = ExclusiveHierarchy(
-        [ExclusiveTier(TierId.DEVICE, device_pages, LRUPolicy())],
-        max_request_pages=longest,
-    )
-    cache = _tiered_cache(lower)
-    # One token of a page says which prefix it ends, as its id does.
-    digest = cache.open_namespace(Namespace("replay", "none", page_tokens=1))
-    hits = _Hits(trace, [TierId.DEVICE, *(tier.tier for tier in lower)])
+    served = _Served(trace, device_pages, lower, policies or ServedPolicies())
     for request in range(len(trace)):
-        pages = trace.pages(request)
-        found = device.access(pages)
-        found |= _load(cache, digest, pages, found[TierId.DEVICE])
-        hits.add(request, found)
-        _store(cache, digest, pages)
-    lost = dict(device.lost_pages)
-    resident = dict(device.num_resident)
-    for tier in lower:
-        lost[tier.tier] = cache.stats.pages_evicted[tier.tier]
-        resident[tier.tier] = cache.occupancy(tier.tier).used_slots
-    return ReplayResult(
-        prompt_tokens=trace.total_tokens,
-        hit_tokens=hits.tokens,
-        hit_pages=hits.pages,
-        lost_pages=lost,
-        resident_pages=resident,
-    )
+        served.serve(request)
+    return served.result()
 
 
-def _tiered_cache(lower: Sequence[TierConfig]) -> TieredCache:
+class _Served:
+    """A replay through the shipped form."""
+
+    def __init__(
+        self,
+        trace: PageTrace,
+        device_pages: int,
+        lower: Sequence[TierConfig],
+        policies: ServedPolicies,
+    ) -> None:
+        longest = int(trace.num_pages.max(initial=0))
+        self._trace = trace
+        self._device_pages = device_pages
+        self._device = ExclusiveHierarchy(
+            [ExclusiveTier(TierId.DEVICE, device_pages, LRUPolicy())],
+            max_request_pages=longest,
+        )
+        self._cache = _tiered_cache(lower, policies)
+        # One token of a page says which prefix it ends, as its id does.
+        self._digest = self._cache.open_namespace(Namespace("replay", "none", 1))
+        self._hits = _Hits(trace, [TierId.DEVICE, *(tier.tier for tier in lower)])
+        self._late_pages = 0
+        self._deferred: DeferredOffloads | None = None
+        if policies.write_policy == "on-evict":
+            self._deferred = DeferredOffloads(
+                LRUPolicy(), 1, device_pages, policies.offload_threshold
+            )
+
+    def serve(self, request: int) -> None:
+        """Find a request's pages, bring them up, write what is new."""
+        pages = self._trace.pages(request)
+        found = self._device.access(pages)
+        found |= self._load(pages, found[TierId.DEVICE])
+        self._hits.add(request, found)
+        if self._deferred is None:
+            self._store(self._cache.plan_offload(self._digest, pages))
+        elif len(pages):
+            self._defer(self._deferred, pages)
+        while (demote := self._cache.plan_demote(_DEMOTE_PAGES)) is not None:
+            self._cache.finish_demote(demote, _arrived(len(demote.pages)))
+
+    def result(self) -> ReplayResult:
+        """Return what came of it."""
+        cache = self._cache
+        lost, resident = dict(self._device.lost_pages), dict(self._device.num_resident)
+        stored = {TierId.DEVICE: 0}
+        for setup in cache.config.tiers:
+            lost[setup.tier] = cache.stats.pages_evicted[setup.tier]
+            stored[setup.tier] = cache.stats.pages_stored[setup.tier]
+            resident[setup.tier] = cache.occupancy(setup.tier).used_slots
+        return ReplayResult(
+            prompt_tokens=self._trace.total_tokens,
+            hit_tokens=self._hits.tokens,
+            hit_pages=self._hits.pages,
+            lost_pages=lost,
+            resident_pages=resident,
+            stored_pages=stored,
+            late_pages=self._late_pages,
+        )
+
+    def _load(self, pages: Int32s, device_pages: int) -> dict[TierId, int]:
+        """Bring the pages behind the device's; return how many came from each tier."""
+        cache = self._cache
+        decision = cache.lookup(self._digest, pages, device_pages)
+        found = {tier.tier: decision.num_from(tier.tier) for tier in cache.config.tiers}
+        plan = cache.commit_load(decision)
+        if plan is not None:
+            cache.finish_load(plan, landed=True)
+        return found
+
+    def _store(self, plan: OffloadPlan | None) -> None:
+        if plan is not None:
+            self._cache.finish_offload(plan, _arrived(len(plan.pages)))
+
+    def _defer(self, deferred: DeferredOffloads, pages: Int32s) -> None:
+        """Note a prompt, and copy what the device would lose to the next ones."""
+        cache, digest = self._cache, self._digest
+
+        def num_resident(prompt: Deferred) -> int:
+            return self._device.num_first(prompt.tokens)
+
+        for prompt, num_left in deferred.sweep(num_resident):
+            lost = cache.num_without_copy(digest, prompt.tokens, num_left)
+            self._late_pages += lost
+        num_resident_now = self._device.num_first(pages)
+        recency = cache.sight(digest, pages)
+        deferred.note(digest, pages[:num_resident_now], recency, None)
+        # What the device could not keep of this very prompt was never noted.
+        self._late_pages += cache.num_without_copy(digest, pages, num_resident_now)
+        free = self._device_pages - self._device.num_resident[TierId.DEVICE]
+        while (next_prompt := deferred.next(free)) is not None:
+            count = num_resident(next_prompt)
+            tokens = next_prompt.tokens[:count]
+            self._store(cache.plan_offload(digest, tokens, sighted=next_prompt.recency))
+            deferred.settle(next_prompt, count)
+
+
+def _tiered_cache(lower: Sequence[TierConfig], policies: ServedPolicies) -> TieredCache:
     config = CacheConfig(
         PageLayout(num_layers=1, page_tokens=1, token_bytes=1),
         tuple(lower),
         load_policy="always",
+        write_policy=policies.write_policy,
+        demote_policy=policies.demote_policy,
+        disk_admission=policies.disk_admission,
     )
     link = LinkCost(1e-6, 1e9)
     return TieredCache(
@@ -162,27 +272,6 @@ def _tiered_cache(lower: Sequence[TierConfig]) -> TieredCache:
         eviction={tier.tier: LRUPolicy() for tier in lower},
         clock=ManualClock(),
     )
-
-
-def _load(
-    cache: TieredCache, digest: bytes, pages: Int32s, device_pages: int
-) -> dict[TierId, int]:
-    """Bring the pages behind the device's; return how many came from each tier."""
-    decision = cache.lookup(digest, pages, device_pages)
-    found = {tier.tier: decision.num_from(tier.tier) for tier in cache.config.tiers}
-    plan = cache.commit_load(decision)
-    if plan is not None:
-        cache.finish_load(plan, landed=True)
-    return found
-
-
-def _store(cache: TieredCache, digest: bytes, pages: Int32s) -> None:
-    """Write the prompt through to all tiers."""
-    offload = cache.plan_offload(digest, pages)
-    if offload is not None:
-        cache.finish_offload(offload, _arrived(len(offload.pages)))
-    while (demote := cache.plan_demote(_DEMOTE_PAGES)) is not None:
-        cache.finish_demote(demote, _arrived(len(demote.pages)))
 
 
 def _arrived(num_pages: int) -> TransferResult:

@@ -18,7 +18,10 @@ CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 def stories():
     """What happened, by core: seven prompts of 8 pages in a pool of 64."""
     done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, str(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -5,14 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from sgl_tiered.cache.config import DEMOTE_POLICIES, WRITE_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.config import (
+    CHOICES,
     FAULT_ENV,
     Emulation,
     parse_size,
     read_config,
 )
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
+from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
 
 HOST = {"host_size": "1MB"}
 NAMES = (
@@ -24,7 +28,9 @@ NAMES = (
     "staging_size",
     "eviction_policy",
     "write_policy",
+    "offload_threshold",
     "demote_policy",
+    "disk_admission",
     "load_policy",
     "log_interval",
     "seed",
@@ -77,6 +83,8 @@ def test_defaults():
     assert config.disk_bytes == 0
     assert config.eviction_policy == "lru"
     assert config.write_policy == "write-through"
+    assert config.offload_threshold == 0.9
+    assert config.disk_admission == "all"
     assert config.load_policy == "auto"
     assert config.emulate == {}
     assert config.fault_corrupt is None
@@ -126,6 +134,11 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"eviction_policy": "best"}, "--tiered-eviction-policy"),
         ({"write_policy": "no"}, "--tiered-write-policy"),
         ({"demote_policy": "no"}, "--tiered-demote-policy"),
+        ({"disk_admission": "no"}, "--tiered-disk-admission"),
+        ({"offload_threshold": 90}, "--tiered-offload-threshold"),
+        ({"offload_threshold": -0.1}, "--tiered-offload-threshold"),
+        ({"offload_threshold": math.nan}, "--tiered-offload-threshold"),
+        ({"offload_threshold": True}, "--tiered-offload-threshold"),
         ({"load_policy": "no"}, "--tiered-load-policy"),
         ({"disk_threads": 0}, "--tiered-disk-threads"),
         ({"disk_threads": True}, "--tiered-disk-threads"),
@@ -213,3 +226,17 @@ def test_paths_are_expanded(tmp_path, monkeypatch):
     assert read(**HOST, disk_path="~/kv").disk_path == tmp_path / "kv"
     monkeypatch.chdir(tmp_path)
     assert read(**HOST, disk_path="kv").disk_path == Path(tmp_path / "kv")
+
+
+def test_choices_are_the_policies_that_there_are():
+    """The flags offer what the registries have, and nothing else."""
+    assert CHOICES["disk_admission"] == WRITE_ADMISSIONS
+    assert CHOICES["eviction_policy"] == EVICTION_POLICIES
+    assert CHOICES["write_policy"] == WRITE_POLICIES
+    assert CHOICES["demote_policy"] == DEMOTE_POLICIES
+
+
+def test_a_threshold_is_a_share():
+    """From 0, always ahead of need, to 1, never."""
+    assert read(**HOST, offload_threshold=1).offload_threshold == 1.0
+    assert read(**HOST, offload_threshold=0.75).offload_threshold == 0.75
