@@ -1,8 +1,8 @@
 """A chain of tiers against the cache theory, and what its policies cost and bring.
 
-Give a Mooncake or a WEKA trace. It is replayed through the product's own TieredCache
-below a device of 54 decimal GB, with host, CXL and disk of the sizes given, at 131,072 B
-per token (Llama-3.1-8B in bfloat16). Three tables in Markdown, then one JSON object:
+Give a Mooncake or a WEKA trace. It is replayed through the product's own TieredCache,
+with device, host, CXL and disk of the sizes given (decimal GB) at 131,072 B per token
+(Llama-3.1-8B in bfloat16). Three tables in Markdown, then one JSON object:
 
 1. Token hits by tier, the shipped chain (inclusive) beside what LRU of the same sizes
    must hit by stack distances, and beside an exclusive chain. Exits with 1 where a tier

@@ -28,6 +28,9 @@ _MAX_ATTEMPTS = 3
 target whose copies were all in use, or a disk that was full for a moment, has changed
 by then; one that holds nothing but what it values more has not."""
 _MAX_OFFERS = 65_536
+_MAX_WINDOW = 4096
+"""Pages kept copied ahead of need under on-evict: 8 GB at 2 MiB a page, some seconds of
+what a device can offload. All of them are looked at whenever the table has changed."""
 _MAX_REFUSED = 8
 """Refusals after which a call gives up: each asks the target's evictor in vain."""
 
@@ -80,7 +83,8 @@ class Demoter:
         num_slots = config.tiers[source].num_slots
         self._watermark_slots = int(config.demote_watermark * num_slots)
         # Keep as many of the coldest pages copied as lie above the watermark.
-        self._window_pages = max(1, num_slots - self._watermark_slots)
+        window = max(1, num_slots - self._watermark_slots)
+        self._window_pages = min(window, _MAX_WINDOW)
         # The last row of each path that came to the source, and how often it was
         # refused: all that is missing before it goes with it.
         self._queue: deque[tuple[int, int]] = deque()

@@ -171,9 +171,10 @@ class Admission:
             seq.device_tokens = num_matched * page
         if num_loaded and self._lower is not None:
             load = self._lower.begin(seq.index, num_loaded)
-            seq.load_bytes = load.num_bytes
+            seq.load_bytes, seq.cxl_bytes = load.num_bytes, load.cxl_bytes
             if first_time:
                 seq.host_tokens = load.host_pages * page
+                seq.cxl_tokens = load.cxl_pages * page
                 seq.disk_tokens = load.disk_pages * page
         self._put(plan, seq, prefix, new, is_whole)
         self._reserved += page + (allowed if is_whole and not self._is_vllm else 0)

@@ -101,6 +101,7 @@ def _request(record: RequestRecord) -> list[dict[str, Any]]:
         "output": record.num_output_tokens,
         "from_device": record.device_tokens,
         "from_host": record.host_tokens,
+        "from_cxl": record.cxl_tokens,
         "from_disk": record.disk_tokens,
     }
     events = []

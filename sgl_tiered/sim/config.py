@@ -79,13 +79,14 @@ class ServerConfig:
         num_layers: of the model.
         kv_token_bytes: keys and values of a token over all layers, of this rank.
         device_tokens: tokens of the device pool.
-        tiers: fastest first: none, a memory tier, or a memory tier and a disk.
+        tiers: fastest first: none, or a chain that begins with a memory tier.
         scheduler: admission.
         device_reuse: the device keeps prefixes (a radix cache).
         load_mode: ``layerwise`` under the prefill; ``waiter``: the computing thread
             copies (our CPU form), so load and prefill add up.
         link_discipline: ``fair`` or ``fifo``, see links.py.
-        load_policy, write_policy, demote_policy: of ``CacheConfig``.
+        load_policy, write_policy, demote_policy, disk_admission: of ``CacheConfig``.
+        offload_threshold: share of the device above which ``on-evict`` copies.
         eviction: of the tiers.
         staging_bytes: memory for pages on their way from disk; 0 for no bound.
         prefetch: reads from disk start at arrival; otherwise at admission.
@@ -106,6 +107,8 @@ class ServerConfig:
     load_policy: str = "auto"
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
+    disk_admission: str = "all"
+    offload_threshold: float = 0.9
     eviction: str = "lru"
     staging_bytes: int = 0
     prefetch: bool = True
@@ -131,11 +134,13 @@ class ServerConfig:
                 f"{self.device_tokens} tokens are {self.capacity_pages} pages",
                 "give the device room for two pages at least",
             )
-        if len(self.tiers) > 1 and self.tiers[-1].tier is not TierId.DISK:
+        if any(setup.tier is TierId.PEER for setup in self.tiers):
+            raise ConfigError("tiers", "a peer is not modelled", "leave it out")
+        if not 0.0 <= self.offload_threshold <= 1.0:
             raise ConfigError(
-                "tiers",
-                f"{self.tiers[-1].tier.label} as the second tier is not modelled",
-                "use a memory tier, then the disk",
+                "offload_threshold",
+                f"{self.offload_threshold} is not a share",
+                "give a number from 0 to 1",
             )
         if self.tiers and not self.device_reuse:
             raise ConfigError(

@@ -95,6 +95,22 @@ class DeviceTree:
             break
         return node, position // _ITEM
 
+    def find(self, raw: bytes) -> tuple[TreeNode, int]:
+        """Return the last node that ``raw`` agrees with and the pages; no use of them.
+
+        Of the last node only a part may agree.
+        """
+        node, position = self._root, 0
+        while position < len(raw):
+            child = node.children.get(raw[position : position + _ITEM])
+            if child is None:
+                break
+            node = child
+            if not raw.startswith(child.raw, position):
+                return node, position // _ITEM + _num_equal(child.raw, raw[position:])
+            position += len(child.raw)
+        return node, position // _ITEM
+
     def insert(self, raw: bytes, owned_pages: int) -> tuple[TreeNode, int]:
         """Publish a request's pages.
 

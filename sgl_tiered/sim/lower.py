@@ -4,7 +4,8 @@ Does in simulated time what the engine's coordinator and pipelines do in real ti
 waits for what is decided by the very object that the engine uses (cache/waiting.py);
 reads from disk are staged in memory before admission, loads are committed at admission
 and settled when the engine's tree has the pages, offloads run one after the other on
-their link, and one batch is demoted at a time.
+their link, and one batch is demoted at a time on each edge of the chain. Under the
+write policy ``on-evict`` offloads wait until the device is nearly full.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting import WaitingLoad, WaitingLoads
@@ -32,6 +36,7 @@ from sgl_tiered.core.plans import (
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.sim.config import ServerConfig
+from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import EventLog, EventQueue, Priority
 from sgl_tiered.sim.links import Link
 from sgl_tiered.sim.times import StandInCost
@@ -39,18 +44,24 @@ from sgl_tiered.sim.times import StandInCost
 __all__ = ["LowerTiers", "StartedLoad"]
 
 _DEMOTE_PAGES = 128
-"""Of engines/sglang/runtime.py."""
+_AHEAD_PAGES = 256
+"""Of engines/sglang: runtime.py and ahead.py."""
 _MIN_LATENCY_S = 1e-9
 _UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
 class StartedLoad:
-    """Pages that go to the device with the next pass."""
+    """Pages that go to the device with the next pass.
+
+    ``num_bytes`` are all of them; ``cxl_bytes`` those that have a link of their own.
+    """
 
     host_pages: int
     disk_pages: int
     num_bytes: int
+    cxl_pages: int = 0
+    cxl_bytes: int = 0
 
 
 class _Read:
@@ -109,7 +120,7 @@ class _Staging:
 
 
 class LowerTiers:
-    """Host (or CXL) and disk of one simulated rank.
+    """Host and CXL, or one of them, and disk of one simulated rank.
 
     Args:
         config: of the server; it has tiers.
@@ -133,8 +144,8 @@ class LowerTiers:
         self._max_offloads = config.max_offloads
         self.cache = _make_cache(config, queue)
         self._digest = self.cache.open_namespace(Namespace("sim", "bfloat16", 1))
-        self._memory = config.tiers[0].tier
-        self._disk = config.tiers[1] if len(config.tiers) > 1 else None
+        self._memory = tuple(t.tier for t in config.tiers if t.tier is not TierId.DISK)
+        self._disk = config.tiers[-1] if config.tiers[-1].tier is TierId.DISK else None
         discipline = config.link_discipline
         memory = config.tiers[0]
         name = memory.tier.label
@@ -146,24 +157,45 @@ class LowerTiers:
         self.load_link = link(name, "device", read.latency_s, read.bytes_per_s)
         self._offload_link = link("device", name, write.latency_s, write.bytes_per_s)
         self.links = [self.load_link, self._offload_link]
+        # What lies in CXL memory below the host has a way of its own to the device.
+        self._cxl_link: Link | None = None
+        self._demote_links: dict[TierId, Link] = {}
+        for above, below in pairwise(config.tiers):
+            a, b, write = above.tier.label, below.tier.label, below.write
+            demote_link = link(a, b, write.latency_s, write.bytes_per_s)
+            self._demote_links[above.tier] = demote_link
+            self.links.append(demote_link)
+            if below.tier is not TierId.DISK:
+                read = below.read
+                self._cxl_link = link(b, "device", read.latency_s, read.bytes_per_s)
+                self.links.append(self._cxl_link)
         staging = None
         if self._disk is not None:
-            read, write = self._disk.read, self._disk.write
+            read = self._disk.read
             stage_link = link("disk", name, read.latency_s, read.bytes_per_s)
-            self._demote_link = link(name, "disk", write.latency_s, write.bytes_per_s)
-            self.links += [stage_link, self._demote_link]
+            self.links.append(stage_link)
             num_rows = config.staging_bytes // config.page_bytes
             staging = _Staging(stage_link, num_rows, self._page_bytes, self._end_stage)
         self._loads: WaitingLoads[_State, _Read] = WaitingLoads(
             self.cache,
-            (self._memory,),
+            self._memory,
             staging,
             queue,
             ask_again_at=self._wake_at,
         )
         self._states: dict[int, _State] = {}
         self._offloads: deque[tuple[OffloadPlan, Callable[[], None]]] = deque()
-        self._is_demoting = False
+        self._deferred: DeferredOffloads | None = None
+        if config.write_policy == "on-evict":
+            rng = np.random.default_rng(config.seed)
+            self._deferred = DeferredOffloads(
+                make_eviction_policy(config.eviction, rng),
+                1,
+                config.capacity_pages,
+                config.offload_threshold,
+            )
+        self._num_evicted = 0
+        self.late_pages = 0
 
     @property
     def stats(self) -> CacheStats:
@@ -206,14 +238,37 @@ class LowerTiers:
     def begin(self, subject: int, num_pages: int) -> StartedLoad:
         """Commit the load of the last ``num_pages`` pages that ``loadable`` promised.
 
-        Its bytes are to be sent over ``load_link`` with the next pass.
+        Its bytes are to be sent with the next pass, by ``load``.
         """
         plan = self._loads.start(self._states[subject])
         assert plan is not None, "the decision was made at this very moment"
         tiers = plan.tiers[plan.num_pages - num_pages :]
         num_disk = int(np.count_nonzero(tiers == TierId.DISK))
-        num_bytes = num_pages * self._page_bytes
-        return StartedLoad(num_pages - num_disk, num_disk, num_bytes)
+        num_cxl = 0
+        if self._cxl_link is not None:
+            num_cxl = int(np.count_nonzero(tiers == TierId.CXL))
+        size = self._page_bytes
+        num_host = num_pages - num_disk - num_cxl
+        return StartedLoad(
+            num_host, num_disk, num_pages * size, num_cxl, num_cxl * size
+        )
+
+    def load(self, num_bytes: int, cxl_bytes: int, on_end: Callable[[], None]) -> None:
+        """Send the bytes of a pass's loads; ``on_end`` when all have come."""
+        parts = [(self.load_link, num_bytes - cxl_bytes)]
+        if self._cxl_link is not None:
+            parts.append((self._cxl_link, cxl_bytes))
+        parts = [part for part in parts if part[1]]
+        left = len(parts)
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                on_end()
+
+        for link, size in parts:
+            link.submit(size, ended)
 
     def settle(self, subject: int) -> None:
         """End a started load: the engine's tree has the pages."""
@@ -249,14 +304,75 @@ class LowerTiers:
 
     # -- Offloads and demotions ------------------------------------------------
 
-    def offload(self, subject: int, pages: Int32s, on_end: Callable[[], None]) -> bool:
+    @property
+    def defers(self) -> bool:
+        """Whether offloads wait until the device is nearly full."""
+        return self._deferred is not None
+
+    def defer(self, pages: Int32s, seen_pages: int) -> None:
+        """Note what a request has computed; ``offload_ahead`` copies it if it must."""
+        assert self._deferred is not None
+        recency = self.cache.sight(self._digest, pages, seen_pages=seen_pages)
+        self._deferred.note(self._digest, pages, recency, None)
+
+    def offload_ahead(self, tree: DeviceTree) -> None:
+        """Copy the coldest of the device if it is nearly full, one at a time."""
+        deferred = self._deferred
+        if deferred is None:
+            return
+        if tree.num_evicted_pages != self._num_evicted:
+            self._num_evicted = tree.num_evicted_pages
+            for lost, num_left in deferred.sweep(lambda p: _num_resident(tree, p)):
+                self.late_pages += self.cache.num_without_copy(
+                    self._digest, lost.tokens, num_left
+                )
+        while not self._offloads:
+            prompt = deferred.next(tree.free_pages)
+            if prompt is None:
+                return
+            node, count = tree.find(prompt.tokens.tobytes())
+            tokens = prompt.tokens[:count]
+            plan = self.cache.plan_offload(
+                self._digest, tokens, max_pages=_AHEAD_PAGES, sighted=prompt.recency
+            )
+            if plan is None:
+                has_copies = not self.cache.num_without_copy(self._digest, tokens, 0)
+                deferred.settle(prompt, count if has_copies else 0)
+                continue
+            is_last = len(plan.pages) < _AHEAD_PAGES
+            tree.lock(node)
+
+            self._queue_offload(
+                -1, plan, partial(self._end_ahead, tree, node, prompt, count, is_last)
+            )
+            self._demote()
+
+    def _end_ahead(
+        self,
+        tree: DeviceTree,
+        node: TreeNode,
+        prompt: Deferred,
+        num_pages: int,
+        is_last: bool,
+    ) -> None:
+        tree.unlock(node)
+        if is_last and self._deferred is not None:
+            self._deferred.settle(prompt, num_pages)
+
+    def offload(
+        self,
+        subject: int,
+        pages: Int32s,
+        on_end: Callable[[], None],
+        seen_pages: int = 0,
+    ) -> bool:
         """Plan copies of what a request has computed.
 
         Returns:
             Whether a copy was queued; then ``on_end`` is called when the device's
             pages are no longer read.
         """
-        plan = self.cache.plan_offload(self._digest, pages)
+        plan = self.cache.plan_offload(self._digest, pages, seen_pages=seen_pages)
         self._demote()
         if plan is None:
             return False
@@ -265,11 +381,16 @@ class LowerTiers:
             self.cache.finish_offload(plan, lost)
             self._log.add(self._queue.now(), "offload_lost", subject, len(plan.pages))
             return False
+        self._queue_offload(subject, plan, on_end)
+        return True
+
+    def _queue_offload(
+        self, subject: int, plan: OffloadPlan, on_end: Callable[[], None]
+    ) -> None:
         self._log.add(self._queue.now(), "offload", subject, len(plan.pages))
         self._offloads.append((plan, on_end))
         if len(self._offloads) == 1:
             self._start_offload()
-        return True
 
     def _start_offload(self) -> None:
         plan, _ = self._offloads[0]
@@ -287,18 +408,17 @@ class LowerTiers:
         self._wake(False)
 
     def _demote(self) -> None:
-        if self._disk is None or self._is_demoting:
-            return
-        plan = self.cache.plan_demote(_DEMOTE_PAGES)
-        self.cache.take_forgotten(TierId.DISK)
-        if plan is None:
-            return
-        self._is_demoting = True
+        while (plan := self.cache.plan_demote(_DEMOTE_PAGES)) is not None:
+            if plan.target is TierId.DISK:
+                self.cache.take_forgotten(TierId.DISK)
+            self._start_demote(plan)
+
+    def _start_demote(self, plan: DemotePlan) -> None:
         num_bytes = len(plan.pages) * self._page_bytes
-        self._demote_link.submit(num_bytes, lambda: self._end_demote(plan))
+        link = self._demote_links[plan.source]
+        link.submit(num_bytes, lambda: self._end_demote(plan))
 
     def _end_demote(self, plan: DemotePlan) -> None:
-        self._is_demoting = False
         self.cache.finish_demote(plan, self._arrived(len(plan.pages)))
         self._log.add(self._queue.now(), "demoted", plan.plan_id, len(plan.pages))
         self._demote()
@@ -307,6 +427,10 @@ class LowerTiers:
         return TransferResult(
             np.ones(num_pages, np.bool_), num_pages * self._page_bytes, 0.0
         )
+
+
+def _num_resident(tree: DeviceTree, prompt: Deferred) -> int:
+    return tree.find(prompt.tokens.tobytes())[1]
 
 
 def _is_read(state: _State) -> bool:
@@ -336,6 +460,7 @@ def _make_cache(config: ServerConfig, queue: EventQueue) -> TieredCache:
             load_policy=config.load_policy,
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
+            disk_admission=config.disk_admission,
         ),
         cost=StandInCost(config.times, config.page_tokens, costs),
         eviction={tier: make_eviction_policy(config.eviction, rng) for tier in slots},

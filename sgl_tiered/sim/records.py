@@ -72,12 +72,13 @@ class RequestRecord:
         first_token_s, finished_s: at the client.
         num_prompt_tokens, num_output_tokens: lengths; the output as produced.
         device_tokens, host_tokens, disk_tokens: prompt tokens reused at the first
-            admission, by source (``host`` stands for the memory tier); the rest was
-            computed.
+            admission, by source (``host`` stands for the first memory tier); the rest
+            was computed.
         num_retractions: times it lost its pages.
         spans: ranges of decode segments in which it took part.
         resumed_s: tokens that came from the prefill after a retraction.
         aborted: it could not run; times are those of the refusal.
+        cxl_tokens: reused like the others, from CXL memory below the host.
     """
 
     request: int
@@ -94,6 +95,7 @@ class RequestRecord:
     spans: tuple[tuple[int, int], ...]
     resumed_s: tuple[float, ...]
     aborted: bool
+    cxl_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -121,7 +123,7 @@ class RequestRecord:
     def computed_tokens(self) -> int:
         """Prompt tokens that no tier had."""
         reused = self.device_tokens + self.host_tokens + self.disk_tokens
-        return self.num_prompt_tokens - reused
+        return self.num_prompt_tokens - reused - self.cxl_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)

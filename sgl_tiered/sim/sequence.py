@@ -28,6 +28,8 @@ class Sequence:
     __slots__ = (
         "admitted_s",
         "arrival_s",
+        "cxl_bytes",
+        "cxl_tokens",
         "device_tokens",
         "disk_tokens",
         "extend_tokens",
@@ -58,6 +60,7 @@ class Sequence:
         self.kv_tokens = 0
         self.extend_tokens = 0
         self.load_bytes = 0
+        self.cxl_bytes = 0
         self.node: TreeNode | None = None
         self.tree_pages = 0
         self.private_pages = 0
@@ -66,6 +69,7 @@ class Sequence:
         self.first_token_s = -1.0
         self.device_tokens = 0
         self.host_tokens = 0
+        self.cxl_tokens = 0
         self.disk_tokens = 0
         self.num_retractions = 0
         self.span_start = 0
@@ -121,6 +125,7 @@ class Sequence:
             device_tokens=self.device_tokens,
             host_tokens=self.host_tokens,
             disk_tokens=self.disk_tokens,
+            cxl_tokens=self.cxl_tokens,
             num_retractions=self.num_retractions,
             spans=tuple(self.spans),
             resumed_s=tuple(self.resumed_s),

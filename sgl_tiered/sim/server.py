@@ -159,6 +159,8 @@ class SimServer:
         self._step_event = None
         if self._in_pass or self._segment is not None:
             return
+        if self.lower is not None:
+            self.lower.offload_ahead(self.tree)
         plan = self.admission.next_pass(self._waiting, self._running, self.queue.now())
         if plan.parts:
             self._start_pass(plan)
@@ -175,13 +177,14 @@ class SimServer:
     def _start_pass(self, plan: PassPlan) -> None:
         self._in_pass = True
         now_s = self.queue.now()
-        num_bytes = 0
+        num_bytes = cxl_bytes = 0
         for seq, context, new in plan.parts:
             if seq.admitted_s < 0:
                 seq.admitted_s = now_s
             self.log.add(now_s, "prefill", seq.index, context, new)
             num_bytes += seq.load_bytes
-            seq.load_bytes = 0
+            cxl_bytes += seq.cxl_bytes
+            seq.load_bytes = seq.cxl_bytes = 0
         compute_s = self.config.times.prefill_s(plan.work)
 
         def end() -> None:
@@ -201,7 +204,7 @@ class SimServer:
             end_s = self.queue.now() + after_s
             self.queue.at(max(end_s, now_s + compute_s), Priority.PASS, end)
 
-        self.lower.load_link.submit(num_bytes, loaded)
+        self.lower.load(num_bytes, cxl_bytes, loaded)
 
     def _end_pass(
         self, plan: PassPlan, start_s: float, compute_s: float, num_bytes: int
@@ -245,12 +248,16 @@ class SimServer:
         self.lower.settle(seq.index)
         if seq.tree_pages <= seq.offloaded_pages:
             return
-        seq.offloaded_pages = seq.tree_pages
+        seen_pages, seq.offloaded_pages = seq.offloaded_pages, seq.tree_pages
         pages = seq.request.page_ids[: seq.tree_pages]
+        if self.lower.defers:
+            self.lower.defer(pages, seen_pages)
+            return
         node = seq.node
         assert node is not None
         self.tree.lock(node)
-        if not self.lower.offload(seq.index, pages, self._unlocker(node)):
+        unlock = self._unlocker(node)
+        if not self.lower.offload(seq.index, pages, unlock, seen_pages):
             self.tree.unlock(node)
 
     def _unlocker(self, node: TreeNode) -> Callable[[], None]:

@@ -55,8 +55,9 @@ class SimSpec:
         hardware, model, tensor_parallel: a profile, unless ``calibration`` replaces it.
         calibration: file written by ``sgl-tiered calibrate``.
         device_gb: KV pool of all ranks; 0 for what the weights leave.
-        host_gb, disk_gb: tiers, of all ranks; 0 for none. Decimal GB.
-        host_medium: ``dram`` over the device's own link, or ``cxl``.
+        host_gb, cxl_gb, disk_gb: tiers, of all ranks; 0 for none. Decimal GB.
+        host_medium: ``dram`` over the device's own link, or ``cxl`` (in place of the
+            host, instead of ``cxl_gb`` below it).
         page_size: tokens of a page.
         chunk_tokens ... order: of ``SchedulerConfig``.
         load_policy ... prefetch: of ``ServerConfig``; ``load_mode`` "" for the usual
@@ -86,6 +87,7 @@ class SimSpec:
     calibration: str = ""
     device_gb: float = 0.0
     host_gb: float = 0.0
+    cxl_gb: float = 0.0
     disk_gb: float = 0.0
     host_medium: str = "dram"
     page_size: int = 16
@@ -98,6 +100,8 @@ class SimSpec:
     load_policy: str = "auto"
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
+    disk_admission: str = "all"
+    offload_threshold: float = 0.9
     eviction: str = "lru"
     load_mode: str = ""
     link_discipline: str = "fair"
@@ -140,6 +144,12 @@ class SimSpec:
         if spec.host_medium not in ("dram", "cxl"):
             raise ConfigError(
                 "spec.host_medium", f"{spec.host_medium!r} is not known", "dram or cxl"
+            )
+        if spec.host_medium == "cxl" and spec.cxl_gb:
+            raise ConfigError(
+                "spec.cxl_gb",
+                f"{spec.cxl_gb} GB below a host tier that is CXL memory itself",
+                "leave out cxl_gb or host_medium",
             )
         return spec
 
@@ -186,6 +196,8 @@ class SimSpec:
             load_policy=self.load_policy,
             write_policy=self.write_policy,
             demote_policy=self.demote_policy,
+            disk_admission=self.disk_admission,
+            offload_threshold=self.offload_threshold,
             eviction=self.eviction,
             staging_bytes=int(self.staging_gb * GB / ranks),
             prefetch=self.prefetch,
@@ -221,6 +233,15 @@ class SimSpec:
                     int(self.host_gb * GB / ranks),
                     _measured(calibration, "host", "device", memory),
                     _measured(calibration, "device", "host", memory),
+                )
+            )
+        if self.cxl_gb:
+            tiers.append(
+                TierSetup(
+                    TierId.CXL,
+                    int(self.cxl_gb * GB / ranks),
+                    _measured(calibration, "cxl", "device", CXL),
+                    _measured(calibration, "host", "cxl", CXL),
                 )
             )
         if self.disk_gb:

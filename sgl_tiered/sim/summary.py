@@ -101,6 +101,7 @@ def summarize(result: SimResult, slo: Slo | None = None) -> SimSummary:
     sources = {
         "device": sum(record.device_tokens for record in ran),
         "host": sum(record.host_tokens for record in ran),
+        "cxl": sum(record.cxl_tokens for record in ran),
         "disk": sum(record.disk_tokens for record in ran),
     }
     passes_s = sum(p.end_s - p.start_s for p in result.passes)

@@ -91,7 +91,7 @@ def test_every_request_ends_with_all_its_tokens(
     assert server.tree.evictable_pages == server.tree.tree_pages
     if server.lower is not None:
         server.lower.cache.check()
-        assert server.lower.stats.pages_stored[server.lower._memory] > 0
+        assert server.lower.stats.pages_stored[server.lower._memory[0]] > 0
 
 
 @pytest.mark.parametrize("seed", range(30))
