@@ -25,6 +25,7 @@ TIMES = DeviceTimes(
     decode_context_token_s=1e-6,
 )
 FAST = LinkSpeed(1e9, 1e-6, "made up")
+MEDIUM = LinkSpeed(5e8, 2e-6, "made up")
 SLOW = LinkSpeed(1e8, 1e-5, "made up")
 
 
@@ -33,11 +34,17 @@ def make_config() -> Callable[..., ServerConfig]:
     """Return a maker of servers: pages per tier, then settings of ServerConfig."""
 
     def make(
-        device: int = 100, host: int = 0, disk: int = 0, **settings: object
+        device: int = 100,
+        host: int = 0,
+        disk: int = 0,
+        cxl: int = 0,
+        **settings: object,
     ) -> ServerConfig:
         tiers = []
         if host:
             tiers.append(TierSetup(TierId.HOST, host * PAGE_BYTES, FAST, FAST))
+        if cxl:
+            tiers.append(TierSetup(TierId.CXL, cxl * PAGE_BYTES, MEDIUM, MEDIUM))
         if disk:
             tiers.append(TierSetup(TierId.DISK, disk * PAGE_BYTES, SLOW, SLOW))
         config = ServerConfig(

@@ -78,3 +78,16 @@ def test_unlocking_too_often_is_a_broken_law() -> None:
     node, _ = tree.match(raw(1))
     with pytest.raises(AssertionError, match="more often"):
         tree.unlock(node)
+
+
+def test_finding_is_no_use_and_splits_nothing() -> None:
+    """Pages are counted into the middle of a run, and the coldest stays the coldest."""
+    tree = DeviceTree(4)
+    keep(tree, 1, 2)
+    keep(tree, 3, 4)
+    node, count = tree.find(raw(1, 9))
+    assert (count, node.num_pages) == (1, 2)
+    assert tree.find(raw(1, 2, 5))[1] == 2
+    assert tree.find(raw(7))[1] == 0
+    assert tree.take_private(1)
+    assert [tree.find(raw(*ids))[1] for ids in ((1, 2), (3, 4))] == [0, 2]

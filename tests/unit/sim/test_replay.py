@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,9 +17,15 @@ from sgl_tiered.policies.eviction.registry import (
     EVICTION_POLICIES,
     make_eviction_policy,
 )
+from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
 from sgl_tiered.sim.exclusive import ExclusiveHierarchy, ExclusiveTier
 from sgl_tiered.sim.page_trace import PageTrace
-from sgl_tiered.sim.replay import ReplayResult, replay_exclusive, replay_served
+from sgl_tiered.sim.replay import (
+    ReplayResult,
+    ServedPolicies,
+    replay_exclusive,
+    replay_served,
+)
 from sgl_tiered.sim.stack import LRUCurve
 from tests.unit.sim.replay_support import lru_places, spell_trace, word_lists
 
@@ -167,6 +175,60 @@ def test_served_reaches_its_largest_tier(
     curve = LRUCurve(spell_trace(words))
     result = served(words, device, host, disk)
     assert sum(pages(result)) == curve.hit_pages(max(device, host, disk))
+
+
+CHAIN = (TierId.HOST, TierId.CXL, TierId.DISK)
+
+
+def chained(
+    words: list[str], device: int, *sizes: int, **policies: str
+) -> ReplayResult:
+    lower = [TierConfig(tier, n) for tier, n in zip(CHAIN, sizes, strict=True)]
+    return replay_served(spell_trace(words), device, lower, ServedPolicies(**policies))
+
+
+@given(words=word_lists(), more=st.tuples(*[st.integers(0, 6)] * 4))
+def test_a_chain_hits_in_each_tier_what_lru_of_its_size_does(
+    words: list[str], more: tuple[int, int, int, int]
+) -> None:
+    """Each tier holds what those above do and more: stack distances say its hits."""
+    # Every tier can hold any prompt, and is larger than the one above it.
+    device, host, cxl, disk = (8 * (n + 1) + sum(more[: n + 1]) for n in range(4))
+    curve = LRUCurve(spell_trace(words))
+    hits = [curve.hit_pages(size) for size in (device, host, cxl, disk)]
+    wanted = [b - a for a, b in pairwise([0, *hits])]
+    assert pages(chained(words, device, host, cxl, disk)) == wanted
+
+
+@given(words=word_lists(), admission=st.sampled_from(WRITE_ADMISSIONS))
+def test_no_admission_hits_more_than_writing_all(
+    words: list[str], admission: str
+) -> None:
+    """It writes at most as much, and with a disk for everything hits at most as much."""
+    everything = chained(words, 1, 8, 8, 999)
+    picky = chained(words, 1, 8, 8, 999, disk_admission=admission)
+    assert picky.stored_pages[TierId.DISK] <= everything.stored_pages[TierId.DISK]
+    assert sum(pages(picky)) <= sum(pages(everything))
+
+
+def test_second_hit_leaves_one_time_prompts_out() -> None:
+    """Of three prompts seen once and one seen twice only the latter is on disk."""
+    words = ["aa", "bb", "cc", "bb", "dd"]
+    picky = chained(words, 1, 9, 9, 99, disk_admission="second-hit")
+    assert picky.stored_pages[TierId.DISK] == 2
+
+
+@given(words=word_lists(), threshold=st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_on_evict_loses_only_what_it_says(words: list[str], threshold: float) -> None:
+    """Pages in no tier at the end are on the device or were counted as late."""
+    lower = [TierConfig(TierId.HOST, 999)]
+    policies = ServedPolicies(write_policy="on-evict", offload_threshold=threshold)
+    result = replay_served(spell_trace(words), 9, lower, policies)
+    through = replay_served(spell_trace(words), 9, lower)
+    assert result.stored_pages[TierId.HOST] <= through.stored_pages[TierId.HOST]
+    assert sum(pages(result)) <= sum(pages(through))
+    missing = through.stored_pages[TierId.HOST] - result.stored_pages[TierId.HOST]
+    assert missing <= result.late_pages + result.resident_pages[TierId.DEVICE]
 
 
 @pytest.mark.parametrize(

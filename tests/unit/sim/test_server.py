@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
@@ -111,12 +112,15 @@ def test_no_setting_loses_a_request(
     config = make_config(
         device=int(rng.integers(32, 80)),
         host=int(rng.choice([3, 40, 300])),
+        cxl=int(rng.choice([0, 60])),
         disk=int(rng.choice([0, 50, 1_000])),
         scheduler=scheduler,
         load_mode=str(rng.choice(["layerwise", "waiter"])),
         load_policy=str(rng.choice(["auto", "always", "never"])),
         demote_policy=str(rng.choice(["write-through", "on-evict"])),
-        write_policy=str(rng.choice(["write-through", "selective"])),
+        write_policy=str(rng.choice(["write-through", "selective", "on-evict"])),
+        disk_admission=str(rng.choice(["all", "second-hit", "reuse"])),
+        offload_threshold=float(rng.choice([0.3, 0.9])),
         eviction=str(rng.choice(["lru", "fifo", "random"])),
         link_discipline=str(rng.choice(["fair", "fifo"])),
         prefetch=bool(rng.integers(2)),
@@ -134,6 +138,62 @@ def test_no_setting_loses_a_request(
     assert server.tree.evictable_pages == server.tree.tree_pages
     assert server.lower is not None
     server.lower.cache.check()
+
+
+def test_a_chain_of_three_serves_from_each_tier(
+    make_config: Make, make_chats: MakeChats
+) -> None:
+    """Host, CXL and disk hit, each over its own link, and every token is accounted."""
+    workload = make_chats(num_requests=200, num_prefixes=60)
+    config = make_config(device=60, host=80, cxl=160, disk=2_000)
+    server = SimServer(config, workload)
+    result = server.run()
+    check_conservation(result, workload)
+    assert server.lower is not None
+    server.lower.cache.check()
+    assert sum(record.host_tokens for record in result.records) > 0
+    assert sum(record.cxl_tokens for record in result.records) > 0
+    assert sum(record.disk_tokens for record in result.records) > 0
+    assert result.link_bytes["cxl>device"] > 0
+    assert result.link_bytes["cxl>disk"] > 0
+    stored = server.lower.stats.pages_stored
+    assert result.link_bytes["host>cxl"] == stored[TierId.CXL] * 4_096
+
+
+def test_links_of_a_pass_are_used_side_by_side(make_config: Make) -> None:
+    """Pages from host and CXL take as long as the slower of the two."""
+    config = make_config(device=60, host=8, cxl=30, load_policy="always")
+    server = SimServer(config, one_request(8, 1))
+    lower = server.lower
+    assert lower is not None
+    ended: list[float] = []
+    lower.load(3_000, 1_000, lambda: ended.append(server.queue.now()))
+    lower.load(1_000, 1_000, lambda: ended.append(server.queue.now()))
+    server.queue.run()
+    # 2,000 B at 1 GB/s beside 1,000 B at 0.5 GB/s, which the second load then shares.
+    assert len(ended) == 2
+    assert ended[-1] == pytest.approx(2_000 / 5e8, rel=0.01)
+
+
+def test_on_evict_copies_less_and_what_it_saves_is_hit(
+    make_config: Make, make_chats: MakeChats
+) -> None:
+    """Fewer bytes leave the device than with write-through, and hits are there."""
+    workload = make_chats(num_requests=150, num_prefixes=12)
+    figures = {}
+    for policy in ("write-through", "on-evict"):
+        config = make_config(
+            device=150, host=500, write_policy=policy, offload_threshold=0.5
+        )
+        server = SimServer(config, workload)
+        result = server.run()
+        check_conservation(result, workload)
+        server.tree.check()
+        assert server.tree.evictable_pages == server.tree.tree_pages
+        hits = sum(record.host_tokens for record in result.records)
+        figures[policy] = (result.link_bytes["device>host"], hits)
+    assert 0 < figures["on-evict"][0] < figures["write-through"][0]
+    assert figures["on-evict"][1] > 0
 
 
 def test_tiers_give_more_hits_than_the_device_alone(

@@ -106,6 +106,20 @@ def test_cxl_takes_the_place_of_the_host() -> None:
     assert server.tiers[0].read.bytes_per_s == 64e9
 
 
+def test_cxl_below_the_host_is_a_tier_of_its_own() -> None:
+    """Between host and disk; not both in place of the host and below it."""
+    server = SimSpec(
+        host_gb=64.0, cxl_gb=128.0, disk_gb=500.0, disk_admission="second-hit"
+    ).server()
+    tiers = [setup.tier for setup in server.tiers]
+    assert tiers == [TierId.HOST, TierId.CXL, TierId.DISK]
+    assert server.disk_admission == "second-hit"
+    with pytest.raises(ConfigError, match="cxl_gb"):
+        SimSpec().with_values({"host_medium": "cxl", "host_gb": 1, "cxl_gb": 1})
+    with pytest.raises(ConfigError, match="offload_threshold"):
+        SimSpec(host_gb=1.0, offload_threshold=1.5).server()
+
+
 def test_a_calibration_replaces_the_profile() -> None:
     """What was measured counts; an edge that was not keeps the profile's guess."""
     spec = SimSpec(host_gb=1.0, device_gb=0.1)
