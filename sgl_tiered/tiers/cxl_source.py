@@ -1,11 +1,11 @@
 """Where the CXL tier's memory comes from: what ``--tiered-cxl`` says, and its size.
 
-    auto             the NUMA nodes that have memory and no cores
-    node:1  node:1,2 these nodes, several interleaved
-    /dev/dax0.0      a device-DAX node; /dev/dax0.0@32GiB begins at that offset
-    emulate:memory   a stand-in, marked as such wherever the tier is reported:
-    emulate:node:0     plain memory, any NUMA node, or a file on tmpfs
-    emulate:/dev/shm
+auto             the NUMA nodes that have memory and no cores
+node:1  node:1,2 these nodes, several interleaved
+/dev/dax0.0      a device-DAX node; /dev/dax0.0@32GiB begins at that offset
+emulate:memory   a stand-in, marked as such wherever the tier is reported:
+emulate:node:0     plain memory, any NUMA node, or a file on tmpfs
+emulate:/dev/shm
 """
 
 from __future__ import annotations

@@ -217,8 +217,7 @@ def _read(name: str, sysfs: Path) -> DaxDevice:
         size_bytes=_number(folder / "size") or 0,
         align_bytes=_number(folder / "align") or 2 << 20,
         target_node=None if target is None or target < 0 else target,
-        is_system_ram=driver.exists()
-        and driver.resolve().name == _SYSTEM_RAM_DRIVER,
+        is_system_ram=driver.exists() and driver.resolve().name == _SYSTEM_RAM_DRIVER,
     )
 
 

@@ -104,7 +104,7 @@ class Placement:
 
 
 def parse_ids(text: str) -> tuple[int, ...]:
-    """Return the numbers of a kernel list such as ``0-2,8``; ValueError if it is none."""
+    """Return the numbers of a kernel list such as ``0-2,8``; else ValueError."""
     ids: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
@@ -274,9 +274,7 @@ def _populate(array: npt.NDArray[np.uint8]) -> None:
     with ThreadPoolExecutor(num_threads) as threads:
         codes = set(
             threads.map(
-                lambda start: populate(
-                    address + start, min(part, num_bytes - start)
-                ),
+                lambda start: populate(address + start, min(part, num_bytes - start)),
                 starts,
             )
         )

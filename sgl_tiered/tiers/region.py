@@ -73,7 +73,8 @@ class RegionTier:
     ) -> None:
         self._tier_id = tier_id
         self._memory = region
-        self._num_slots, self._slot_bytes = region.array.shape
+        self._num_slots: int = region.array.shape[0]
+        self._slot_bytes: int = region.array.shape[1]
         self._page_bytes = page_bytes or self._slot_bytes
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
