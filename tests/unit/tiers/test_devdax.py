@@ -1,6 +1,7 @@
 """Device-DAX memory: what sysfs says of it, and what is mapped, locked and refused."""
 
-import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -87,15 +88,16 @@ def test_two_servers_cannot_have_the_same_bytes(sysfs, device):
 def test_another_process_is_refused_as_well(sysfs, device):
     """The lock is the kernel's, not this process's own bookkeeping."""
     region = DaxRegion(1, ROW, device, sysfs=sysfs)
-    child = os.fork()
-    if child == 0:
-        try:
-            DaxRegion(1, ROW, device, sysfs=sysfs)
-        except ConfigError:
-            os._exit(7)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    program = (
+        "import sys; from pathlib import Path; "
+        "from sgl_tiered.tiers.devdax import DaxRegion; "
+        "DaxRegion(1, 4096, Path(sys.argv[1]), sysfs=Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", program, str(device), str(sysfs)]
+    other = subprocess.run(command, capture_output=True, text=True, check=False)
     region.close()
+    assert "in use by another server" in other.stderr
+    subprocess.run(command, check=True)
 
 
 def test_what_is_no_device_is_refused(sysfs, tmp_path):
