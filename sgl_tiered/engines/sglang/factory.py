@@ -174,6 +174,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     def disk_is_read() -> bool:
         return stager is not None and stager.busy
 
+    # What a tier may lose goes to the next one.
+    memory = [tier for tier in (host, cxl) if tier is not None]
     demoters = {
         (source.tier_id, target.tier_id): DemoteWorker(
             source,
@@ -183,9 +185,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             metrics,
             busy=disk_is_read if target is disk else None,
         )
-        for source in (host, cxl)
-        for target in tiers
-        if source is not None and source is not target
+        for source, target in zip(memory, tiers[1:], strict=False)
     }
     parts = Parts(
         config=config,
