@@ -123,7 +123,7 @@ def rig():
 
 
 def test_pages_reach_cxl_and_come_back_from_it(rig):
-    """Offloaded to the host, demoted to CXL, forgotten above, loaded: the same bytes."""
+    """Offloaded to the host, demoted, forgotten above, loaded: the same bytes."""
     rig.keep("abcd", 0)
     assert rig.runtime.cache.stats.pages_stored[TierId.CXL] == 4
     rig.runtime.drop(TierId.HOST)
@@ -171,7 +171,7 @@ def test_every_report_says_that_cxl_is_emulated(rig, caplog):
 
 
 def test_tokens_are_counted_by_tier(rig):
-    """Host and CXL apart; a tier that is not there is left out; the rest is computed."""
+    """Host and CXL apart; a tier that is not there is left out; the rest is new."""
     rig.runtime.count_request(
         20, {TierId.DEVICE: 4, TierId.HOST: 2, TierId.CXL: 6, TierId.DISK: 0}
     )
