@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # test-cxl.sh VENV [PYTEST ARGUMENTS...]: runs tests/cxl in a QEMU guest that has memory
-# like CXL's: two NUMA nodes without cores, and a module that is first devdax and then,
-# as a third such node, system-ram. Ends with 0 and the reason where that cannot run.
+# like CXL's: two NUMA nodes without cores, and a module that is first devdax and at the
+# end, as a third such node, system-ram. Where that cannot run it says why and ends with 0.
 #
 # The guest has this machine's files, read-only, so it runs the same environment. What
 # is made for it lies in out/cxl: Debian's kernel, unpacked and not installed, and an
-# initial file system. QEMU computes the guest's instructions itself (half a minute);
-# QEMU_ACCEL="kvm -cpu host" uses the processor's.
+# initial file system. QEMU computes the guest's instructions itself (a minute or two);
+# QEMU_ACCEL="kvm -cpu host" lets the processor do it, where that works.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/scripts/say.sh"
@@ -16,7 +16,7 @@ venv=$(realpath -- "${1:?the virtual environment}")
 shift
 out=$root/out/cxl
 accel=${QEMU_ACCEL:-tcg,thread=multi,tb-size=256 -cpu max}
-limit_s=${CXL_TEST_LIMIT_S:-420}
+limit_s=${CXL_TEST_LIMIT_S:-900}
 # command -> Debian package
 declare -A packages=([qemu-system-x86_64]=qemu-system-x86 [ndctl]=ndctl [daxctl]=daxctl
   [busybox]=busybox-static [cpio]=cpio [modprobe]=kmod [depmod]=kmod)
@@ -111,11 +111,12 @@ timeout -k 10 "$limit_s" qemu-system-x86_64 -accel $accel \
   -kernel "$out/kernel/boot/vmlinuz-$version" -initrd "$out/initramfs.gz" \
   -append "console=ttyS0 panic=1 quiet rdinit=/init" \
   -virtfs local,path=/,mount_tag=host,security_model=passthrough,readonly=on,multidevs=remap \
-  -nographic -no-reboot -net none </dev/null 2>&1 | tr -d '\r' | tee "$out/console.log" ||
+  -nographic -no-reboot -net none </dev/null 2>&1 |
+  sed -uE 's/\r//g; s/\x1b(c|\[[0-9;?]*[A-Za-z])//g' | tee "$out/console.log" ||
   true
 ended=$(grep -aoE 'GUEST ENDED [0-9]+' "$out/console.log" | tail -n 1 || true)
 case $ended in
-  "GUEST ENDED 0") tell "passed: on nodes without cores, on devdax, on system-ram" ;;
+  "GUEST ENDED 0") tell "passed on nodes without cores, on devdax and on system-ram" ;;
   "") tell "FAILED: the guest did not come to its end within $limit_s s"; exit 1 ;;
   *) tell "FAILED: ${ended,,}"; exit 1 ;;
 esac

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -81,8 +82,6 @@ def test_the_machine_is_as_expected():
     if "devdax" in EXPECTED:
         assert DEVICE is not None
         assert not DEVICE.is_system_ram
-    if "system-ram" in EXPECTED:
-        assert DEVICES[EXPECTED["system-ram"]].is_system_ram
 
 
 @needs_node
@@ -226,15 +225,6 @@ def test_the_flag_takes_the_device():
     assert DEVICE.target_node not in NODES
 
 
-@pytest.mark.skipif("system-ram" not in EXPECTED, reason="no device in use as a node")
-def test_a_device_in_use_as_a_node_is_refused_by_name():
-    """The sentence says which node to give instead, and that node is one of ours."""
-    device = DEVICES[EXPECTED["system-ram"]]
-    assert device.target_node in NODES
-    with pytest.raises(ConfigError, match=f"give node:{device.target_node} instead"):
-        read_config({"cxl": str(device.path), "host_size": "1MB"})
-
-
 def sources():
     """Every kind of CXL memory that there is here."""
     found = {}
@@ -302,3 +292,31 @@ def test_pages_come_back_from_cxl_through_the_pipelines(source):
     assert edges["device->cxl"]["pages"] == 8
     assert edges["cxl->device"]["pages"] == 16
     assert not any(edge["failed_pages"] for edge in edges.values())
+
+
+@pytest.mark.skipif(
+    "reconfigure" not in EXPECTED, reason="changes the device; for the guest only"
+)
+def test_a_device_becomes_a_node():
+    """The way from devdax to system-ram: the tier follows, and says where it went.
+
+    Runs last: the device is gone after it.
+    """
+    command = ["daxctl", "reconfigure-device", "-m", "system-ram", DEVICE.name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    node = DEVICE.target_node
+    nodes = memory_only_nodes()
+    assert nodes == (*NODES, node)
+    with pytest.raises(ConfigError, match=f"give node:{node} instead"):
+        read_config({"cxl": str(DEVICE.path), "host_size": "1MB"})
+    config = read_config({"cxl": "auto", "host_size": "1MB"})
+    assert config.cxl == CxlSource(nodes=nodes)
+    alone = NumaRegion(64 * MIB // PAGE, PAGE, (node,))
+    assert pages_by_node(alone.array)[0] == {node: 64 * MIB // PAGE}
+    tier = CxlTier(config.cxl, 8192, 96 * MIB // 8192)
+    found, _ = pages_by_node(tier.region)
+    assert set(found) == set(nodes)
+    assert sum(found.values()) == 96 * MIB // PAGE
+    assert not tier.health().emulated
+    tier.close()
