@@ -236,7 +236,8 @@ class NumaRegion:
                 f"the kernel does not place memory on {_names(nodes)} "
                 f"({error.strerror})",
                 "check that they are allowed to this process (Mems_allowed_list in "
-                "/proc/self/status) and that the container may call mbind",
+                "/proc/self/status), and in a container that it has the capability "
+                "SYS_NICE",
             ) from None
         self.placement.check(nodes)
         if register is not None:

@@ -11,7 +11,7 @@ from sgl_tiered.testing.tier_kit import TierKit
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
 from sgl_tiered.tiers.wrappers import ThrottledTier
-from tests.unit.tiers.sysfs_support import add_dax, dax_file
+from tests.unit.tiers.sysfs_support import add_dax, dax_file, first_node
 
 
 def cxl(kit, source, **settings):
@@ -41,11 +41,11 @@ class TestThrottledMemory(TierKit):
 
 
 class TestNode(TierKit):
-    """Memory bound to the first node, verified."""
+    """Memory bound to a node, verified."""
 
     @pytest.fixture
     def tier(self):
-        tier = cxl(self, CxlSource(nodes=(0,), emulated=True))
+        tier = cxl(self, CxlSource(nodes=(first_node(),), emulated=True))
         yield tier
         tier.close()
 

@@ -1,6 +1,14 @@
-"""Trees that look like /sys of machines with CXL memory."""
+"""Trees that look like /sys of machines with CXL memory; what this machine allows."""
 
+import errno
+import mmap
 from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sgl_tiered.tiers.numa import SYSFS, parse_ids
+from sgl_tiered.tiers.numa_calls import BIND, NumaCalls
 
 GIB = 2**30
 UNIT = 2 << 20
@@ -64,3 +72,22 @@ def dax_file(folder: Path, name: str = "dax0.0", size: int = 8 * UNIT) -> Path:
     with path.open("wb") as file:
         file.truncate(size)
     return path
+
+
+def first_node() -> int:
+    """Return a node of this machine with memory; skip where none may be asked for."""
+    has_memory = SYSFS / "devices/system/node/has_memory"
+    if not has_memory.exists():
+        pytest.skip("this kernel knows no NUMA nodes")
+    node = parse_ids(has_memory.read_text())[0]
+    page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
+    try:
+        calls = NumaCalls.find()
+        calls.bind(page.ctypes.data, page.nbytes, BIND, (node,))
+        calls.nodes_of(np.array([page.ctypes.data], np.uint64))
+    except OSError as error:
+        # What a container without the capability SYS_NICE says.
+        if error.errno not in (errno.EPERM, errno.ENOSYS):
+            raise
+        pytest.skip(f"this process may not place memory ({error.strerror})")
+    return node
