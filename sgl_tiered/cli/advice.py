@@ -23,10 +23,13 @@ from sgl_tiered.cli.machine import (
     NumaNode,
 )
 from sgl_tiered.cli.storage import DiskFacts, IoUringFacts
+from sgl_tiered.tiers.devdax import DaxDevice
 
 __all__ = [
+    "CxlAdvice",
     "Facts",
     "Suggestion",
+    "cxl_advice",
     "disk_size_bytes",
     "host_size_bytes",
     "obstacles",
@@ -42,6 +45,8 @@ _HOST_SHARE_ON_CPU = 0.25
 """Without an accelerator the model and the device pool lie in the same memory."""
 _DISK_SHARE = 0.8
 _DISK_SPARE_BYTES = 10 * GB
+_CXL_SHARE = 0.9
+"""Of a NUMA node: its memory is also the system's, for which some must be left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,19 @@ class Facts:
     cpu: CpuFacts
     memory: MemoryFacts
     numa_nodes: list[NumaNode]
-    dax_devices: list[str]
+    dax_devices: list[DaxDevice]
     huge_pages: HugePageFacts
     disk: DiskFacts
     io_uring: IoUringFacts
     engine: EngineFacts
+
+
+@dataclass(frozen=True, slots=True)
+class CxlAdvice:
+    """What ``--tiered-cxl`` could name, and with which size; 0 for all there is."""
+
+    source: str
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +82,29 @@ class Suggestion:
 
 
 def host_size_bytes(facts: Facts) -> int:
-    """Return a size for the host tier: a share of free memory in whole GB, or 0."""
+    """Return a size for the host tier: a share of free memory in whole GB, or 0.
+
+    Memory without cores is left out: it would be the CXL tier's.
+    """
     on_cpu = facts.accelerator.kind is None
     share = _HOST_SHARE_ON_CPU if on_cpu else _HOST_SHARE
-    return int(facts.memory.available_bytes * share) // GB * GB
+    far = sum(node.free_bytes for node in facts.numa_nodes if node.is_memory_only)
+    return max(0, int((facts.memory.available_bytes - far) * share)) // GB * GB
+
+
+def cxl_advice(facts: Facts) -> CxlAdvice | None:
+    """Return the candidate for a CXL tier: nodes without cores, else devdax."""
+    nodes = [node for node in facts.numa_nodes if node.is_memory_only]
+    if nodes:
+        # Interleaved evenly, so the fullest node sets the share of each.
+        free = len(nodes) * min(node.free_bytes for node in nodes)
+        size = int(free * _CXL_SHARE) // GB * GB
+        names = ",".join(str(node.node_id) for node in nodes)
+        return CxlAdvice(f"node:{names}", size) if size else None
+    for device in facts.dax_devices:
+        if not device.is_system_ram:
+            return CxlAdvice(str(device.path), 0)
+    return None
 
 
 def disk_size_bytes(disk: DiskFacts) -> int:
@@ -95,6 +127,11 @@ def suggest(facts: Facts) -> Suggestion | None:
     if facts.accelerator.kind is None:
         # A forward ends there where it is launched: nothing to overlap with.
         words += ["--sleep-on-idle", "--disable-overlap-schedule"]
+    cxl = cxl_advice(facts)
+    if cxl is not None:
+        words += ["--tiered-cxl", cxl.source]
+        if cxl.num_bytes:
+            words += ["--tiered-cxl-size", f"{cxl.num_bytes // GB}GB"]
     if disk:
         words += ["--tiered-disk-path", facts.disk.path]
         words += ["--tiered-disk-size", f"{disk // GB}GB"]
@@ -160,7 +197,8 @@ def remarks(facts: Facts) -> list[str]:
     memory_only = [node.node_id for node in facts.numa_nodes if node.is_memory_only]
     if memory_only:
         found.append(
-            f"NUMA nodes without cores: {', '.join(map(str, memory_only))}. They may "
-            "be CXL memory; this release has no CXL tier yet."
+            f"NUMA nodes without cores: {', '.join(map(str, memory_only))}. CXL "
+            "memory looks so, and also high-bandwidth memory of some processors and "
+            "the memory of some GPUs: name only CXL memory in --tiered-cxl."
         )
     return found

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_tiered.cli import advice, engine, machine, storage
+from sgl_tiered.tiers.devdax import DaxDevice, dax_devices
 
 __all__ = ["gather", "register", "render", "report", "run"]
 
@@ -61,7 +62,7 @@ def gather(path: Path) -> advice.Facts:
         cpu=machine.cpu_facts(),
         memory=machine.memory_facts(),
         numa_nodes=machine.numa_nodes(),
-        dax_devices=machine.dax_devices(),
+        dax_devices=dax_devices(),
         huge_pages=machine.huge_page_facts(),
         disk=storage.disk_facts(path),
         io_uring=storage.io_uring_facts(),
@@ -125,7 +126,10 @@ def _machine_lines(facts: advice.Facts) -> Iterator[str]:
             f"NUMA node {node.node_id}",
             f"{cores}, {_gb(node.free_bytes)} free of {_gb(node.total_bytes)}",
         )
-    yield _line("DAX devices", ", ".join(facts.dax_devices) or "none")
+    for device in facts.dax_devices:
+        yield _line("DAX device", _dax(device))
+    if not facts.dax_devices:
+        yield _line("DAX devices", "none")
     reserved = ", ".join(
         f"{free} of {total} pages of {size // 2**20} MiB free"
         for size, (total, free) in facts.huge_pages.reserved.items()
@@ -164,6 +168,15 @@ def _engine_lines(facts: engine.EngineFacts) -> Iterator[str]:
         yield _line("", f"{verdict} {seam.name}: {seam.detail}")
     yield _line("plugin", _installed(facts.plugin_registered))
     yield _line("CPU platform", _installed(facts.platform_registered))
+
+
+def _dax(device: DaxDevice) -> str:
+    node = device.target_node
+    text = f"{device.path}, {_gb(device.size_bytes)}, units of "
+    text += f"{device.align_bytes // 2**20} MiB"
+    if device.is_system_ram:
+        return f"{text}; in use as NUMA node {node}"
+    return text if node is None else f"{text}; would be NUMA node {node}"
 
 
 def _line(label: str, text: str) -> str:

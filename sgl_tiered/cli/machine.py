@@ -1,4 +1,4 @@
-"""Facts about the machine: memory, cores, NUMA nodes, huge pages, DAX devices.
+"""Facts about the machine: memory, cores, NUMA nodes, huge pages.
 
 Small functions of the paths that they read, so that tests hand in trees of their own.
 What cannot be read is reported as absent, never guessed. All sizes are in bytes.
@@ -18,7 +18,6 @@ __all__ = [
     "MemoryFacts",
     "NumaNode",
     "cpu_facts",
-    "dax_devices",
     "huge_page_facts",
     "memory_facts",
     "numa_nodes",
@@ -27,7 +26,6 @@ __all__ = [
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
-_DEV = Path("/dev")
 _MM = Path("/sys/kernel/mm")
 _NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2**63; no machine has 2**60 bytes."""
@@ -121,12 +119,6 @@ def numa_nodes(root: Path = _NODES) -> list[NumaNode]:
             )
         )
     return sorted(nodes, key=lambda node: node.node_id)
-
-
-def dax_devices(dev: Path = _DEV) -> list[str]:
-    """List the device-DAX nodes (``dax0.0``), by which CXL memory can be mapped."""
-    names = (item.name for item in dev.glob("dax*"))
-    return sorted(name for name in names if re.fullmatch(r"dax\d+\.\d+", name))
 
 
 def huge_page_facts(mm: Path = _MM) -> HugePageFacts:

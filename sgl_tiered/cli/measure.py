@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -266,7 +267,8 @@ class Measurer:
         )
 
     def _links(self, deadline_s: float) -> None:
-        has_disk = "disk" in self._server.stats()["media"]
+        media = self._server.stats()["media"]
+        lower = [name for name in ("host", "cxl", "disk") if name in media]
         page = self._limits.page_tokens
         for repeat in range(_LINK_REPEATS):
             for num_pages in _LINK_PAGES:
@@ -277,14 +279,14 @@ class Measurer:
                     continue
                 prompt = self._fresh(num_tokens)
                 self._link_point(prompt, ())
-                self._link_point(prompt, ("device",))
-                if has_disk:
-                    self._link_point(prompt, ("device", "host"))
+                for depth in range(len(lower)):
+                    # What is above a tier is forgotten, so that the tier is read.
+                    self._link_point(prompt, ("device", *lower[:depth]))
         for edge, points in self._measured.links.items():
             self._measured.links[edge] = _medians(points)
-        wanted = [("device", "host"), ("host", "device")]
-        if has_disk:
-            wanted += [("host", "disk"), ("disk", "host")]
+        wanted = [*pairwise(["device", *lower])]
+        # A page from disk is staged in host memory.
+        wanted += [(name, "host" if name == "disk" else "device") for name in lower]
         for source, target in wanted:
             if (source, target) not in self._measured.links:
                 self._measured.notes.append(

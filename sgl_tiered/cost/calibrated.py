@@ -32,6 +32,7 @@ _LEAST_PAIR_SHARE = 1e-6
 """Of a token's time: 1 % of it at a context of 10,000 tokens."""
 _READ_EDGES = {
     TierId.HOST: (TierId.HOST, TierId.DEVICE),
+    TierId.CXL: (TierId.CXL, TierId.DEVICE),
     TierId.DISK: (TierId.DISK, TierId.HOST),
 }
 """Which edge the planner's cost of a tier is: a page from disk is read into host

@@ -78,6 +78,10 @@ class LoadJob:
     segments: tuple[Segment, ...]
     device_pages: Int64s
 
+    def num_pages_from(self, tier: TierId) -> int:
+        """Return how many pages lie in a tier's memory; staged ones are the host's."""
+        return sum(len(part.rows) for part in self.segments if part.source is tier)
+
 
 class LoadTicket:
     """The state of one submitted batch of jobs, shared by loader and model thread.
@@ -128,6 +132,15 @@ class LoadTicket:
     def stall_s(self) -> float:
         """Seconds spent in ``wait_layer`` and ``wait`` so far, copying included."""
         return self._stall_s
+
+    @property
+    def moved(self) -> dict[TierId, tuple[int, float]]:
+        """Bytes of the jobs, and seconds of their copies, by the tier they lay in."""
+        page_bytes = self._pool.layout.page_bytes
+        return {
+            tier: (num_pages * page_bytes, self._seconds_by_tier[tier])
+            for tier, num_pages in _pages_by_tier(self.jobs).items()
+        }
 
     @property
     def seconds(self) -> float:

@@ -40,7 +40,14 @@ class TierIO:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """State of a tier for reports: usable or not, and why not, in one sentence."""
+    """State of a tier for reports.
+
+    Attributes:
+        usable: it can be used now.
+        detail: one sentence: why it cannot be used, what stands in for the real
+            medium, or where a real one lies; empty where there is nothing to say.
+        emulated: medium or speed are not those that the tier is named after.
+    """
 
     usable: bool
     detail: str = ""

@@ -27,6 +27,7 @@ __all__ = [
     "aligned_buffer",
     "available_memory_bytes",
     "check_available",
+    "populate",
 ]
 
 Register = Callable[[int, int], Callable[[], None]]
@@ -79,15 +80,33 @@ class MemoryRegion:
             self._unregister = None
 
     def _populate(self) -> None:
-        # ctypes and not mmap.madvise: the latter holds the interpreter lock.
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        for offset in range(0, self._num_bytes, PREFAULT_STEP_BYTES):
-            step = min(PREFAULT_STEP_BYTES, self._num_bytes - offset)
-            if self._stop.is_set():
-                return
-            if madvise(self._address + offset, step, MADV_POPULATE_WRITE) != 0:
-                return
+        # A kernel that cannot do it leaves the pages to come lazily.
+        populate(self._address, self._num_bytes, self._stop.is_set)
+
+
+def populate(
+    address: int, num_bytes: int, stop: Callable[[], bool] = lambda: False
+) -> int:
+    """Fault pages in for writing, step by step, without the interpreter lock.
+
+    Args:
+        address: page aligned.
+        num_bytes: of the range.
+        stop: asked before each step; True ends it.
+
+    Returns:
+        0, or the errno of the step that failed (EINVAL on Linux before 5.14).
+    """
+    # ctypes and not mmap.madvise: the latter holds the interpreter lock.
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for offset in range(0, num_bytes, PREFAULT_STEP_BYTES):
+        step = min(PREFAULT_STEP_BYTES, num_bytes - offset)
+        if stop():
+            break
+        if madvise(address + offset, step, MADV_POPULATE_WRITE) != 0:
+            return ctypes.get_errno()
+    return 0
 
 
 def aligned_buffer(num_rows: int, row_bytes: int) -> npt.NDArray[np.uint8]:

@@ -15,6 +15,8 @@ GOOD = {
     "all": [
         *ON,
         "--tiered-host-size=64MB",
+        "--tiered-cxl=emulate:memory",
+        "--tiered-cxl-size=32MB",
         "--tiered-disk-path={tmp}/disk",
         "--tiered-disk-size=1GB",
         "--tiered-disk-threads=4",
@@ -38,6 +40,8 @@ BAD = {
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),
     "zero": ([*ON, "--tiered-host-size=0"], "--tiered-host-size"),
     "too large": ([*ON, "--tiered-host-size=9000TB"], "--tiered-host-size"),
+    "cxl": ([*ON, "--tiered-cxl=tape", "--tiered-cxl-size=1MB"], "--tiered-cxl:"),
+    "cxl without place": ([*ON, "--tiered-cxl-size=1GB"], "--tiered-cxl-size"),
     "disk without path": ([*ON, "--tiered-disk-size=1GB"], "--tiered-disk-size"),
     "disk path": ([*ON, "--tiered-disk-path={tmp}/a-file"], "--tiered-disk-path"),
     "disk size": (
@@ -110,7 +114,7 @@ def test_the_classes_are_replaced(seen):
 
 def test_help_shows_the_flags(seen):
     """--help lists our flags among SGLang's."""
-    for flag in ("config", "host-size", "disk-path", "load-policy", "emulate"):
+    for flag in ("config", "host-size", "cxl", "disk-path", "load-policy", "emulate"):
         assert f"--tiered-{flag}" in seen["help"]
 
 

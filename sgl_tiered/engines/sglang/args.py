@@ -41,6 +41,20 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Arg(help="Size of the host tier, e.g. 32GB; default half of free memory."),
         _NS,
     ] = None
+    tiered_cxl: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Memory of the CXL tier: auto (NUMA nodes without cores), node:1,2, "
+            "/dev/dax0.0, or a stand-in: emulate:memory, emulate:node:0, "
+            "emulate:/dev/shm. Default none."
+        ),
+        _NS,
+    ] = None
+    tiered_cxl_size: A[
+        Optional[str],  # noqa: UP045
+        Arg(help="Size of the CXL tier, e.g. 256GB; default auto, all that is free."),
+        _NS,
+    ] = None
     tiered_disk_path: A[
         Optional[str],  # noqa: UP045
         Arg(help="Directory of the disk tier; default none. Kept across restarts."),
@@ -64,7 +78,7 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_eviction_policy: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="Which page leaves a full host or disk tier; default lru.",
+            help="Which page leaves a full tier; default lru.",
             choices=list(CHOICES["eviction_policy"]),
         ),
         _NS,
@@ -129,7 +143,7 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="For experiments: slow a tier down, e.g. "
-            "'host:bandwidth=2GB,latency=0.001;disk:bandwidth=500MB'."
+            "'host:bandwidth=2GB,latency=0.001;cxl:bandwidth=1GB;disk:bandwidth=500MB'."
         ),
         _NS,
     ] = None

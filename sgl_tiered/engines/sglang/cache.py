@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.ahead import OffloadAhead
+from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
@@ -43,7 +44,7 @@ the core to the reader, short enough not to be seen in a TTFT."""
 
 
 class TieredRadixCache(UnifiedRadixCache):
-    """UnifiedRadixCache over host and disk tiers.
+    """UnifiedRadixCache over host, CXL and disk tiers.
 
     Args:
         params: SGLang's construction facts.
@@ -129,6 +130,7 @@ class TieredRadixCache(UnifiedRadixCache):
         if job is None:
             self.token_to_kv_pool_allocator.free(slots)
             return 0, req.last_node
+        note_load(req, job, self.page_size)
         self._queued.append((req, job))
         self._private[req.rid] = slots
         return len(slots), req.last_node
@@ -369,12 +371,7 @@ class TieredRadixCache(UnifiedRadixCache):
         """Count a request once, when its first pages are published."""
         if not state.counted:
             state.counted = True
-            self.tiered.count_request(
-                len(req.origin_input_ids),
-                req.cached_tokens_device,
-                req.cached_tokens_host,
-                req.cached_tokens_storage,
-            )
+            self.tiered.count_request(len(req.origin_input_ids), cached_by_tier(req))
 
     def _unlock_offload(self, plan_id: int) -> None:
         node, lock = self._locks.pop(plan_id)

@@ -20,6 +20,7 @@ from typing import Any
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = [
@@ -84,6 +85,8 @@ class TieredConfig:
 
     Attributes:
         host_bytes: size of the host tier.
+        cxl, cxl_bytes: where the CXL tier's memory comes from, and its size; None and
+            0 for none.
         disk_path, disk_bytes: folder and size of the disk tier; None and 0 for none.
         disk_threads: I/O threads of the disk tier.
         staging_bytes: memory through which disk pages go up to the device.
@@ -106,6 +109,8 @@ class TieredConfig:
     """
 
     host_bytes: int
+    cxl: CxlSource | None = None
+    cxl_bytes: int = 0
     disk_path: Path | None = None
     disk_bytes: int = 0
     disk_threads: int = 8
@@ -138,8 +143,12 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
     settings = {**from_file, **given}
 
     disk_path, disk_bytes = _disk(settings)
+    cxl, cxl_bytes = _cxl(settings)
+    taken_bytes = cxl_bytes if cxl is not None and cxl.is_machine_memory else 0
     config = TieredConfig(
-        host_bytes=_host_bytes(settings.get("host_size", "auto")),
+        host_bytes=_host_bytes(settings.get("host_size", "auto"), taken_bytes),
+        cxl=cxl,
+        cxl_bytes=cxl_bytes,
         disk_path=disk_path,
         disk_bytes=disk_bytes,
         disk_threads=_whole(settings, "disk_threads", 8, low=1, high=256),
@@ -206,8 +215,11 @@ def _read_file(path: str, known: set[str]) -> dict[str, Any]:
     return settings
 
 
-def _host_bytes(value: object) -> int:
+def _host_bytes(value: object, taken_bytes: int) -> int:
+    """Return the host tier's size, beside what the CXL tier takes of free memory."""
     available = available_memory_bytes()
+    if available is not None:
+        available = max(0, available - taken_bytes)
     if value == "auto":
         share = _AUTO_HOST_MAX_BYTES if available is None else available * _AUTO_SHARE
         return min(int(share), _AUTO_HOST_MAX_BYTES)
@@ -216,12 +228,45 @@ def _host_bytes(value: object) -> int:
         raise ConfigError(
             "--tiered-host-size",
             f"{size / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB "
-            "of memory that is free",
+            f"of memory that is free{' beside the CXL tier' if taken_bytes else ''}",
             "give less, or auto for half of what is free",
         )
     if size == 0:
         raise ConfigError("--tiered-host-size", "is 0", "give a size such as 4GB")
     return size
+
+
+def _cxl(settings: Mapping[str, Any]) -> tuple[CxlSource | None, int]:
+    text, size = settings.get("cxl"), settings.get("cxl_size")
+    if text is None:
+        if size is not None:
+            raise ConfigError(
+                "--tiered-cxl-size",
+                "is given without a place",
+                "add --tiered-cxl auto",
+            )
+        return None, 0
+    source = parse_source(str(text), parse_size)
+    largest = largest_bytes(source)
+    if size is None or size == "auto":
+        if largest is None:
+            raise ConfigError(
+                "--tiered-cxl-size",
+                "is needed where CXL memory is emulated",
+                "give a size such as 4GB",
+            )
+        return source, largest
+    size_bytes = parse_size("--tiered-cxl-size", size)
+    if size_bytes == 0:
+        raise ConfigError("--tiered-cxl-size", "is 0", "give a size such as 100GB")
+    if largest is not None and size_bytes > largest:
+        raise ConfigError(
+            "--tiered-cxl-size",
+            f"{size_bytes / 2**30:.2f} GiB asked for, and {source.describe()} with "
+            f"{largest / 2**30:.2f} GiB to give",
+            "give less, or auto for all of it",
+        )
+    return source, size_bytes
 
 
 def _disk(settings: Mapping[str, Any]) -> tuple[Path | None, int]:
@@ -319,7 +364,7 @@ def _emulation(value: object) -> dict[TierId, Emulation]:
     emulate: dict[TierId, Emulation] = {}
     for part in filter(None, str(value or "").split(";")):
         name, _, text = part.strip().partition(":")
-        tiers = {TierId.HOST.label: TierId.HOST, TierId.DISK.label: TierId.DISK}
+        tiers = {tier.label: tier for tier in (TierId.HOST, TierId.CXL, TierId.DISK)}
         pairs = dict(item.partition("=")[::2] for item in text.split(",") if item)
         if name not in tiers or not pairs or set(pairs) - {"bandwidth", "latency"}:
             raise ConfigError(setting, f"{part!r} is not understood", remedy)

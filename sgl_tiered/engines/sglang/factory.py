@@ -37,6 +37,7 @@ from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
+from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.disk import DiskTier
 from sgl_tiered.tiers.faulty import Faults, FaultyMemoryTier
 from sgl_tiered.tiers.host import HostTier
@@ -126,9 +127,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         layout.page_tokens,
         "0/1",
     )
-    register = _cuda_register() if pool.k_buffer[0].is_cuda else None
+    is_cuda = bool(pool.k_buffer[0].is_cuda)
+    register = _cuda_register("--tiered-host-size") if is_cuda else None
     metrics = MetricsRegistry()
     host = _open_host(config, layout, register)
+    cxl = _open_cxl(
+        config, layout, _cuda_register("--tiered-cxl-size") if is_cuda else None
+    )
     disk = _open_disk(config, layout, namespace)
     cost, figures = measure_costs(
         model=runner.model,
@@ -137,12 +142,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         device=device,
         num_device_pages=allocator.size // layout.page_tokens,
         host=host,
+        cxl=cxl,
         disk=disk,
         clock=clock,
         calibration=read_fitting("--tiered-calibration", config.calibration, model),
     )
     rng = np.random.default_rng(config.seed)
-    tiers = [tier for tier in (host, disk) if tier is not None]
+    tiers = [tier for tier in (host, cxl, disk) if tier is not None]
     cache = TieredCache(
         CacheConfig(
             layout=layout,
@@ -163,7 +169,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     loader = LayerwiseLoader(device, completions, clock, metrics)
     shares = BandwidthShares(clock)
     shares.watch(Share.LOAD, lambda: loader.busy)
-    stager = demoter = None
+    stager: StagingReader | None = None
     if disk is not None:
         _adopt(cache, disk)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
@@ -172,7 +178,14 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         )
         reader = stager
         shares.watch(Share.LOAD, lambda: reader.busy)
-        demoter = DemoteWorker(host, disk, completions, clock, metrics, shares=shares)
+    # What a tier may lose goes to the next one.
+    memory = [tier for tier in (host, cxl) if tier is not None]
+    demoters = {
+        (source.tier_id, target.tier_id): DemoteWorker(
+            source, target, completions, clock, metrics, shares=shares
+        )
+        for source, target in zip(memory, tiers[1:], strict=False)
+    }
     parts = Parts(
         config=config,
         namespace=namespace,
@@ -182,6 +195,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         cache=cache,
         device=device,
         host=host,
+        cxl=cxl,
         disk=disk,
         metrics=metrics,
         completions=completions,
@@ -189,7 +203,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         offloader=OffloadWorker(
             device, host, completions, clock, metrics, shares=shares
         ),
-        demoter=demoter,
+        demoters=demoters,
         stager=stager,
         deferred=_deferred(config, allocator.size // layout.page_tokens, layout, rng),
         probe=figures,
@@ -236,6 +250,33 @@ def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> Memor
     return host
 
 
+def _open_cxl(
+    config: TieredConfig, layout: PageLayout, register: Any
+) -> MemoryTier | None:
+    if config.cxl is None:
+        return None
+    num_slots = config.cxl_bytes // layout.slot_bytes
+    if num_slots == 0:
+        raise ConfigError(
+            "--tiered-cxl-size",
+            f"{config.cxl_bytes} bytes is less than a page of {layout.slot_bytes}",
+            "give more",
+        )
+    cxl: MemoryTier = CxlTier(
+        config.cxl,
+        layout.slot_bytes,
+        num_slots,
+        register=register,
+        page_bytes=layout.page_bytes,
+    )
+    emulation = config.emulate.get(TierId.CXL)
+    if emulation is not None:
+        cxl = ThrottledMemoryTier(
+            cxl, emulation.bandwidth_bytes_per_s, emulation.latency_s
+        )
+    return cxl
+
+
 def _open_disk(
     config: TieredConfig, layout: PageLayout, namespace: Namespace
 ) -> Tier | None:
@@ -272,7 +313,7 @@ def _adopt(cache: TieredCache, disk: Tier) -> None:
         )
 
 
-def _cuda_register() -> Callable[[int, int], Callable[[], None]]:
+def _cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
     """Return a function that pins memory for CUDA and gives back how to unpin it."""
     cudart = torch.cuda.cudart()
 
@@ -280,7 +321,7 @@ def _cuda_register() -> Callable[[int, int], Callable[[], None]]:
         status = int(cudart.cudaHostRegister(address, num_bytes, 0))
         if status != 0:
             raise ConfigError(
-                "--tiered-host-size",
+                setting,
                 f"CUDA cannot pin {num_bytes} bytes (error {status})",
                 "give less, or raise the locked-memory limit (ulimit -l)",
             )
@@ -304,12 +345,14 @@ def _forward_skips_layers(ctx: Any, pool: Any) -> bool:
 
 def _log_start(parts: Parts, layout: PageLayout) -> None:
     texts = []
-    for tier in (parts.host, parts.disk):
-        if tier is not None:
-            tokens = tier.num_slots * layout.page_tokens
-            size = tier.num_slots * tier.slot_bytes / 1e9
-            note = " (EMULATED speed)" if tier.health().emulated else ""
-            texts.append(f"{tier.tier_id.label} {tokens} tokens, {size:.2f} GB{note}")
+    for tier in parts.tiers:
+        tokens = tier.num_slots * layout.page_tokens
+        size = tier.num_slots * tier.slot_bytes / 1e9
+        health = tier.health()
+        note = f" ({health.detail})" if health.detail else ""
+        if health.emulated:
+            note = f" (EMULATED: {health.detail})"
+        texts.append(f"{tier.tier_id.label} {tokens} tokens, {size:.2f} GB{note}")
     calibration = parts.config.calibration
     source = "" if calibration is None else f"; costs from {calibration}"
     logger.info("sgl-tiered: %s%s; measured %s", "; ".join(texts), source, parts.probe)

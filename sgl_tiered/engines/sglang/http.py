@@ -9,6 +9,7 @@ __all__ = ["DROP_KNOBS", "http_hooks"]
 DROP_KNOBS = {
     "device": "tiered_drop_device",
     "host": "tiered_drop_host",
+    "cxl": "tiered_drop_cxl",
     "disk": "tiered_drop_disk",
 }
 """Tier -> key of SGLang's ``set_internal_state``, which carries numbers only."""
@@ -45,7 +46,7 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
     @http_server.app.post("/tiered/drop")
     async def tiered_drop(tier: str) -> Any:
-        """Forget every page of one tier: device, host or disk."""
+        """Forget every page of one tier: device, host, cxl or disk."""
         if tier not in DROP_KNOBS:
             raise HTTPException(
                 400, f"tier: {tier!r} is unknown; use {', '.join(DROP_KNOBS)}."
@@ -55,5 +56,7 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
             SetInternalStateReq(server_args={DROP_KNOBS[tier]: 1})
         )
         if not all(done):
-            raise HTTPException(409, "Requests are running; try again when idle.")
+            raise HTTPException(
+                409, "Requests are running, or there is no such tier; see the log."
+            )
         return {"dropped": tier}

@@ -48,6 +48,7 @@ def measure_costs(
     device: DevicePool,
     num_device_pages: int,
     host: MemoryTier,
+    cxl: MemoryTier | None,
     disk: Tier | None,
     clock: Clock,
     calibration: Calibration | None = None,
@@ -61,6 +62,7 @@ def measure_costs(
         device: the pool, of which pages 1.. are free now.
         num_device_pages: pages of the pool.
         host: the host tier, empty.
+        cxl: the CXL tier, empty, or None.
         disk: the disk tier, or None.
         clock: for the measurements.
         calibration: of this model; what it holds is used instead of a measurement.
@@ -69,13 +71,15 @@ def measure_costs(
         The costs, and what was measured now, by name.
     """
     figures: dict[str, float] = {}
-    tiers = [TierId.HOST] if disk is None else [TierId.HOST, TierId.DISK]
+    given = {TierId.HOST: host, TierId.CXL: cxl, TierId.DISK: disk}
+    tiers = [tier for tier, medium in given.items() if medium is not None]
     links = {} if calibration is None else calibrated_links(calibration, tiers)
     prefill = None if calibration is None else calibrated_prefill(calibration)
-    if TierId.HOST not in links:
-        links[TierId.HOST] = _host_link(
-            figures, layout, device, num_device_pages, host, clock
-        )
+    for tier, memory in ((TierId.HOST, host), (TierId.CXL, cxl)):
+        if memory is not None and tier not in links:
+            links[tier] = _memory_link(
+                figures, layout, device, num_device_pages, memory, clock
+            )
     if disk is not None and TierId.DISK not in links:
         num_pages = _num_probe_pages(num_device_pages, host)
         links[TierId.DISK] = _disk_link(figures, layout, host, disk, num_pages, clock)
@@ -92,32 +96,32 @@ def measure_costs(
     return CostModel(prefill, links), figures
 
 
-def _num_probe_pages(num_device_pages: int, host: MemoryTier) -> int:
-    return min(_PROBE_PAGES, num_device_pages - 1, host.num_slots)
+def _num_probe_pages(num_device_pages: int, memory: MemoryTier) -> int:
+    return min(_PROBE_PAGES, num_device_pages - 1, memory.num_slots)
 
 
-def _host_link(
+def _memory_link(
     figures: dict[str, float],
     layout: PageLayout,
     device: DevicePool,
     num_device_pages: int,
-    host: MemoryTier,
+    memory: MemoryTier,
     clock: Clock,
 ) -> LinkCost:
-    num_pages = _num_probe_pages(num_device_pages, host)
+    num_pages = _num_probe_pages(num_device_pages, memory)
     rows = np.arange(num_pages, dtype=np.int64)
     pages = rows + 1
     one, many = (
-        _seconds(clock, lambda n=n: _load(device, host, rows[:n], pages[:n]))
+        _seconds(clock, lambda n=n: _load(device, memory, rows[:n], pages[:n]))
         for n in (1, num_pages)
     )
-    return _link(figures, "host", layout, num_pages, one, many)
+    return _link(figures, memory.tier_id.label, layout, num_pages, one, many)
 
 
-def _load(device: DevicePool, host: MemoryTier, rows: Any, pages: Any) -> None:
+def _load(device: DevicePool, memory: MemoryTier, rows: Any, pages: Any) -> None:
     for layer in range(device.layout.num_layers):
-        device.load_layer(layer, host.region, rows, pages)
-    host.charge(len(rows) * device.layout.page_bytes)
+        device.load_layer(layer, memory.region, rows, pages)
+    memory.charge(len(rows) * device.layout.page_bytes)
 
 
 def _disk_link(

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.http import DROP_KNOBS
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 
@@ -70,28 +71,29 @@ def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 def _streamer_class(original: Any, scheduler: Any) -> Any:
     base = original(scheduler)
-    if _tiered(scheduler.tree_cache) is None:
+    runtime = _tiered(scheduler.tree_cache)
+    if runtime is None:
         return base
+    has_cxl = runtime.has_tier(TierId.CXL)
 
     class TieredOutputStreamer(base):  # type: ignore[misc, valid-type]
-        """Names the disk tier in ``cached_tokens_details``."""
+        """Names our tiers in ``cached_tokens_details``."""
 
         __slots__ = ()
 
         def get_cached_tokens_details(self, req: Any) -> dict[str, int] | None:
             """Return cached tokens by tier; None where nothing was cached.
 
-            ``storage`` repeats ``disk`` for SGLang's own readers of this value.
+            ``storage`` repeats ``disk`` for SGLang's own readers of this value, and
+            ``cxl`` is left out where there is no such tier.
             """
             if req.cached_tokens == 0:
                 return None
-            disk = req.cached_tokens_storage
-            return {
-                "device": req.cached_tokens_device,
-                "host": req.cached_tokens_host,
-                "disk": disk,
-                "storage": disk,
-            }
+            details = {tier.label: n for tier, n in cached_by_tier(req).items()}
+            if not has_cxl:
+                del details[TierId.CXL.label]
+            details["storage"] = details[TierId.DISK.label]
+            return details
 
     return TieredOutputStreamer
 
@@ -132,14 +134,20 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
     if _tiered(scheduler.tree_cache) is None:
         return handlers
 
+    def tier_of(key: str) -> TierId:
+        label = next(name for name, knob in DROP_KNOBS.items() if knob == key)
+        return TierId[label.upper()]
+
     def validate(key: str, value: Any) -> None:
+        tier = tier_of(key)
+        if tier is not TierId.DEVICE and not scheduler.tree_cache.tiered.has_tier(tier):
+            raise UpdateRejected(f"{key}: there is no {tier.label} tier.")
         scheduler.tree_cache.finish_offloads()
         if not scheduler.is_fully_idle():
             raise UpdateRejected(f"{key}: requests are running.")
 
     def apply(key: str, value: Any) -> None:
-        label = next(name for name, knob in DROP_KNOBS.items() if knob == key)
-        scheduler.tree_cache.drop(TierId[label.upper()])
+        scheduler.tree_cache.drop(tier_of(key))
 
     for knob in DROP_KNOBS.values():
         handlers[knob] = _UpdateHandler(validate, apply)

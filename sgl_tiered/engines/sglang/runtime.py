@@ -6,7 +6,7 @@ Built by `factory.build_cache`; driven by `TieredRadixCache` on the scheduler's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -86,16 +86,27 @@ class Parts:
     cache: TieredCache
     device: DevicePool
     host: MemoryTier
+    cxl: MemoryTier | None
     disk: Tier | None
     metrics: MetricsRegistry
     completions: CompletionQueue
     loader: LayerwiseLoader
     offloader: OffloadWorker
-    demoter: DemoteWorker | None
+    demoters: dict[tuple[TierId, TierId], DemoteWorker]
     stager: StagingReader | None
     deferred: DeferredOffloads | None
     probe: dict[str, float]
     served: dict[str, Any]
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The tiers that there are, fastest first."""
+        return [t for t in (self.host, self.cxl, self.disk) if t is not None]
+
+    @property
+    def memory(self) -> dict[TierId, MemoryTier]:
+        """Those that can be read in place."""
+        return {t.tier_id: t for t in (self.host, self.cxl) if t is not None}
 
 
 class TieredRuntime:
@@ -117,7 +128,7 @@ class TieredRuntime:
         self.wait_whole = wait_whole
         self.counter = LayerCounter()
         self.coordinator = LoadCoordinator(
-            parts.cache, {TierId.HOST: parts.host}, parts.stager, parts.clock
+            parts.cache, parts.memory, parts.stager, parts.clock
         )
         self.namespaces: dict[tuple[str, str], bytes] = {}
         self._num_demoting = 0
@@ -146,6 +157,10 @@ class TieredRuntime:
     def page_tokens(self) -> int:
         """Tokens in a page."""
         return self._parts.device.layout.page_tokens
+
+    def has_tier(self, tier: TierId) -> bool:
+        """Say whether there is such a tier below the device."""
+        return any(t.tier_id is tier for t in self._parts.tiers)
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes:
         """Return the digest for an adapter and a tenant; cached."""
@@ -212,13 +227,11 @@ class TieredRuntime:
         self._waits.pop(rid, None)
         self.coordinator.release(rid)
 
-    def count_request(self, num_tokens: int, device: int, host: int, disk: int) -> None:
-        """Count where the prompt of a request came from, in tokens."""
+    def count_request(self, num_tokens: int, hits: Mapping[TierId, int]) -> None:
+        """Count where the prompt of a request came from, in tokens by tier."""
         left = num_tokens
-        hits = {TierId.DEVICE: device, TierId.HOST: host, TierId.DISK: disk}
-        for tier, tokens in hits.items():
-            if tier is TierId.DISK and self._parts.disk is None:
-                continue
+        for tier in [TierId.DEVICE, *(tier.tier_id for tier in self._parts.tiers)]:
+            tokens = hits.get(tier, 0)
             pages = tokens // self.page_tokens
             left -= tokens
             self.metrics.record_lookup(
@@ -244,7 +257,8 @@ class TieredRuntime:
     def drain(self) -> None:
         """Wait until no transfer runs."""
         parts = self._parts
-        for worker in (parts.loader, parts.offloader, parts.stager, parts.demoter):
+        demoters = parts.demoters.values()
+        for worker in (parts.loader, parts.offloader, parts.stager, *demoters):
             if worker is not None:
                 worker.drain()
 
@@ -271,26 +285,25 @@ class TieredRuntime:
         while self._num_demoting and parts.clock.now() < give_up_at_s:
             self.completions.wait(0.05)
             pump()
-        for worker in (parts.loader, parts.offloader, parts.stager, parts.demoter):
+        demoters = parts.demoters.values()
+        for worker in (parts.loader, parts.offloader, parts.stager, *demoters):
             if worker is not None:
                 worker.close(1.0)
-        parts.host.close()
-        if parts.disk is not None:
-            parts.disk.close()
+        for tier in parts.tiers:
+            tier.close()
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture of the tiers, for ``GET /tiered/stats``."""
         parts = self._parts
         media = {}
-        for tier in (parts.host, parts.disk):
-            if tier is not None:
-                health = tier.health()
-                media[tier.tier_id.label] = {
-                    "slot_bytes": tier.slot_bytes,
-                    "usable": health.usable,
-                    "emulated": health.emulated,
-                    "detail": health.detail,
-                }
+        for tier in parts.tiers:
+            health = tier.health()
+            media[tier.tier_id.label] = {
+                "slot_bytes": tier.slot_bytes,
+                "usable": health.usable,
+                "emulated": health.emulated,
+                "detail": health.detail,
+            }
         return {
             "page_tokens": self.page_tokens,
             "media": media,
@@ -309,19 +322,20 @@ class TieredRuntime:
             self.metrics.record_evictions(tier, num_pages - self._evicted.get(tier, 0))
             self._evicted[tier] = num_pages
         occupancy = {}
-        for tier_id in [t.tier_id for t in (parts.host, parts.disk) if t is not None]:
-            slots = self.cache.occupancy(tier_id)
-            occupancy[tier_id.label] = {
+        for medium in parts.tiers:
+            slots = self.cache.occupancy(medium.tier_id)
+            occupancy[medium.tier_id.label] = {
                 "capacity": slots.capacity_slots,
                 "used": slots.used_slots,
                 "pinned": slots.pinned_slots,
             }
+        emulated = [t.tier_id.label for t in parts.tiers if t.health().emulated]
         snapshot = self.metrics.snapshot()
         for tier, reasons in self.cache.stats.pages_dropped.items():
             for reason, num_pages in reasons.items():
                 name = f"demote_{tier.label}_{reason}_pages".replace(" ", "_")
                 snapshot["counters"][name] = num_pages
-        return {**snapshot, "occupancy": occupancy}
+        return {**snapshot, "occupancy": occupancy, "emulated": emulated}
 
     def log_if_due(self) -> None:
         """Write one line per interval in which something happened."""
@@ -340,29 +354,29 @@ class TieredRuntime:
         total = max(sum(new.values()), 1)
         served = ", ".join(f"{name} {n / total:.0%}" for name, n in new.items())
         fill = []
-        for tier in (self._parts.host, self._parts.disk):
-            if tier is not None:
-                occupancy = self.cache.occupancy(tier.tier_id)
-                share = occupancy.used_slots / max(occupancy.capacity_slots, 1)
-                fill.append(f"{tier.tier_id.label} {share:.0%} full")
+        for tier in self._parts.tiers:
+            occupancy = self.cache.occupancy(tier.tier_id)
+            share = occupancy.used_slots / max(occupancy.capacity_slots, 1)
+            note = " (emulated)" if tier.health().emulated else ""
+            fill.append(f"{tier.tier_id.label} {share:.0%} full{note}")
         logger.info(
             "sgl-tiered: %d prompt tokens (%s); %s", total, served, ", ".join(fill)
         )
 
     def _observe_load(self, event: LoadFinished) -> None:
-        """Refine the link cost; a load from staging memory runs at the host's speed."""
+        """Refine the link costs; staged pages lie in the host's memory."""
         if event.landed and event.num_bytes:
-            self._parts.cost.observe_load(TierId.HOST, event.num_bytes, event.seconds)
+            for tier, (num_bytes, seconds) in event.ticket.moved.items():
+                self._parts.cost.observe_load(tier, num_bytes, seconds)
 
     def _demote(self) -> None:
-        demoter, disk = self._parts.demoter, self._parts.disk
-        if demoter is None or disk is None:
+        if not self._parts.demoters:
             return
         while (plan := self.cache.plan_demote(_DEMOTE_PAGES)) is not None:
             # Addresses that this very plan takes over must not be forgotten after it.
             self._forget_on_disk()
             self._num_demoting += 1
-            demoter.submit(plan)
+            self._parts.demoters[plan.source, plan.target].submit(plan)
 
     def _forget_on_disk(self) -> None:
         if self._parts.disk is not None:

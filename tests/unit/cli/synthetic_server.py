@@ -1,6 +1,7 @@
 """A server of known coefficients, in virtual time: what it answers can be computed."""
 
 from dataclasses import asdict
+from itertools import pairwise
 
 import numpy as np
 from sgl_tiered_workloads.records import RequestRecord
@@ -25,6 +26,9 @@ STEP_S, BATCH_S, CONTEXT_S = 0.0025, 5e-4, 1e-7
 LINKS = {
     "device->host": (2e-4, 4e9),
     "host->device": (1e-4, 8e9),
+    "host->cxl": (3e-4, 3e9),
+    "cxl->device": (5e-4, 2e9),
+    "cxl->disk": (4e-3, 4e8),
     "host->disk": (2e-3, 5e8),
     "disk->host": (1e-3, 1e9),
 }
@@ -35,17 +39,25 @@ class SyntheticServer:
 
     Args:
         noise: how far a time may be off, as a share; seeded.
-        disk: whether it has a disk tier.
+        disk, cxl: whether it has such a tier.
         load: whether its planner loads at all.
         foreign_tokens: prompt tokens that somebody else sends per request of ours.
     """
 
-    def __init__(self, noise=0.0, disk=True, load=True, foreign_tokens=0, model=MODEL):
+    def __init__(
+        self,
+        noise=0.0,
+        disk=True,
+        load=True,
+        foreign_tokens=0,
+        model=MODEL,
+        cxl=False,
+    ):
         self.rng = np.random.default_rng(5)
         self.noise, self.load, self.foreign_tokens = noise, load, foreign_tokens
         self.model = model
         self.time_s = 100.0
-        self.media = ["host", "disk"] if disk else ["host"]
+        self.media = ["host"] + ["cxl"] * cxl + ["disk"] * disk
         self.held = {tier: set() for tier in ("device", *self.media)}
         self.edges = {}
         self.tokens_total = 0
@@ -137,19 +149,19 @@ class SyntheticServer:
         if tier == "disk" and count:
             self._move("disk->host", count)
         if tier != "device" and count:
-            self._move("host->device", count)
+            self._move("cxl->device" if tier == "cxl" else "host->device", count)
         new_on_host = sum(1 for page in pages if page not in self.held["host"])
         for name, held in self.held.items():
-            if name == "disk":
+            if name not in ("device", "host"):
                 continue
             held.update(pages)
         if new_on_host and count < len(pages):
             self._move("device->host", new_on_host)
-        if "disk" in self.held:
-            new_on_disk = sum(1 for page in pages if page not in self.held["disk"])
-            self.held["disk"].update(pages)
-            if new_on_disk:
-                self._move("host->disk", new_on_disk)
+        for source, target in pairwise(self.media):
+            num_new = sum(1 for page in pages if page not in self.held[target])
+            self.held[target].update(pages)
+            if num_new:
+                self._move(f"{source}->{target}", num_new)
         return count * size, {tier: count * size} if count else {}
 
     def _move(self, edge, num_pages):

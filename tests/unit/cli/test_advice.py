@@ -10,6 +10,7 @@ from sgl_tiered.cli import advice
 from sgl_tiered.cli.advice import GB, Facts
 from sgl_tiered.cli.engine import AcceleratorFacts, SeamFacts
 from sgl_tiered.cli.machine import MemoryFacts, NumaNode
+from sgl_tiered.tiers.devdax import DaxDevice
 
 NO_GPU = AcceleratorFacts("2.14.1", None)
 
@@ -88,6 +89,33 @@ def test_remarks_on_the_page_cache_version_and_memory_nodes(good: Facts) -> None
     assert "SGLang 0.5.24 is installed; 0.5.23 is tested" in text
     assert "NUMA nodes without cores: 3" in text
     assert advice.obstacles(facts, {}) == []
+
+
+def test_nodes_without_cores_are_suggested_as_cxl(good: Facts) -> None:
+    """All of them, with nine tenths of what is free, and not as host memory too."""
+    far = [NumaNode(n, "", 40 * GB, free * GB) for n, free in ((2, 30), (3, 20))]
+    facts = replace(good, numa_nodes=[*good.numa_nodes, *far])
+    suggestion = advice.suggest(facts)
+    assert suggestion is not None
+    assert "--tiered-host-size 25GB" in suggestion.command
+    assert "--tiered-cxl node:2,3 --tiered-cxl-size 36GB" in suggestion.command
+
+
+def test_devdax_is_suggested_where_no_node_is(good: Facts) -> None:
+    """The whole device; one that is in use as a node is passed over."""
+    used = DaxDevice("dax0.0", GB, 2**21, 1, is_system_ram=True)
+    free = DaxDevice("dax1.0", GB, 2**21, 2, is_system_ram=False)
+    assert advice.cxl_advice(replace(good, dax_devices=[used])) is None
+    suggestion = advice.suggest(replace(good, dax_devices=[used, free]))
+    assert suggestion is not None
+    assert "--tiered-cxl /dev/dax1.0" in suggestion.command
+    assert "--tiered-cxl-size" not in suggestion.command
+
+
+def test_a_full_node_is_no_candidate(good: Facts) -> None:
+    """Less than one GB is not worth a tier."""
+    facts = replace(good, numa_nodes=[NumaNode(1, "", 40 * GB, GB)])
+    assert advice.cxl_advice(facts) is None
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_known_coefficients_are_recovered():
     assert found.decode.request_s == pytest.approx(synthetic.BATCH_S, rel=1e-3)
     assert found.decode.context_token_s == pytest.approx(synthetic.CONTEXT_S, rel=1e-2)
     assert found.request_overhead_s == pytest.approx(synthetic.REQUEST_S, rel=1e-3)
-    assert len(found.links) == len(synthetic.LINKS)
+    edges = {f"{link.source}->{link.target}" for link in found.links}
+    assert edges == {"device->host", "host->device", "host->disk", "disk->host"}
     for link in found.links:
         latency_s, bandwidth = synthetic.LINKS[f"{link.source}->{link.target}"]
         assert link.latency_s == pytest.approx(latency_s, rel=1e-3)
@@ -42,6 +43,18 @@ def test_known_coefficients_are_recovered():
     assert found.link("host", "device").beta == pytest.approx(2.0, rel=1e-3)
     assert found.link("device", "host").beta == pytest.approx(4.0, rel=1e-3)
     assert found.link("disk", "host").beta is None
+    assert notes == []
+
+
+def test_the_links_of_a_cxl_tier_are_measured():
+    """Every edge of a chain of three tiers comes back, none is missed or mixed up."""
+    found, notes = calibrate(synthetic.SyntheticServer(cxl=True))
+    edges = {f"{link.source}->{link.target}" for link in found.links}
+    assert edges == set(synthetic.LINKS) - {"host->disk"}
+    for link in found.links:
+        latency_s, bandwidth = synthetic.LINKS[f"{link.source}->{link.target}"]
+        assert link.latency_s == pytest.approx(latency_s, rel=1e-3)
+        assert link.bytes_per_s == pytest.approx(bandwidth, rel=1e-3)
     assert notes == []
 
 

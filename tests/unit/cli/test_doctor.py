@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_tiered.cli import advice, doctor, engine, main
+from sgl_tiered.cli import advice, doctor, engine, machine, main
 from sgl_tiered.cli.advice import Facts
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.tiers.devdax import DaxDevice
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,22 @@ def test_an_obstacle_exits_1_with_the_reason(good: Facts, machine_is, capsys) ->
     output = capsys.readouterr().out
     assert "Not possible: The plugin is not installed" in output
     assert "Suggested" not in output
+
+
+def test_cxl_candidates_are_shown(good: Facts, machine_is, capsys) -> None:
+    """Nodes without cores and DAX devices, with their sizes and what they are for."""
+    devices = [
+        DaxDevice("dax0.0", 64 * advice.GB, 2**21, 2, is_system_ram=False),
+        DaxDevice("dax1.0", 32 * advice.GB, 2**21, 1, is_system_ram=True),
+    ]
+    node = machine.NumaNode(1, "", 32 * advice.GB, 30 * advice.GB)
+    machine_is(replace(good, dax_devices=devices, numa_nodes=[node]))
+    assert main.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "no cores (CXL memory?), 30.0 GB free of 32.0 GB" in text
+    assert "/dev/dax0.0, 64.0 GB, units of 2 MiB; would be NUMA node 2" in text
+    assert "/dev/dax1.0, 32.0 GB, units of 2 MiB; in use as NUMA node 1" in text
+    assert "--tiered-cxl node:1 --tiered-cxl-size 27GB" in text
 
 
 def test_json_is_one_object_that_says_the_same(good: Facts, machine_is, capsys) -> None:

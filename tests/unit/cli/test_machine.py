@@ -115,13 +115,6 @@ def test_no_node_folder_means_no_nodes(tmp_path: Path) -> None:
     assert machine.numa_nodes(tmp_path / "none") == []
 
 
-def test_dax_devices_by_their_names(tmp_path: Path) -> None:
-    """Only device-DAX nodes count, not other files that begin alike."""
-    for name in ("dax1.0", "dax0.0", "daxctl", "sda"):
-        write(tmp_path / name, "")
-    assert machine.dax_devices(tmp_path) == ["dax0.0", "dax1.0"]
-
-
 def test_huge_pages(tmp_path: Path) -> None:
     """The chosen mode stands in brackets; pages are counted by their size."""
     write(tmp_path / "transparent_hugepage/enabled", "always [madvise] never\n")

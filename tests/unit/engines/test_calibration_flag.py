@@ -81,6 +81,7 @@ def calibration():
         request_overhead_s=None,
         links=(
             LinkFit("host", "device", 3.0, 100.0, False, None, QUALITY),
+            LinkFit("cxl", "device", 5.0, 50.0, True, None, QUALITY),
             LinkFit("disk", "host", 7.0, 10.0, False, None, QUALITY),
         ),
     )
@@ -91,6 +92,7 @@ def measure(calibration, **parts):
         "model": NotToBeTouched(),
         "device": NotToBeTouched(),
         "host": NotToBeTouched(),
+        "cxl": NotToBeTouched(),
         "disk": NotToBeTouched(),
         **parts,
     }
@@ -108,8 +110,9 @@ def test_a_whole_file_leaves_nothing_to_measure(calibration):
     """The cost model has the file's figures, and no probe touches model or tiers."""
     cost, figures = measure(calibration)
     assert figures == {}
-    assert cost.tiers == {TierId.HOST, TierId.DISK}
+    assert cost.tiers == {TierId.HOST, TierId.CXL, TierId.DISK}
     assert cost.load_s(TierId.HOST, 200) == pytest.approx(5.0)
+    assert cost.load_s(TierId.CXL, 200) == pytest.approx(9.0)
     assert cost.load_s(TierId.DISK, 20) == pytest.approx(9.0)
     assert cost.recompute_s(10, 2) == pytest.approx(0.5 + 0.5 + 0.125 * (11 + 12))
 
@@ -122,9 +125,9 @@ def test_what_the_file_lacks_is_measured(calibration):
     assert cost.recompute_s(10, 2) < 1.0
 
 
-def test_a_server_without_disk_takes_no_disk_link(calibration):
+def test_a_server_without_a_tier_takes_no_link_of_it(calibration):
     """A link of a tier that is not there is left out."""
-    cost, _ = measure(calibration, disk=None)
+    cost, _ = measure(calibration, cxl=None, disk=None)
     assert cost.tiers == {TierId.HOST}
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from sgl_tiered.cache.config import DEMOTE_POLICIES, WRITE_POLICIES
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang import config as config_module
 from sgl_tiered.engines.sglang.config import (
     CHOICES,
     FAULT_ENV,
@@ -17,11 +18,14 @@ from sgl_tiered.engines.sglang.config import (
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
 from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
+from sgl_tiered.tiers.cxl_source import CxlSource
 
 HOST = {"host_size": "1MB"}
 NAMES = (
     "config",
     "host_size",
+    "cxl",
+    "cxl_size",
     "disk_path",
     "disk_size",
     "disk_threads",
@@ -129,6 +133,13 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"host_size": "0"}, "--tiered-host-size"),
         ({"host_size": "9000TB"}, "--tiered-host-size"),
         ({"host_size": "much"}, "--tiered-host-size"),
+        ({"cxl_size": "1GB"}, "--tiered-cxl-size"),
+        ({"cxl": "emulate:memory"}, "--tiered-cxl-size"),
+        ({"cxl": "emulate:memory", "cxl_size": "0"}, "--tiered-cxl-size"),
+        ({"cxl": "emulate:memory", "cxl_size": "big"}, "--tiered-cxl-size"),
+        ({"cxl": "tape", "cxl_size": "1MB"}, "--tiered-cxl"),
+        ({"cxl": "node:9999", "cxl_size": "1MB"}, "--tiered-cxl"),
+        ({"cxl": "/dev/dax99.9"}, "--tiered-cxl"),
         ({"disk_size": "1GB"}, "--tiered-disk-size"),
         ({"staging_size": "0"}, "--tiered-staging-size"),
         ({"eviction_policy": "best"}, "--tiered-eviction-policy"),
@@ -166,6 +177,38 @@ def test_bad_values_name_their_flag(monkeypatch, values, setting):
     assert "\n" not in str(caught.value)
 
 
+def test_a_cxl_tier_is_read():
+    """A place and a size; without the flag there is none."""
+    config = read(**HOST, cxl="emulate:memory", cxl_size="3MB")
+    assert config.cxl == CxlSource(emulated=True)
+    assert config.cxl_bytes == 3 * 10**6
+    assert read(**HOST).cxl is None
+
+
+def test_host_and_cxl_share_the_machines_memory(monkeypatch):
+    """What the CXL tier takes is not offered to the host tier a second time."""
+    monkeypatch.setattr(config_module, "available_memory_bytes", lambda: 10**9)
+    cxl = {"cxl": "emulate:memory", "cxl_size": "600MB"}
+    assert read(**cxl).host_bytes == 200 * 10**6
+    assert read(**cxl, host_size="400MB").host_bytes == 400 * 10**6
+    with pytest.raises(ConfigError, match="beside the CXL tier") as caught:
+        read(**cxl, host_size="401MB")
+    assert caught.value.setting == "--tiered-host-size"
+
+
+def test_more_than_a_real_source_has_is_refused(monkeypatch):
+    """auto takes all of it, and a larger size is refused with what there is."""
+    monkeypatch.setattr(config_module, "largest_bytes", lambda source: 10**6)
+    monkeypatch.setattr(
+        config_module, "parse_source", lambda text, size: CxlSource(nodes=(5,))
+    )
+    assert read(**HOST, cxl="node:5").cxl_bytes == 10**6
+    assert read(**HOST, cxl="node:5", cxl_size="auto").cxl_bytes == 10**6
+    with pytest.raises(ConfigError, match="CXL is NUMA node 5") as caught:
+        read(**HOST, cxl="node:5", cxl_size="2MB")
+    assert caught.value.setting == "--tiered-cxl-size"
+
+
 def test_a_disk_folder_is_made(tmp_path):
     """A folder that is not there yet is made; auto takes half of the free space."""
     folder = tmp_path / "a" / "b"
@@ -199,6 +242,7 @@ def test_a_disk_path_that_is_a_file_is_refused(tmp_path):
     [
         ("host:bandwidth=2GB", {TierId.HOST: Emulation(2e9, 0.0)}),
         ("disk:latency=0.25", {TierId.DISK: Emulation(math.inf, 0.25)}),
+        ("cxl:bandwidth=1GB", {TierId.CXL: Emulation(1e9, 0.0)}),
         (
             "host:bandwidth=2GB,latency=0.001; disk:bandwidth=500MB",
             {TierId.HOST: Emulation(2e9, 0.001), TierId.DISK: Emulation(5e8, 0.0)},

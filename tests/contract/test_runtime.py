@@ -1,0 +1,64 @@
+"""The factory puts the tiers together that the settings ask for."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+PROGRAM = Path(__file__).parent / "runtime_program.py"
+TIMEOUT_S = 280
+SETTINGS = {
+    "config": None,
+    "host_size": "4MB",
+    "cxl": "emulate:memory",
+    "cxl_size": "8MB",
+    "emulate": "cxl:bandwidth=1GB,latency=0.001",
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """What came of a host tier and a slow stand-in for CXL."""
+    file = tmp_path_factory.mktemp("runtime") / "settings.json"
+    file.write_text(json.dumps(SETTINGS))
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(file)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_cxl_tier_is_between_host_and_disk(built):
+    """It is a medium that is read in place, and what leaves the host goes there."""
+    assert list(built["stats"]["media"]) == ["host", "cxl"]
+    assert built["memory"] == ["host", "cxl"]
+    assert built["edges"] == ["host->cxl"]
+
+
+def test_sizes_are_as_asked(built):
+    """Whole pages of 6 KiB, each in a slot of 8 KiB."""
+    assert built["stats"]["media"]["cxl"]["slot_bytes"] == 8192
+    assert built["stats"]["occupancy"]["cxl"]["capacity"] == 8 * 10**6 // 8192
+    assert built["stats"]["occupancy"]["host"]["capacity"] == 4 * 10**6 // 8192
+
+
+def test_the_stand_in_says_so(built):
+    """As a stand-in, by its name."""
+    medium = built["stats"]["media"]["cxl"]
+    assert medium["emulated"]
+    assert medium["detail"] == "CXL is emulated by plain memory"
+    assert built["stats"]["emulated"] == ["cxl"]
+
+
+def test_the_links_are_measured(built):
+    """The planner starts from figures of its own for host and CXL."""
+    for tier in ("host", "cxl"):
+        assert built["stats"]["probe"][f"{tier}_bandwidth_bytes_per_s"] > 0
+        assert built["stats"]["cost"][f"link.{tier}.latency_s"] > 0

@@ -1,0 +1,202 @@
+"""The runtime over host and CXL: what moves where, and what is told of it."""
+
+import numpy as np
+import pytest
+
+from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.tiered_cache import TieredCache
+from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.ids import Lookup, TierId
+from sgl_tiered.core.keys import Namespace
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
+from sgl_tiered.metrics.registry import MetricsRegistry
+from sgl_tiered.pipelines.completions import CompletionQueue
+from sgl_tiered.pipelines.demote import DemoteWorker
+from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
+from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.testing.fakes import FakeDevicePool
+from sgl_tiered.testing.strategies import spell
+from sgl_tiered.tiers.cxl import CxlTier
+from sgl_tiered.tiers.cxl_source import CxlSource
+from sgl_tiered.tiers.host import HostTier
+
+LAYOUT = PageLayout(num_layers=3, page_tokens=2, token_bytes=96)
+NUM_SLOTS = 16
+PATIENCE_S = 20.0
+"""Upper bound of every wait: only a defect makes a test wait so long."""
+
+
+class Rig:
+    """A runtime over a pool of random bytes, a host tier and an emulated CXL tier."""
+
+    def __init__(self):
+        self.pool = FakeDevicePool(LAYOUT, 32)
+        self.pool.fill(np.random.default_rng(3))
+        self.host = HostTier(LAYOUT.slot_bytes, NUM_SLOTS)
+        self.cxl = CxlTier(CxlSource(emulated=True), LAYOUT.slot_bytes, NUM_SLOTS)
+        clock, metrics, completions = (
+            SystemClock(),
+            MetricsRegistry(),
+            CompletionQueue(),
+        )
+        tiers = (TierId.HOST, TierId.CXL)
+        self.cost = CostModel(
+            PrefillCost(1000, 3, 64, 1e9), {tier: LinkCost(1e-4, 1e9) for tier in tiers}
+        )
+        cache = TieredCache(
+            CacheConfig(
+                layout=LAYOUT,
+                tiers=tuple(TierConfig(tier, NUM_SLOTS) for tier in tiers),
+                load_policy="always",
+            ),
+            cost=self.cost,
+            eviction={tier: LRUPolicy() for tier in tiers},
+            clock=clock,
+        )
+        work = (completions, clock, metrics)
+        self.runtime = TieredRuntime(
+            Parts(
+                config=TieredConfig(host_bytes=1),
+                namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
+                fingerprint=lambda: "model",
+                clock=clock,
+                cost=self.cost,
+                cache=cache,
+                device=self.pool,
+                host=self.host,
+                cxl=self.cxl,
+                disk=None,
+                metrics=metrics,
+                completions=completions,
+                loader=LayerwiseLoader(self.pool, *work),
+                offloader=OffloadWorker(self.pool, self.host, *work),
+                demoters={tiers: DemoteWorker(self.host, self.cxl, *work)},
+                stager=None,
+                probe={},
+                served={},
+            ),
+            wait_whole=False,
+        )
+
+    def settle(self):
+        """Let everything that is under way, and what follows from it, end."""
+        for _ in range(4):
+            self.runtime.drain()
+            self.runtime.pump()
+
+    def keep(self, word, first_device_page):
+        """Offload a prompt whose pages are in a row on the device."""
+        digest = self.runtime.namespace(None, None)
+        plan = self.runtime.cache.plan_offload(digest, spell(word, LAYOUT.page_tokens))
+        pages = first_device_page + plan.positions.astype(np.int64)
+        assert self.runtime.offload(plan, pages)
+        self.settle()
+
+    def load(self, word, first_device_page):
+        """Load a prompt to the device; return the job."""
+        digest = self.runtime.namespace(None, None)
+        tokens = spell(word, LAYOUT.page_tokens, tail=1)
+        coordinator = self.runtime.coordinator
+        state = coordinator.track("r", digest, tokens, len(word))
+        assert coordinator.prepare(state, 0)
+        num_pages = coordinator.loadable_pages(state, 0)
+        pages = first_device_page + np.arange(num_pages, dtype=np.int64)
+        job = coordinator.begin(state, pages)
+        assert self.runtime.loader.submit([job]).wait(PATIENCE_S)
+        self.settle()
+        coordinator.settle(state, landed=True)
+        coordinator.release("r")
+        return job
+
+
+@pytest.fixture
+def rig():
+    rig = Rig()
+    yield rig
+    rig.runtime.close(rig.runtime.pump)
+
+
+def test_pages_reach_cxl_and_come_back_from_it(rig):
+    """Offloaded to the host, demoted, forgotten above, loaded: the same bytes."""
+    rig.keep("abcd", 0)
+    assert rig.runtime.cache.stats.pages_stored[TierId.CXL] == 4
+    rig.runtime.drop(TierId.HOST)
+    job = rig.load("abcd", 8)
+    assert job.num_pages_from(TierId.CXL) == 4
+    assert job.num_pages_from(TierId.HOST) == 0
+    for page in range(4):
+        assert np.array_equal(rig.pool.page(8 + page), rig.pool.page(page))
+    edges = rig.runtime.metrics_snapshot()["edges"]
+    assert {name: edge["pages"] for name, edge in edges.items()} == {
+        "device->host": 4,
+        "host->cxl": 4,
+        "cxl->device": 4,
+    }
+
+
+def test_a_load_teaches_the_cost_of_the_tier_it_came_from(rig):
+    """What CXL took says nothing of the host's link."""
+    rig.keep("abcd", 0)
+    rig.runtime.drop(TierId.HOST)
+    rig.load("abcd", 8)
+    seen = rig.cost.snapshot()
+    assert seen["link.cxl.num_observations"] == 1
+    assert seen["link.host.num_observations"] == 0
+
+
+def test_every_report_says_that_cxl_is_emulated(rig, caplog):
+    """The state, the metrics and the log line; and the host is not."""
+    stats = rig.runtime.stats()
+    assert stats["media"]["cxl"] == {
+        "slot_bytes": LAYOUT.slot_bytes,
+        "usable": True,
+        "emulated": True,
+        "detail": "CXL is emulated by plain memory",
+    }
+    assert not stats["media"]["host"]["emulated"]
+    assert stats["emulated"] == ["cxl"]
+    assert list(stats["occupancy"]) == ["host", "cxl"]
+    rig.runtime._logged_at_s = -1e9
+    rig.runtime.count_request(10, {TierId.CXL: 4})
+    with caplog.at_level("INFO"):
+        rig.runtime.log_if_due()
+    assert "cxl 0% full (emulated)" in caplog.text
+    assert "host 0% full," in caplog.text
+
+
+def test_tokens_are_counted_by_tier(rig):
+    """Host and CXL apart; a tier that is not there is left out; the rest is new."""
+    rig.runtime.count_request(
+        20, {TierId.DEVICE: 4, TierId.HOST: 2, TierId.CXL: 6, TierId.DISK: 0}
+    )
+    rig.runtime.count_request(10, {TierId.DEVICE: 2})
+    snapshot = rig.runtime.metrics_snapshot()
+    hits = {name: tier["tokens_hit"] for name, tier in snapshot["tiers"].items()}
+    assert hits == {"device": 6, "host": 2, "cxl": 6}
+    assert snapshot["tiers"]["cxl"]["tokens_missed"] == 8 + 8
+    assert snapshot["counters"]["tokens_computed"] == 16
+
+
+def test_cxl_can_be_forgotten(rig):
+    """Then a prompt that was only there is a miss, and the other tiers are known."""
+    rig.keep("ab", 0)
+    rig.runtime.drop(TierId.HOST)
+    rig.runtime.drop(TierId.CXL)
+    digest = rig.runtime.namespace(None, None)
+    tokens = spell("ab", LAYOUT.page_tokens, tail=1)
+    assert rig.runtime.cache.lookup(digest, tokens, 0).lookup is Lookup.MISS
+    assert rig.runtime.has_tier(TierId.CXL)
+    assert not rig.runtime.has_tier(TierId.DISK)
+
+
+def test_closing_closes_every_tier(rig):
+    """No tier is usable after the runtime is closed."""
+    rig.runtime.close(rig.runtime.pump)
+    assert not rig.host.health().usable
+    assert not rig.cxl.health().usable
