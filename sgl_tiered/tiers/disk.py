@@ -8,6 +8,10 @@ Invariants:
   after: a kill at any moment loses the pages being written and no others.
 - Space is set aside before it is written; a full disk is a failed result.
 
+A medium that fails again and again rests. One operation then probes it, and from the
+second probe on, or where the directory has vanished, opens the files afresh before: so
+a disk that comes back is used again, with what is still on it.
+
 Threads: ``load``, ``store`` and ``forget`` from any, several at a time. Two transfers
 of one slot at a time are the caller's to prevent; at worst the slot becomes a miss.
 """
@@ -16,11 +20,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.core.background import give_way
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
@@ -29,17 +35,11 @@ from sgl_tiered.errors import ConfigError, TierUnavailableError
 from sgl_tiered.tiers.base import TierHealth, TierIO
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.checks import check_io
-from sgl_tiered.tiers.disk_directory import DiskDirectory
-from sgl_tiered.tiers.disk_files import IndexFile, SlabFiles, takes_direct_io
-from sgl_tiered.tiers.disk_format import (
-    META_NAME,
-    DiskMeta,
-    encode_records,
-    group_by_namespace,
-    record_dtype,
-)
+from sgl_tiered.tiers.disk_engines import make_engine
+from sgl_tiered.tiers.disk_format import DiskMeta, record_dtype
 from sgl_tiered.tiers.disk_io import SystemCalls
 from sgl_tiered.tiers.disk_payload import Batch, PayloadIO
+from sgl_tiered.tiers.disk_volume import DiskVolume
 
 __all__ = ["DiskTier"]
 
@@ -49,6 +49,8 @@ MAX_SLABS = 256
 """A large tier gets larger slabs: each one costs a file descriptor."""
 MAX_IO_BYTES = 2 << 20
 """With 8 threads 1 to 4 MiB read within 8 % of bare preadv; less makes more calls."""
+SLOW_IO_S = 5.0
+"""An I/O that takes longer counts as a failure, though its pages are good."""
 
 
 class DiskTier:
@@ -56,54 +58,33 @@ class DiskTier:
 
     def __init__(
         self,
-        directory: DiskDirectory,
-        meta: DiskMeta,
+        volume: DiskVolume,
+        payload: PayloadIO,
         *,
         num_slots: int,
-        num_threads: int,
-        max_io_bytes: int,
+        slow_io_s: float,
         rest_s: float,
         clock: Clock,
         calls: SystemCalls,
     ) -> None:
-        self._directory = directory
-        self._meta = meta
+        self._volume: DiskVolume | None = volume
+        self._path = volume.directory.path
+        self._device = volume.directory.device
+        self._direct = volume.slabs.direct
+        self._meta = volume.meta
         self._num_slots = num_slots
+        self._payload = payload
+        self._slow_io_s = slow_io_s
         self._clock = clock
-        self._direct = takes_direct_io(calls, directory.path)
-        self._slabs = SlabFiles(
-            directory.path,
-            calls,
-            num_slots=num_slots,
-            slots_per_slab=meta.slots_per_slab,
-            slot_bytes=meta.slot_bytes,
-            direct=self._direct,
-        )
-        self._index = IndexFile(
-            directory.path, calls, num_slots=num_slots, page_tokens=meta.page_tokens
-        )
-        self._slabs.open_existing()
+        self._calls = calls
         self._reads = CircuitBreaker(clock, rest_s=rest_s)
         self._writes = CircuitBreaker(clock, rest_s=rest_s)
-        self._payload = PayloadIO(
-            self._slabs,
-            calls,
-            meta,
-            direct=self._direct,
-            num_threads=num_threads,
-            max_io_bytes=max_io_bytes,
-        )
-        # Guards the arrays below and the index file; never held during payload I/O.
+        self._voider = ThreadPoolExecutor(1, "tiered-disk-void", initializer=give_way)
+        # Guards what follows and the change of volumes.
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._num_running = 0
         self._closed = False
-        self._sequence = 1
-        self._checksums = np.zeros(num_slots, np.uint64)
-        self._valid = np.zeros(num_slots, np.bool_)
-        self._recorded = np.zeros(num_slots, np.bool_)
-        self._recorded[: self._index.num_former_slots] = True
-        self._forgotten = np.zeros(num_slots, np.bool_)
 
     @classmethod
     def open(
@@ -115,9 +96,11 @@ class DiskTier:
         page_tokens: int,
         max_bytes: int,
         fingerprint: str,
+        io: str = "auto",
         num_threads: int = 8,
         slab_bytes: int = SLAB_BYTES,
         max_io_bytes: int = MAX_IO_BYTES,
+        slow_io_s: float = SLOW_IO_S,
         rest_s: float = 5.0,
         clock: Clock | None = None,
         calls: SystemCalls | None = None,
@@ -131,15 +114,18 @@ class DiskTier:
             page_tokens: tokens in one page.
             max_bytes: what slabs and index may take together.
             fingerprint: identifies all on which the bytes of a page depend.
+            io: the I/O engine, one of ``disk_engines.ENGINES``.
             num_threads: I/Os in flight.
             slab_bytes: size of one slab file, for a new directory.
             max_io_bytes: longest single I/O.
+            slow_io_s: an I/O that takes longer counts as a failure; while one is in
+                flight for that long, others are refused.
             rest_s: how long the tier rests after repeated errors, in seconds.
             clock: times transfers and rests.
             calls: the operating system; tests put failures in here.
 
         Raises:
-            ConfigError: a size is wrong.
+            ConfigError: a size or the engine is wrong.
             TierUnavailableError: the directory is in use, foreign or not accessible.
         """
         if slot_bytes % ALIGNMENT_BYTES or not 0 < page_bytes <= slot_bytes:
@@ -165,24 +151,28 @@ class DiskTier:
             page_tokens=page_tokens,
             slots_per_slab=max(1, wanted_slab_bytes // slot_bytes),
         )
-        directory = DiskDirectory(path)
+        clock, calls = clock or SystemClock(), calls or SystemCalls()
+        engine = make_engine(io, calls, clock, num_threads=num_threads)
         try:
-            return cls(
-                directory,
-                directory.adopt(meta),
+            volume = DiskVolume(
+                path,
+                meta,
                 num_slots=num_slots,
-                num_threads=num_threads,
-                max_io_bytes=max_io_bytes,
-                rest_s=rest_s,
-                clock=clock or SystemClock(),
-                calls=calls or SystemCalls(),
+                calls=calls,
+                direct=None if engine.direct else False,
             )
-        except OSError as error:
-            directory.close()
-            raise TierUnavailableError(
-                f"the disk tier cannot use {path}: {error.strerror}; see to the disk "
-                f"or give another path."
-            ) from error
+        except BaseException:
+            engine.close()
+            raise
+        return cls(
+            volume,
+            PayloadIO(engine, num_threads=num_threads, max_io_bytes=max_io_bytes),
+            num_slots=num_slots,
+            slow_io_s=slow_io_s,
+            rest_s=rest_s,
+            clock=clock,
+            calls=calls,
+        )
 
     @property
     def tier_id(self) -> TierId:
@@ -202,7 +192,13 @@ class DiskTier:
     @property
     def direct(self) -> bool:
         """True where payloads bypass the page cache."""
-        return self._direct
+        volume = self._volume
+        return self._direct if volume is None else volume.slabs.direct
+
+    @property
+    def io(self) -> str:
+        """Name of the I/O engine in use."""
+        return self._payload.engine.name
 
     def load(self, io: TierIO) -> TransferResult:
         """Read and verify pages; one never stored, torn or changed is not ok."""
@@ -211,19 +207,16 @@ class DiskTier:
         if not self._enter():
             return self._refused(io, started_s, "the disk tier is closed")
         try:
-            if not self._reads.allows():
-                return self._refused(io, started_s, self._resting(self._reads))
-            with self._lock:
-                known = self._valid[io.addresses]
-                sums = self._checksums[io.addresses]
-            if io.records is not None:
-                wanted = io.records.checksums
-                known &= (wanted == 0) | (wanted == sums)
-            batch = self._payload.batch(io, sums)
-            self._payload.read(batch, np.flatnonzero(known))
-            self._reads.record(batch.error)
-            if batch.error:
-                logger.warning("disk tier: a read failed: %s", batch.error)
+            volume = self._admit(self._reads)
+            if isinstance(volume, str):
+                return self._refused(io, started_s, volume)
+            wanted = None if io.records is None else io.records.checksums
+            known, sums = volume.book.known(io.addresses, wanted)
+            batch = self._payload.batch(
+                io, volume.slabs, volume.meta, sums, writes=False
+            )
+            self._payload.run(batch, np.flatnonzero(known))
+            self._record(self._reads, batch, "read")
             return self._result(batch, started_s, "not stored or not as stored")
         finally:
             self._leave()
@@ -235,15 +228,16 @@ class DiskTier:
         if not self._enter():
             return self._refused(io, started_s, "the disk tier is closed")
         try:
-            if not self._writes.allows():
-                return self._refused(io, started_s, self._resting(self._writes))
+            volume = self._admit(self._writes)
+            if isinstance(volume, str):
+                return self._refused(io, started_s, volume)
             sums = np.zeros(len(io.addresses), np.uint64)
-            batch = self._payload.batch(io, sums)
-            self._payload.write(batch, self._prepare(batch))
-            self._commit(batch)
-            self._writes.record(batch.error)
-            if batch.error:
-                logger.warning("disk tier: a write failed: %s", batch.error)
+            batch = self._payload.batch(
+                io, volume.slabs, volume.meta, sums, writes=True
+            )
+            self._payload.run(batch, self._prepare(volume, batch))
+            self._commit(volume, batch)
+            self._record(self._writes, batch, "write")
             return self._result(batch, started_s, "not written")
         finally:
             self._leave()
@@ -257,22 +251,7 @@ class DiskTier:
         if not self._enter():
             return []
         try:
-            with self._lock:
-                self._void_forgotten()
-                found = self._index.scan()
-                groups, stale = group_by_namespace(found, self._meta.page_tokens)
-                self._recorded[:] = False
-                self._recorded[stale] = True
-                self._forgotten[stale] = True
-                self._void_forgotten()
-                for part in found:
-                    newest = int(part["sequence"].max()) + 1
-                    self._sequence = max(self._sequence, newest)
-                for group in groups:
-                    self._recorded[group.addresses] = True
-                    self._valid[group.addresses] = True
-                    self._checksums[group.addresses] = group.checksums
-                return groups
+            return [] if self._volume is None else self._volume.book.recover()
         except OSError as error:
             logger.warning("disk tier: nothing recovered: %s", error)
             self._reads.record(str(error))
@@ -285,26 +264,29 @@ class DiskTier:
         if not self._enter():
             return
         try:
-            with self._lock:
-                self._valid[addresses] = False
-                self._forgotten[addresses] = self._recorded[addresses]
-            self._payload.submit(self._void_in_background)
+            if self._volume is not None:
+                self._volume.book.forget(addresses)
+                self._voider.submit(self._void_forgotten)
         finally:
             self._leave()
 
     def health(self) -> TierHealth:
-        """Return usable unless closed, gone, or resting after read errors."""
-        how = "O_DIRECT" if self._direct else "buffered: O_DIRECT refused"
+        """Return usable unless closed, gone, stuck, or resting after read errors."""
         if self._closed:
             return TierHealth(usable=False, detail="closed")
-        if not (self._directory.path / META_NAME).exists():
+        volume = self._volume
+        if volume is None or volume.directory.vanished:
             return TierHealth(usable=False, detail="the directory has vanished")
         if self._reads.is_open:
             return TierHealth(usable=False, detail=self._resting(self._reads))
+        stuck = self._stuck()
+        if stuck:
+            return TierHealth(usable=False, detail=stuck)
+        how = "O_DIRECT" if volume.slabs.direct else "buffered: O_DIRECT refused"
+        if self.io != "threads":
+            how = "mmap" if self.io == "mmap" else f"{how}, {self.io}"
         if self._writes.is_open:
-            return TierHealth(
-                usable=True, detail=f"{how}; {self._resting(self._writes)}"
-            )
+            how = f"{how}; {self._resting(self._writes)}"
         return TierHealth(usable=True, detail=how)
 
     def close(self) -> None:
@@ -316,10 +298,10 @@ class DiskTier:
             while self._num_running:
                 self._idle.wait()
         self._payload.close()
-        self._void_in_background()
-        self._slabs.close()
-        self._index.close()
-        self._directory.close()
+        self._voider.shutdown(wait=True)
+        self._void_forgotten()
+        if self._volume is not None:
+            self._volume.close()
 
     def _enter(self) -> bool:
         """Count a call in, so that ``close`` waits for it; False once closed."""
@@ -335,76 +317,125 @@ class DiskTier:
             if self._num_running == 0:
                 self._idle.notify_all()
 
-    def _prepare(self, batch: Batch) -> npt.NDArray[np.int64]:
+    def _admit(self, breaker: CircuitBreaker) -> DiskVolume | str:
+        """Return the volume for one operation, or why there is to be none."""
+        if not breaker.allows():
+            return self._resting(breaker)
+        stuck = self._stuck()
+        if stuck:
+            return stuck
+        volume = self._volume
+        is_writing = breaker is self._writes
+        gone = volume is None or (
+            (is_writing or breaker.is_open) and volume.directory.vanished
+        )
+        if gone and not breaker.is_open:
+            breaker.record("the directory has vanished")
+            return breaker.last_error
+        if gone or breaker.probes_failed:
+            problem = self._reopen()
+            if problem:
+                breaker.record(problem)
+                return problem
+        return self._volume or "the directory has vanished"
+
+    def _stuck(self) -> str:
+        oldest_s = self._payload.engine.oldest_s()
+        if oldest_s < self._slow_io_s:
+            return ""
+        return f"the disk is slow: an I/O has been running for {oldest_s:.0f} s"
+
+    def _reopen(self) -> str:
+        """Open the files afresh, if nobody else uses them; return what is wrong."""
+        with self._lock:
+            gone = self._volume is None or self._volume.directory.vanished
+            if self._num_running > 1 or self._closed:
+                return "the directory has vanished" if gone else ""
+            forgotten = np.zeros(0, np.int64)
+            if self._volume is not None:
+                forgotten = self._volume.book.forgotten()
+                self._direct = self._volume.slabs.direct
+                self._volume.close()
+                self._volume = None
+            try:
+                volume = DiskVolume(
+                    self._path,
+                    self._meta,
+                    num_slots=self._num_slots,
+                    calls=self._calls,
+                    direct=self._direct,
+                    device=self._device,
+                )
+                volume.book.forget(forgotten)
+                num_pages = sum(len(group.keys) for group in volume.book.recover())
+            except TierUnavailableError as error:
+                return str(error)
+            except OSError as error:
+                volume.close()
+                return error.strerror or str(error)
+            self._volume = volume
+            logger.info(
+                "disk tier: opened %s afresh, %d pages are there", self._path, num_pages
+            )
+            return ""
+
+    def _prepare(self, volume: DiskVolume, batch: Batch) -> npt.NDArray[np.int64]:
         """Set space aside and void old records; return the positions to write."""
         addresses = batch.io.addresses
-        slabs = addresses // self._meta.slots_per_slab
+        slabs = addresses // volume.meta.slots_per_slab
         writable = np.ones(len(addresses), np.bool_)
         for slab in np.unique(slabs).tolist():
             try:
-                self._slabs.ensure(slab)
+                volume.slabs.ensure(slab)
             except OSError as error:
                 batch.errors.append(f"{error.strerror} (slab {slab})")
                 writable[slabs == slab] = False
         positions = np.flatnonzero(writable)
-        chosen = addresses[positions]
-        with self._lock:
-            self._valid[chosen] = False
-            old = chosen[self._recorded[chosen]]
-            try:
-                self._index.clear(old)
-            except OSError as error:
-                batch.errors.append(f"{error.strerror} (index)")
-                return positions[:0]
-            self._recorded[old] = False
-            self._forgotten[old] = False
+        try:
+            volume.book.void(addresses[positions])
+        except OSError as error:
+            batch.errors.append(f"{error.strerror} (index)")
+            return positions[:0]
         return positions
 
-    def _commit(self, batch: Batch) -> None:
+    def _commit(self, volume: DiskVolume, batch: Batch) -> None:
         """Write the records of the pages that are whole on disk."""
         positions = np.flatnonzero(batch.ok)
         if len(positions) == 0:
             return
         slots = batch.io.addresses[positions]
-        sums = batch.checksums[positions]
         records = batch.io.records
-        with self._lock:
-            if records is not None:
-                chosen = PageRecords(
-                    namespace=records.namespace,
-                    keys=records.keys[positions],
-                    parents=records.parents[positions],
-                    tokens=records.tokens[positions],
-                    checksums=sums,
-                    addresses=slots,
-                )
-                encoded = encode_records(
-                    self._index.dtype, chosen, slots, sums, self._sequence
-                )
-                self._sequence += len(slots)
-                self._recorded[slots] = True
-                try:
-                    self._index.write(slots, encoded)
-                except OSError as error:
-                    batch.errors.append(f"{error.strerror} (index)")
-                    batch.ok[positions] = False
-                    return
-            self._checksums[slots] = sums
-            self._valid[slots] = True
-
-    def _void_in_background(self) -> None:
-        with self._lock:
-            try:
-                self._void_forgotten()
-            except OSError as error:
-                # They stay marked, and are voided by the next attempt.
-                self._writes.record(f"{error.strerror} (index)")
+        if records is not None:
+            records = PageRecords(
+                namespace=records.namespace,
+                keys=records.keys[positions],
+                parents=records.parents[positions],
+                tokens=records.tokens[positions],
+                checksums=batch.checksums[positions],
+                addresses=slots,
+            )
+        try:
+            volume.book.enter(slots, batch.checksums[positions], records)
+        except OSError as error:
+            batch.errors.append(f"{error.strerror} (index)")
+            batch.ok[positions] = False
 
     def _void_forgotten(self) -> None:
-        slots = np.flatnonzero(self._forgotten)
-        self._index.clear(slots)
-        self._recorded[slots] = False
-        self._forgotten[slots] = False
+        try:
+            if self._volume is not None:
+                self._volume.book.void_forgotten()
+        except OSError as error:
+            # They stay marked, and are voided by the next attempt.
+            self._writes.record(f"{error.strerror} (index)")
+
+    def _record(self, breaker: CircuitBreaker, batch: Batch, what: str) -> None:
+        """Tell the breaker how an operation ended; a very slow one is a failure."""
+        error = batch.error
+        if not error and batch.slowest_s >= self._slow_io_s:
+            error = f"the disk is slow: an I/O took {batch.slowest_s:.1f} s"
+        breaker.record(error)
+        if error:
+            logger.warning("disk tier: a %s failed: %s", what, error)
 
     def _resting(self, breaker: CircuitBreaker) -> str:
         kind = "reads" if breaker is self._reads else "writes"
