@@ -4,7 +4,6 @@ import errno
 import os
 
 import numpy as np
-
 import pytest
 
 from sgl_tiered.testing.tier_kit import TierKit
