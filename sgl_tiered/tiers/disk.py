@@ -215,8 +215,11 @@ class DiskTier:
             batch = self._payload.batch(
                 io, volume.slabs, volume.meta, sums, writes=False
             )
-            self._payload.run(batch, np.flatnonzero(known))
-            self._record(self._reads, batch, "read")
+            positions = np.flatnonzero(known)
+            self._payload.run(batch, positions)
+            # A load of which nothing was read says nothing about the disk.
+            if len(positions):
+                self._record(self._reads, batch, "read")
             return self._result(batch, started_s, "not stored or not as stored")
         finally:
             self._leave()

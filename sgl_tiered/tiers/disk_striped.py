@@ -11,7 +11,7 @@ keeps its place in its directory and gets the address that this makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -194,17 +194,13 @@ class StripedTier:
         sums = np.zeros(num_pages, np.uint64)
         errors: list[str] = []
         num_bytes = 0
-        problem: BaseException | None = None
+        # All have to end before anything is raised: they use the caller's buffer.
+        wait([future for _, future in parts])
         for where, future in parts:
-            # All have to end before this returns: they use the caller's buffer.
-            problem = problem or future.exception()
-            if problem is None:
-                result = future.result()
-                ok[where], sums[where] = result.ok, result.checksums
-                num_bytes += result.num_bytes
-                errors += [result.error] if result.error else []
-        if problem is not None:
-            raise problem
+            result = future.result()
+            ok[where], sums[where] = result.ok, result.checksums
+            num_bytes += result.num_bytes
+            errors += [result.error] if result.error else []
         return TransferResult(
             ok=ok,
             num_bytes=num_bytes,
