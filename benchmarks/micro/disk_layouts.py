@@ -84,8 +84,8 @@ class Layout:
         if name == "by-request":
             self.addresses = rng.permutation(self.num_slots)
 
-    def store(self) -> tuple[float, float]:
-        """Write all; return the time of the first call, and of all."""
+    def store(self) -> tuple[float, float, float]:
+        """Write all; return the time of the first call, of all, and the CPU time."""
         sums = []
 
         def one(slots: np.ndarray) -> None:
@@ -103,8 +103,8 @@ class Layout:
         self.checksums = np.concatenate(sums)
         return times
 
-    def load(self) -> tuple[float, float]:
-        """Read all; return the time of the first call, and of all."""
+    def load(self) -> tuple[float, float, float]:
+        """Read all; return the time of the first call, of all, and the CPU time."""
 
         def one(slots: np.ndarray) -> None:
             addresses = self.addresses[slots]
@@ -125,14 +125,15 @@ class Layout:
         for region in self._memory:
             region.close()
 
-    def _timed(self, one) -> tuple[float, float]:
-        started_s = time.perf_counter()
+    def _timed(self, one) -> tuple[float, float, float]:
+        cpu_s, started_s = time.process_time(), time.perf_counter()
         first_s = 0.0
         for number, slots in enumerate(self.batches):
             one(slots)
             if number == 0:
                 first_s = time.perf_counter() - started_s
-        return first_s, time.perf_counter() - started_s
+        seconds = time.perf_counter() - started_s
+        return first_s, seconds, time.process_time() - cpu_s
 
 
 def measure(layouts: list[Layout], repeats: int) -> dict[str, dict[str, float]]:
@@ -144,10 +145,8 @@ def measure(layouts: list[Layout], repeats: int) -> dict[str, dict[str, float]]:
     for turn in range(repeats + 1):
         shift = turn % len(layouts)
         for layout in layouts[shift:] + layouts[:shift]:
-            _, write_s = layout.store()
-            cpu_s = time.process_time()
-            first_s, read_s = layout.load()
-            cpu_s = time.process_time() - cpu_s
+            _, write_s, _ = layout.store()
+            first_s, read_s, cpu_s = layout.load()
             if turn:
                 gb = layout.payload_bytes / 1e9
                 row = found[layout.name]

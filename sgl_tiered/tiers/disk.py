@@ -8,9 +8,7 @@ Invariants:
   after: a kill at any moment loses the pages being written and no others.
 - Space is set aside before it is written; a full disk is a failed result.
 
-A medium that fails again and again rests. One operation then probes it, and from the
-second probe on, or where the directory has vanished, opens the files afresh before: so
-a disk that comes back is used again, with what is still on it.
+A medium that fails again and again rests and is probed; see ``disk_access``.
 
 Threads: ``load``, ``store`` and ``forget`` from any, several at a time. Two transfers
 of one slot at a time are the caller's to prevent; at worst the slot becomes a miss.
@@ -19,7 +17,6 @@ of one slot at a time are the caller's to prevent; at worst the slot becomes a m
 from __future__ import annotations
 
 import logging
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,10 +28,10 @@ from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
 from sgl_tiered.core.plans import PageRecords, TransferResult
-from sgl_tiered.errors import ConfigError, TierUnavailableError
+from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.base import TierHealth, TierIO
-from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.checks import check_io
+from sgl_tiered.tiers.disk_access import DiskAccess
 from sgl_tiered.tiers.disk_engines import make_engine
 from sgl_tiered.tiers.disk_format import DiskMeta, record_dtype
 from sgl_tiered.tiers.disk_io import SystemCalls
@@ -49,6 +46,7 @@ MAX_SLABS = 256
 """A large tier gets larger slabs: each one costs a file descriptor."""
 MAX_IO_BYTES = 2 << 20
 """With 8 threads 1 to 4 MiB read within 8 % of bare preadv; less makes more calls."""
+_CLOSED = "the disk tier is closed"
 SLOW_IO_S = 5.0
 """An I/O that takes longer counts as a failure, though its pages are good."""
 
@@ -58,33 +56,19 @@ class DiskTier:
 
     def __init__(
         self,
-        volume: DiskVolume,
+        access: DiskAccess,
         payload: PayloadIO,
+        meta: DiskMeta,
         *,
         num_slots: int,
-        slow_io_s: float,
-        rest_s: float,
         clock: Clock,
-        calls: SystemCalls,
     ) -> None:
-        self._volume: DiskVolume | None = volume
-        self._path = volume.directory.path
-        self._device = volume.directory.device
-        self._direct = volume.slabs.direct
-        self._meta = volume.meta
-        self._num_slots = num_slots
+        self._access = access
         self._payload = payload
-        self._slow_io_s = slow_io_s
+        self._meta = meta
+        self._num_slots = num_slots
         self._clock = clock
-        self._calls = calls
-        self._reads = CircuitBreaker(clock, rest_s=rest_s)
-        self._writes = CircuitBreaker(clock, rest_s=rest_s)
         self._voider = ThreadPoolExecutor(1, "tiered-disk-void", initializer=give_way)
-        # Guards what follows and the change of volumes.
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._num_running = 0
-        self._closed = False
 
     @classmethod
     def open(
@@ -153,26 +137,34 @@ class DiskTier:
         )
         clock, calls = clock or SystemClock(), calls or SystemCalls()
         engine = make_engine(io, calls, clock, num_threads=num_threads)
-        try:
-            volume = DiskVolume(
+
+        def open_volume(direct: bool | None, device: int | None) -> DiskVolume:
+            return DiskVolume(
                 path,
                 meta,
                 num_slots=num_slots,
                 calls=calls,
-                direct=None if engine.direct else False,
+                direct=direct,
+                device=device,
             )
+
+        try:
+            volume = open_volume(None if engine.direct else False, None)
         except BaseException:
             engine.close()
             raise
-        return cls(
+        # The slab size of what is there stays in force.
+        meta = volume.meta
+        access = DiskAccess(
             volume,
-            PayloadIO(engine, num_threads=num_threads, max_io_bytes=max_io_bytes),
-            num_slots=num_slots,
+            open_volume,
+            engine,
             slow_io_s=slow_io_s,
             rest_s=rest_s,
             clock=clock,
-            calls=calls,
         )
+        payload = PayloadIO(engine, num_threads=num_threads, max_io_bytes=max_io_bytes)
+        return cls(access, payload, meta, num_slots=num_slots, clock=clock)
 
     @property
     def tier_id(self) -> TierId:
@@ -192,8 +184,7 @@ class DiskTier:
     @property
     def direct(self) -> bool:
         """True where payloads bypass the page cache."""
-        volume = self._volume
-        return self._direct if volume is None else volume.slabs.direct
+        return self._access.direct
 
     @property
     def io(self) -> str:
@@ -204,10 +195,10 @@ class DiskTier:
         """Read and verify pages; one never stored, torn or changed is not ok."""
         check_io(io, self._num_slots, self.slot_bytes)
         started_s = self._clock.now()
-        if not self._enter():
-            return self._refused(io, started_s, "the disk tier is closed")
-        try:
-            volume = self._admit(self._reads)
+        with self._access.running() as is_open:
+            if not is_open:
+                return self._refused(io, started_s, _CLOSED)
+            volume = self._access.admit(self._access.reads)
             if isinstance(volume, str):
                 return self._refused(io, started_s, volume)
             wanted = None if io.records is None else io.records.checksums
@@ -219,19 +210,17 @@ class DiskTier:
             self._payload.run(batch, positions)
             # A load of which nothing was read says nothing about the disk.
             if len(positions):
-                self._record(self._reads, batch, "read")
+                self._access.record(self._access.reads, batch)
             return self._result(batch, started_s, "not stored or not as stored")
-        finally:
-            self._leave()
 
     def store(self, io: TierIO) -> TransferResult:
         """Write pages, then their records; pages without records do not survive."""
         check_io(io, self._num_slots, self.slot_bytes)
         started_s = self._clock.now()
-        if not self._enter():
-            return self._refused(io, started_s, "the disk tier is closed")
-        try:
-            volume = self._admit(self._writes)
+        with self._access.running() as is_open:
+            if not is_open:
+                return self._refused(io, started_s, _CLOSED)
+            volume = self._access.admit(self._access.writes)
             if isinstance(volume, str):
                 return self._refused(io, started_s, volume)
             sums = np.zeros(len(io.addresses), np.uint64)
@@ -240,10 +229,8 @@ class DiskTier:
             )
             self._payload.run(batch, self._prepare(volume, batch))
             self._commit(volume, batch)
-            self._record(self._writes, batch, "write")
+            self._access.record(self._access.writes, batch)
             return self._result(batch, started_s, "not written")
-        finally:
-            self._leave()
 
     def recover(self) -> list[PageRecords]:
         """Scan the index; payloads are verified when they are loaded.
@@ -251,136 +238,37 @@ class DiskTier:
         Of several copies of one page the newest counts and the others are forgotten.
         Not to be called while a store runs.
         """
-        if not self._enter():
-            return []
-        try:
-            return [] if self._volume is None else self._volume.book.recover()
-        except OSError as error:
-            logger.warning("disk tier: nothing recovered: %s", error)
-            self._reads.record(str(error))
-            return []
-        finally:
-            self._leave()
+        with self._access.running() as is_open:
+            volume = self._access.volume
+            if not is_open or volume is None:
+                return []
+            try:
+                return volume.book.recover()
+            except OSError as error:
+                logger.warning("disk tier: nothing recovered: %s", error)
+                self._access.reads.record(str(error))
+                return []
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Make the slots a miss now, and void their records in the background."""
-        if not self._enter():
-            return
-        try:
-            if self._volume is not None:
-                self._volume.book.forget(addresses)
+        with self._access.running() as is_open:
+            volume = self._access.volume
+            if is_open and volume is not None:
+                volume.book.forget(addresses)
                 self._voider.submit(self._void_forgotten)
-        finally:
-            self._leave()
 
     def health(self) -> TierHealth:
         """Return usable unless closed, gone, stuck, or resting after read errors."""
-        if self._closed:
-            return TierHealth(usable=False, detail="closed")
-        volume = self._volume
-        if volume is None or volume.directory.vanished:
-            return TierHealth(usable=False, detail="the directory has vanished")
-        if self._reads.is_open:
-            return TierHealth(usable=False, detail=self._resting(self._reads))
-        stuck = self._stuck()
-        if stuck:
-            return TierHealth(usable=False, detail=stuck)
-        how = "O_DIRECT" if volume.slabs.direct else "buffered: O_DIRECT refused"
-        if self.io != "threads":
-            how = "mmap" if self.io == "mmap" else f"{how}, {self.io}"
-        if self._writes.is_open:
-            how = f"{how}; {self._resting(self._writes)}"
-        return TierHealth(usable=True, detail=how)
+        return self._access.health()
 
     def close(self) -> None:
         """Wait for running transfers, void what was forgotten, release the lock."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            while self._num_running:
-                self._idle.wait()
+        if not self._access.finish():
+            return
         self._payload.close()
         self._voider.shutdown(wait=True)
         self._void_forgotten()
-        if self._volume is not None:
-            self._volume.close()
-
-    def _enter(self) -> bool:
-        """Count a call in, so that ``close`` waits for it; False once closed."""
-        with self._lock:
-            if self._closed:
-                return False
-            self._num_running += 1
-            return True
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._idle.notify_all()
-
-    def _admit(self, breaker: CircuitBreaker) -> DiskVolume | str:
-        """Return the volume for one operation, or why there is to be none."""
-        if not breaker.allows():
-            return self._resting(breaker)
-        stuck = self._stuck()
-        if stuck:
-            return stuck
-        volume = self._volume
-        is_writing = breaker is self._writes
-        gone = volume is None or (
-            (is_writing or breaker.is_open) and volume.directory.vanished
-        )
-        if gone and not breaker.is_open:
-            breaker.record("the directory has vanished")
-            return breaker.last_error
-        if gone or breaker.probes_failed:
-            problem = self._reopen()
-            if problem:
-                breaker.record(problem)
-                return problem
-        return self._volume or "the directory has vanished"
-
-    def _stuck(self) -> str:
-        oldest_s = self._payload.engine.oldest_s()
-        if oldest_s < self._slow_io_s:
-            return ""
-        return f"the disk is slow: an I/O has been running for {oldest_s:.0f} s"
-
-    def _reopen(self) -> str:
-        """Open the files afresh, if nobody else uses them; return what is wrong."""
-        with self._lock:
-            gone = self._volume is None or self._volume.directory.vanished
-            if self._num_running > 1 or self._closed:
-                return "the directory has vanished" if gone else ""
-            forgotten = np.zeros(0, np.int64)
-            if self._volume is not None:
-                forgotten = self._volume.book.forgotten()
-                self._direct = self._volume.slabs.direct
-                self._volume.close()
-                self._volume = None
-            try:
-                volume = DiskVolume(
-                    self._path,
-                    self._meta,
-                    num_slots=self._num_slots,
-                    calls=self._calls,
-                    direct=self._direct,
-                    device=self._device,
-                )
-                volume.book.forget(forgotten)
-                num_pages = sum(len(group.keys) for group in volume.book.recover())
-            except TierUnavailableError as error:
-                return str(error)
-            except OSError as error:
-                volume.close()
-                return error.strerror or str(error)
-            self._volume = volume
-            logger.info(
-                "disk tier: opened %s afresh, %d pages are there", self._path, num_pages
-            )
-            return ""
+        self._access.close()
 
     def _prepare(self, volume: DiskVolume, batch: Batch) -> npt.NDArray[np.int64]:
         """Set space aside and void old records; return the positions to write."""
@@ -424,25 +312,13 @@ class DiskTier:
             batch.ok[positions] = False
 
     def _void_forgotten(self) -> None:
+        volume = self._access.volume
         try:
-            if self._volume is not None:
-                self._volume.book.void_forgotten()
+            if volume is not None:
+                volume.book.void_forgotten()
         except OSError as error:
             # They stay marked, and are voided by the next attempt.
-            self._writes.record(f"{error.strerror} (index)")
-
-    def _record(self, breaker: CircuitBreaker, batch: Batch, what: str) -> None:
-        """Tell the breaker how an operation ended; a very slow one is a failure."""
-        error = batch.error
-        if not error and batch.slowest_s >= self._slow_io_s:
-            error = f"the disk is slow: an I/O took {batch.slowest_s:.1f} s"
-        breaker.record(error)
-        if error:
-            logger.warning("disk tier: a %s failed: %s", what, error)
-
-    def _resting(self, breaker: CircuitBreaker) -> str:
-        kind = "reads" if breaker is self._reads else "writes"
-        return f"{kind} rest after repeated errors: {breaker.last_error}"
+            self._access.writes.record(f"{error.strerror} (index)")
 
     def _refused(self, io: TierIO, started_s: float, error: str) -> TransferResult:
         seconds = self._clock.now() - started_s

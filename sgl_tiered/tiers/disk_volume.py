@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from sgl_tiered.errors import TierUnavailableError
@@ -46,31 +47,35 @@ class DiskVolume:
         device: int | None = None,
     ) -> None:
         self.directory = DiskDirectory(path, device=device)
-        try:
-            self.meta = self.directory.adopt(meta)
-            if direct is None:
-                direct = takes_direct_io(calls, path)
-            self.slabs = SlabFiles(
-                path,
-                calls,
-                num_slots=num_slots,
-                slots_per_slab=self.meta.slots_per_slab,
-                slot_bytes=self.meta.slot_bytes,
-                direct=direct,
-            )
-            index = IndexFile(
-                path, calls, num_slots=num_slots, page_tokens=self.meta.page_tokens
-            )
-            self.book = RecordBook(
-                index, num_slots=num_slots, page_tokens=self.meta.page_tokens
-            )
-            self.slabs.open_existing()
-        except OSError as error:
-            self.directory.close()
-            raise TierUnavailableError(
-                f"the disk tier cannot use {path}: {error.strerror}; see to the disk "
-                f"or give another path."
-            ) from error
+        with ExitStack() as opened:
+            opened.callback(self.directory.close)
+            try:
+                self.meta = self.directory.adopt(meta)
+                if direct is None:
+                    direct = takes_direct_io(calls, path)
+                self.slabs = SlabFiles(
+                    path,
+                    calls,
+                    num_slots=num_slots,
+                    slots_per_slab=self.meta.slots_per_slab,
+                    slot_bytes=self.meta.slot_bytes,
+                    direct=direct,
+                )
+                opened.callback(self.slabs.close)
+                index = IndexFile(
+                    path, calls, num_slots=num_slots, page_tokens=self.meta.page_tokens
+                )
+                opened.callback(index.close)
+                self.slabs.open_existing()
+            except OSError as error:
+                raise TierUnavailableError(
+                    f"the disk tier cannot use {path}: {error.strerror}; see to the "
+                    f"disk or give another path."
+                ) from error
+            opened.pop_all()
+        self.book = RecordBook(
+            index, num_slots=num_slots, page_tokens=self.meta.page_tokens
+        )
 
     def close(self) -> None:
         """Close the files and release the lock; may be called twice."""

@@ -178,12 +178,12 @@ def test_a_real_ring_that_fails(tmp_path, caplog):
         pytest.skip(ring)
     tier = open_tier(tmp_path / "tier", io="uring")
     assert store(tier, list(PAGES), list(PAGES.values())).ok.all()
-    real = tier._volume.slabs.fd
+    real = tier._access.volume.slabs.fd
     write_only = os.open(tmp_path / "tier" / slab_name(1), os.O_WRONLY | os.O_DIRECT)
-    tier._volume.slabs.fd = lambda slab: write_only if slab == 1 else real(slab)
+    tier._access.volume.slabs.fd = lambda slab: write_only if slab == 1 else real(slab)
     ok = load(tier, list(PAGES))[1].ok
     assert ok.tolist() == [slot // 8 != 1 for slot in PAGES]
-    tier._volume.slabs.fd = real
+    tier._access.volume.slabs.fd = real
     assert_holds(tier, PAGES)
     tier.close()
     os.close(write_only)

@@ -87,10 +87,10 @@ def test_a_stale_directory_is_opened_afresh(tier, path, calls, clock):
     clock.advance(REST_S + 1)
     assert not load(tier, [0])[1].ok.any()
     calls.read_error = 0
-    volume = tier._volume
+    volume = tier._access.volume
     clock.advance(REST_S + 1)
     assert_holds(tier, {0: 1, 9: 2})
-    assert tier._volume is not volume
+    assert tier._access.volume is not volume
 
 
 def test_pages_forgotten_meanwhile_stay_forgotten(tier, path, tmp_path, clock):
@@ -243,3 +243,24 @@ def test_a_load_of_nothing_is_no_probe(tier, calls, clock):
     clock.advance(REST_S + 1)
     assert_holds(tier, {0: 1})
     assert tier.health().usable
+
+
+def test_a_slab_that_cannot_be_opened_refuses_the_tier(path):
+    """The refusal is one sentence, and leaves neither lock nor descriptor behind."""
+    fill = open_tier(path)
+    store(fill, [0, 9], [1, 2])
+    fill.close()
+
+    class RefusesSlabs(FailingCalls):
+        def open(self, name, flags, mode=0o600):
+            if "slab-000001" in name:
+                raise OSError(EIO, os.strerror(EIO))
+            return super().open(name, flags, mode)
+
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(TierUnavailableError, match="Input/output error"):
+        open_tier(path, calls=RefusesSlabs())
+    assert set(os.listdir("/proc/self/fd")) == before
+    again = open_tier(path)
+    assert recovered(again) == {0: 1, 9: 2}
+    again.close()
