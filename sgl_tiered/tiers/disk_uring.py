@@ -26,7 +26,7 @@ __all__ = ["Ring", "UringEngine"]
 logger = logging.getLogger(__name__)
 POLL_S = 30e-6
 """Pause between polls that found nothing; a 256 KiB read takes 150 us."""
-MAX_WRITES = 2
+MAX_WRITES = 3
 """Writes in flight: nobody waits for them, and reads queue behind them."""
 MAX_RINGS = 3
 """Rings opened, in all, before the threads take over for good."""
