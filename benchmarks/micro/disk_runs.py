@@ -29,7 +29,6 @@ from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
-from sgl_tiered.tiers.disk import MAX_IO_BYTES
 from sgl_tiered.tiers.disk_io import plan_extents
 
 PAGE_TOKENS = 16
@@ -39,6 +38,8 @@ NUM_SESSIONS = 250
 MAX_SESSION_PAGES = 250
 DEMOTE_PAGES = 128
 MIB = 1 << 20
+MAX_IO_BYTES = 2 * MIB
+"""More than the tier's own, which would hide how long the runs are."""
 
 
 def make_cache() -> TieredCache:

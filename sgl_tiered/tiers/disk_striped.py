@@ -29,7 +29,8 @@ __all__ = ["StripedTier", "open_disk_tier"]
 
 Int64s = npt.NDArray[np.int64]
 CHUNK_BYTES = 2 << 20
-"""The longest single I/O of ``DiskTier``: a shorter chunk would make more of them."""
+"""Two of the longest single I/Os of ``DiskTier``: a shorter chunk makes more of them
+where a run does not begin with a chunk."""
 _CALLS_AT_A_TIME = 3
 """Two staging readers and a demoter."""
 

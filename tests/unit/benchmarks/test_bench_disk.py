@@ -100,7 +100,7 @@ def test_the_summary_takes_the_worst_from_one_mib_on(bench):
             "engine": "psync",
             "io": "threads",
             "direct": True,
-            "gb_per_s": {"tier": 1.0, "psync": 1.0, "io_uring": 1.0},
+            "gb_per_s": {"tier": 1.0, "bare": 2.0, "psync": 1.0, "io_uring": 1.0},
             "cpu_s_per_gb": {"tier": 0.3, "psync": 0.2, "io_uring": 0.1},
         }
         for op, size, ratio in [
@@ -117,6 +117,7 @@ def test_the_summary_takes_the_worst_from_one_mib_on(bench):
     assert result["read_vs_fio_page_bytes"] == 4 * MIB
     assert result["write_vs_fio"] == 0.91
     assert result["read_ratios"] == {"256KiB": 0.5, "1024KiB": 0.98, "4096KiB": 0.96}
+    assert result["read_vs_bare"] == 0.5
     assert result["write_cpu_s_per_gb"] == 0.3
     assert result["write_fio_cpu_s_per_gb"] == 0.2
 
