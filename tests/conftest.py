@@ -3,6 +3,7 @@
 - ``gpu``: skipped, and reported as not run, where there is no accelerator.
 - ``sglang``: skipped where SGLang is not installed.
 - ``full``: the full cross product; left out unless ``--full`` is given.
+- ``faults_long``: hours of faults in short; left out unless ``--faults-long`` is given.
 
 ``HYPOTHESIS_PROFILE`` names the profile; without it, ``ci`` (the same examples on every
 run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere.
@@ -26,23 +27,29 @@ hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 )
 
+_LEFT_OUT = {
+    "full": "the full cross product",
+    "faults_long": "the long form of the fault tests",
+}
+"""Marker -> what it stands for; an option of the same name brings it in."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full``."""
-    parser.addoption(
-        "--full", action="store_true", help="also run the full cross product"
-    )
+    """Add the options that bring in what is left out by default."""
+    for marker, wanted in _LEFT_OUT.items():
+        option = "--" + marker.replace("_", "-")
+        parser.addoption(option, action="store_true", help=f"also run {wanted}")
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave out, or mark as skipped with the reason, what is not to run here."""
-    if not config.getoption("--full"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        if full:
-            config.hook.pytest_deselected(items=full)
-            items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for name in _LEFT_OUT:
+        out = [item for item in items if item.get_closest_marker(name)]
+        if out and not config.getoption("--" + name.replace("_", "-")):
+            config.hook.pytest_deselected(items=out)
+            items[:] = [item for item in items if not item.get_closest_marker(name)]
     for marker, reason in _reasons_not_to_run(items):
         for item in items:
             if item.get_closest_marker(marker):

@@ -32,6 +32,11 @@ class CircuitBreaker:
         """True while operations are refused or a probe is still to succeed."""
         return self._failures >= self._max_failures
 
+    @property
+    def probes_failed(self) -> int:
+        """Operations that have failed since the breaker opened."""
+        return max(0, self._failures - self._max_failures)
+
     def allows(self) -> bool:
         """Return whether an operation may run now; may hand out the probe."""
         if self._failures < self._max_failures:

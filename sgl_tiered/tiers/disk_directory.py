@@ -34,16 +34,27 @@ TOLERATED = frozenset({"lost+found"})
 class DiskDirectory:
     """An opened and locked directory; ``close`` releases the lock.
 
+    Args:
+        path: where it is; made if it is not there.
+        device: number of the file system that it must lie on; None for any. Under the
+            mount point of a disk that has gone lies another one, not meant for us.
+
     Raises:
-        TierUnavailableError: in use by another process, holding foreign files, or not
-            to be created or entered.
+        TierUnavailableError: in use by another process, holding foreign files, on
+            another file system, or not to be created or entered.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, device: int | None = None) -> None:
         self.path = path
         self._lock_fd = -1
         try:
-            path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            if device is not None:
+                nearest = path if path.exists() else path.parent
+                if nearest.stat().st_dev != device:
+                    raise TierUnavailableError(
+                        f"the disk tier waits for {path}: its file system has gone."
+                    )
+            path.mkdir(mode=DIRECTORY_MODE, parents=device is None, exist_ok=True)
             self._refuse_foreign_files()
             path.chmod(DIRECTORY_MODE)
             self._lock_fd = self._take_lock()
@@ -53,6 +64,20 @@ class DiskDirectory:
             raise TierUnavailableError(
                 f"the disk tier cannot use {path}: {error.strerror}; give another path."
             ) from error
+
+    @property
+    def device(self) -> int:
+        """Number of the file system that the directory lies on."""
+        return os.fstat(self._lock_fd).st_dev
+
+    @property
+    def vanished(self) -> bool:
+        """True where the path does not lead to the directory that was opened."""
+        try:
+            there, ours = os.stat(self.path / LOCK_NAME), os.fstat(self._lock_fd)
+        except OSError:
+            return True
+        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
 
     def adopt(self, wanted: DiskMeta) -> DiskMeta:
         """Keep what fits ``wanted`` and discard the rest; return the meta in force.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -69,10 +70,26 @@ class SlabFiles:
         self._num_slots = num_slots
         self._slots_per_slab = slots_per_slab
         self._slot_bytes = slot_bytes
-        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self._direct = direct
         self._lock = threading.Lock()
         self._fds: dict[int, int] = {}
         self._whole: set[int] = set()
+
+    @property
+    def direct(self) -> bool:
+        """True where payloads bypass the page cache."""
+        return self._direct
+
+    def leave_direct(self) -> bool:
+        """Go through the page cache from now on; False if that was so already."""
+        with self._lock:
+            if not self._direct:
+                return False
+            self._direct = False
+            for fd in self._fds.values():
+                flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return True
 
     def open_existing(self) -> None:
         """Open what a former server left; cut what is beyond the capacity."""
@@ -82,7 +99,7 @@ class SlabFiles:
             if slab >= num_slabs:
                 file.unlink()
                 continue
-            fd = self._calls.open(str(file), self._flags)
+            fd = self._calls.open(str(file), self._flags())
             self._fds[slab] = fd
             size, wanted = os.fstat(fd).st_size, self._slab_bytes(slab)
             if size > wanted:
@@ -109,7 +126,7 @@ class SlabFiles:
             fd = self._fds.get(slab, -1)
             is_new = fd < 0
             if is_new:
-                fd = self._calls.open(str(file), self._flags | os.O_CREAT)
+                fd = self._calls.open(str(file), self._flags() | os.O_CREAT)
             size = os.fstat(fd).st_size
             try:
                 self._calls.fallocate(fd, 0, self._slab_bytes(slab))
@@ -130,6 +147,9 @@ class SlabFiles:
                 os.close(fd)
             self._fds.clear()
             self._whole.clear()
+
+    def _flags(self) -> int:
+        return os.O_RDWR | (os.O_DIRECT if self._direct else 0)
 
     def _slab_bytes(self, slab: int) -> int:
         first = slab * self._slots_per_slab

@@ -1,101 +1,138 @@
 """Payload of a disk tier: batches of pages between slabs and rows of a buffer.
 
-A batch is cut into extents that a pool of threads works off, so that several I/Os are
-in flight; each thread also computes the checksums of what it moved. A batch has ended
-only when no thread touches its buffer any more, whatever failed. Requests wait for
-reads and nobody waits for writes, so writes have few threads, which give way.
+A batch is cut into extents, of which an engine keeps several in flight; whoever moved
+an extent also computes its checksums, while others move. A batch has ended only when
+nothing touches its buffer any more, whatever failed.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.core.background import give_way
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
 from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.checks import checksum
 from sgl_tiered.tiers.disk_files import SlabFiles
 from sgl_tiered.tiers.disk_format import DiskMeta
-from sgl_tiered.tiers.disk_io import (
-    Extent,
-    SystemCalls,
-    plan_extents,
-    read_extent,
-    write_extent,
-)
+from sgl_tiered.tiers.disk_io import Extent, plan_extents
+from sgl_tiered.tiers.disk_threads import IOEngine
 
 __all__ = ["Batch", "PayloadIO"]
 
-_NUM_WRITERS = 2
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class Batch:
-    """One load or store while it is worked off.
+    """One load or store while it is worked off: the ``Work`` of an engine.
 
     Attributes:
         io: what is moved.
+        slabs, meta: where to, and in what sizes.
         buffer: the bytes of ``io.buffer``.
         row_bytes: distance between two rows.
         ok: bool [n], pages that are whole so far.
         checksums: uint64 [n]: expected by a read, computed by a write.
+        writes: True for a store.
         errors: one clause per failed I/O.
+        refused: extents refused with EINVAL, to be tried without O_DIRECT.
+        slowest_s: time of the longest I/O.
     """
 
     io: TierIO
+    slabs: SlabFiles
+    meta: DiskMeta
     buffer: memoryview
     row_bytes: int
     ok: npt.NDArray[np.bool_]
     checksums: npt.NDArray[np.uint64]
+    writes: bool
     errors: deque[str] = field(default_factory=deque)
+    refused: deque[Extent] = field(default_factory=deque)
+    slowest_s: float = 0.0
 
     @property
     def error(self) -> str:
         """The first error, or empty."""
         return self.errors[0] if self.errors else ""
 
+    def target(self, extent: Extent) -> tuple[int, list[memoryview]]:
+        """Return the slab's descriptor and the pieces of the buffer."""
+        return self.slabs.fd(extent.slab), self._views(extent)
+
+    def checksum(self, extent: Extent) -> None:
+        """Compute the checksums of the pages of a store."""
+        for position in extent.positions:
+            self.checksums[position] = checksum(self._page(position))
+
+    def moved(self, extent: Extent, num_bytes: int, seconds: float) -> None:
+        """Mark the pages that are whole; those of a load are verified first."""
+        self.slowest_s = max(self.slowest_s, seconds)
+        num_whole = num_bytes // self.meta.slot_bytes
+        for position in extent.positions[:num_whole]:
+            self.ok[position] = self.writes or (
+                checksum(self._page(position)) == int(self.checksums[position])
+            )
+
+    def failed(self, extent: Extent, error: OSError) -> None:
+        """Note an error; what O_DIRECT refused gets another chance."""
+        if error.errno == errno.EINVAL and self.slabs.direct:
+            self.refused.append(extent)
+        else:
+            self.errors.append(f"{error.strerror} (slab {extent.slab})")
+
+    def _views(self, extent: Extent) -> list[memoryview]:
+        """Return the pieces of the buffer for an extent; neighbours as one."""
+        width = self.meta.slot_bytes
+        rows = self.io.rows
+        views: list[memoryview] = []
+        begin = end = -1
+        for position in extent.positions:
+            start = int(rows[position]) * self.row_bytes
+            if start != end:
+                if end > begin:
+                    views.append(self.buffer[begin:end])
+                begin = start
+            end = start + width
+        views.append(self.buffer[begin:end])
+        return views
+
+    def _page(self, position: int) -> memoryview:
+        start = int(self.io.rows[position]) * self.row_bytes
+        return self.buffer[start : start + self.meta.page_bytes]
+
 
 class PayloadIO:
-    """Reads and writes batches over the slabs of one tier.
+    """Reads and writes batches.
 
     Args:
-        slabs: the open files; closed by their owner.
-        calls: the operating system.
-        meta: sizes.
-        direct: the slabs are open with O_DIRECT: buffers must be aligned.
-        num_threads: reads in flight, over all batches.
+        engine: moves the extents; closed with this.
+        num_threads: I/Os in flight, over all batches.
         max_io_bytes: longest single I/O.
     """
 
     def __init__(
-        self,
-        slabs: SlabFiles,
-        calls: SystemCalls,
-        meta: DiskMeta,
-        *,
-        direct: bool,
-        num_threads: int,
-        max_io_bytes: int,
+        self, engine: IOEngine, *, num_threads: int, max_io_bytes: int
     ) -> None:
-        self._slabs = slabs
-        self._calls = calls
-        self._meta = meta
-        self._direct = direct
+        self.engine = engine
         self._num_threads = num_threads
         self._max_io_bytes = max_io_bytes
-        self._readers = ThreadPoolExecutor(num_threads, "tiered-disk-read")
-        self._num_writers = min(num_threads, _NUM_WRITERS)
-        self._writers = ThreadPoolExecutor(
-            self._num_writers, "tiered-disk-write", initializer=give_way
-        )
 
-    def batch(self, io: TierIO, checksums: npt.NDArray[np.uint64]) -> Batch:
+    def batch(
+        self,
+        io: TierIO,
+        slabs: SlabFiles,
+        meta: DiskMeta,
+        checksums: npt.NDArray[np.uint64],
+        *,
+        writes: bool,
+    ) -> Batch:
         """Return a batch of which no page is ok yet.
 
         Raises:
@@ -103,105 +140,42 @@ class PayloadIO:
         """
         row_bytes = io.buffer.shape[1]
         aligned = (io.buffer.ctypes.data | row_bytes) % ALIGNMENT_BYTES == 0
-        if self._direct and not aligned and len(io.addresses):
+        if slabs.direct and not aligned and len(io.addresses):
             raise ValueError(f"the buffer's rows are not at {ALIGNMENT_BYTES} B bounds")
         return Batch(
             io=io,
+            slabs=slabs,
+            meta=meta,
             buffer=io.buffer.reshape(-1).data,
             row_bytes=row_bytes,
             ok=np.zeros(len(io.addresses), np.bool_),
             checksums=checksums,
+            writes=writes,
         )
 
-    def read(self, batch: Batch, positions: npt.NDArray[np.int64]) -> None:
-        """Read these pages; ok are those that have ``batch.checksums``."""
-        self._run(batch, positions, self._read, self._readers, self._num_threads)
-
-    def write(self, batch: Batch, positions: npt.NDArray[np.int64]) -> None:
-        """Write these pages and fill in their checksums; slabs must be allocated."""
-        self._run(batch, positions, self._write, self._writers, self._num_writers)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run something small on one of the writing threads, later."""
-        self._writers.submit(work)
+    def run(self, batch: Batch, positions: npt.NDArray[np.int64]) -> None:
+        """Move these pages. Slabs that are written must be allocated."""
+        extents = plan_extents(
+            batch.io.addresses,
+            positions,
+            batch.meta.slots_per_slab,
+            batch.meta.slot_bytes,
+            self._max_io_bytes,
+            self._num_threads,
+        )
+        self.engine.run(extents, batch)
+        if batch.refused:
+            if batch.slabs.leave_direct():
+                logger.warning(
+                    "disk tier: an I/O with O_DIRECT was refused; going through the "
+                    "page cache from now on"
+                )
+            again = list(batch.refused)
+            batch.refused.clear()
+            self.engine.run(again, batch)
+            # Other batches may have left O_DIRECT meanwhile: no third attempt.
+            batch.errors.extend(f"refused (slab {e.slab})" for e in batch.refused)
 
     def close(self) -> None:
         """Wait for the threads; may be called twice."""
-        self._readers.shutdown(wait=True)
-        self._writers.shutdown(wait=True)
-
-    def _run(
-        self,
-        batch: Batch,
-        positions: npt.NDArray[np.int64],
-        work: Callable[[Batch, Extent], None],
-        threads: ThreadPoolExecutor,
-        num_threads: int,
-    ) -> None:
-        queue = deque(
-            plan_extents(
-                batch.io.addresses,
-                positions,
-                self._meta.slots_per_slab,
-                self._meta.slot_bytes,
-                self._max_io_bytes,
-                num_threads,
-            )
-        )
-
-        def work_off() -> None:
-            while queue:
-                try:
-                    extent = queue.popleft()
-                except IndexError:
-                    return  # another thread took the last one
-                try:
-                    work(batch, extent)
-                except OSError as error:
-                    batch.errors.append(f"{error.strerror} (slab {extent.slab})")
-
-        if len(queue) <= 1:
-            work_off()
-            return
-        count = min(num_threads, len(queue))
-        futures = [threads.submit(work_off) for _ in range(count)]
-        wait(futures)
-        for future in futures:
-            future.result()
-
-    def _read(self, batch: Batch, extent: Extent) -> None:
-        fd = self._slabs.fd(extent.slab)
-        views = self._views(batch, extent)
-        num_bytes = read_extent(self._calls, fd, views, extent.offset)
-        num_whole = num_bytes // self._meta.slot_bytes
-        for position in extent.positions[:num_whole]:
-            found = checksum(self._page(batch, position))
-            batch.ok[position] = found == int(batch.checksums[position])
-
-    def _write(self, batch: Batch, extent: Extent) -> None:
-        for position in extent.positions:
-            batch.checksums[position] = checksum(self._page(batch, position))
-        fd = self._slabs.fd(extent.slab)
-        views = self._views(batch, extent)
-        write_extent(self._calls, fd, views, extent.offset)
-        batch.ok[extent.positions] = True
-
-    def _views(self, batch: Batch, extent: Extent) -> list[memoryview]:
-        """Return the pieces of the buffer for an extent; neighbours as one."""
-        width = self._meta.slot_bytes
-        rows = batch.io.rows
-        views: list[memoryview] = []
-        begin = end = -1
-        for position in extent.positions:
-            start = int(rows[position]) * batch.row_bytes
-            if start != end:
-                if end > begin:
-                    views.append(batch.buffer[begin:end])
-                begin = start
-            end = start + width
-        views.append(batch.buffer[begin:end])
-        return views
-
-    def _page(self, batch: Batch, position: int) -> memoryview:
-        start = int(batch.io.rows[position]) * batch.row_bytes
-        return batch.buffer[start : start + self._meta.page_bytes]
+        self.engine.close()

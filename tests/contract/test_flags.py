@@ -20,6 +20,7 @@ GOOD = {
         "--tiered-disk-path={tmp}/disk",
         "--tiered-disk-size=1GB",
         "--tiered-disk-threads=4",
+        "--tiered-disk-io=threads",
         "--tiered-staging-size=8MiB",
         "--tiered-eviction-policy=fifo",
         "--tiered-write-policy=on-evict",

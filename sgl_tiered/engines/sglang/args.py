@@ -57,17 +57,32 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     ] = None
     tiered_disk_path: A[
         Optional[str],  # noqa: UP045
-        Arg(help="Directory of the disk tier; default none. Kept across restarts."),
+        Arg(
+            help="Directory of the disk tier, kept across restarts; default none. "
+            "Several, separated by commas and best on several devices, are striped."
+        ),
         _NS,
     ] = None
     tiered_disk_size: A[
         Optional[str],  # noqa: UP045
-        Arg(help="Size of the disk tier, e.g. 2TB; default auto, half of free space."),
+        Arg(
+            help="Size of the disk tier, all directories together, e.g. 2TB; default "
+            "auto, half of free space."
+        ),
         _NS,
     ] = None
     tiered_disk_threads: A[
         Optional[int],  # noqa: UP045
-        Arg(help="I/O threads of the disk tier; default 8."),
+        Arg(help="I/Os in flight per directory of the disk tier; default 8."),
+        _NS,
+    ] = None
+    tiered_disk_io: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="How the disk tier does I/O: threads (default, by auto), uring (needs "
+            "NIXL: the extra uring) or mmap; what does not work here becomes threads.",
+            choices=list(CHOICES["disk_io"]),
+        ),
         _NS,
     ] = None
     tiered_staging_size: A[

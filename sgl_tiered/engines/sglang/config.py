@@ -21,6 +21,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
+from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = [
@@ -44,6 +45,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "demote_policy": ("write-through", "on-evict"),
     "disk_admission": ("all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
+    "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
 }
 
@@ -87,8 +89,10 @@ class TieredConfig:
         host_bytes: size of the host tier.
         cxl, cxl_bytes: where the CXL tier's memory comes from, and its size; None and
             0 for none.
-        disk_path, disk_bytes: folder and size of the disk tier; None and 0 for none.
-        disk_threads: I/O threads of the disk tier.
+        disk_paths, disk_bytes: folders and size of the disk tier, all folders
+            together; empty and 0 for none.
+        disk_threads: I/Os that the disk tier has in flight, per folder.
+        disk_io: how it does them: auto, threads, uring, mmap.
         staging_bytes: memory through which disk pages go up to the device.
         eviction_policy: which page leaves a full tier: lru, fifo, random.
         write_policy: when a page is offloaded to the host: write-through (when it is
@@ -111,9 +115,10 @@ class TieredConfig:
     host_bytes: int
     cxl: CxlSource | None = None
     cxl_bytes: int = 0
-    disk_path: Path | None = None
+    disk_paths: tuple[Path, ...] = ()
     disk_bytes: int = 0
     disk_threads: int = 8
+    disk_io: str = "auto"
     staging_bytes: int = _DEFAULT_STAGING_BYTES
     eviction_policy: str = "lru"
     write_policy: str = "write-through"
@@ -142,16 +147,17 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
     from_file = {} if path is None else _read_file(path, set(values) - {"config"})
     settings = {**from_file, **given}
 
-    disk_path, disk_bytes = _disk(settings)
+    disk_paths, disk_bytes = _disk(settings)
     cxl, cxl_bytes = _cxl(settings)
     taken_bytes = cxl_bytes if cxl is not None and cxl.is_machine_memory else 0
     config = TieredConfig(
         host_bytes=_host_bytes(settings.get("host_size", "auto"), taken_bytes),
         cxl=cxl,
         cxl_bytes=cxl_bytes,
-        disk_path=disk_path,
+        disk_paths=disk_paths,
         disk_bytes=disk_bytes,
         disk_threads=_whole(settings, "disk_threads", 8, low=1, high=256),
+        disk_io=_choice(settings, "disk_io", "auto"),
         staging_bytes=parse_size(
             "--tiered-staging-size",
             settings.get("staging_size", _DEFAULT_STAGING_BYTES),
@@ -269,39 +275,70 @@ def _cxl(settings: Mapping[str, Any]) -> tuple[CxlSource | None, int]:
     return source, size_bytes
 
 
-def _disk(settings: Mapping[str, Any]) -> tuple[Path | None, int]:
-    path, size = settings.get("disk_path"), settings.get("disk_size")
-    if path is None:
+def _disk(settings: Mapping[str, Any]) -> tuple[tuple[Path, ...], int]:
+    value, size = settings.get("disk_path"), settings.get("disk_size")
+    if value is None:
         if size is not None:
             raise ConfigError(
                 "--tiered-disk-size",
                 "is given without a path",
                 "add --tiered-disk-path DIRECTORY",
             )
-        return None, 0
-    folder = Path(str(path)).expanduser().absolute()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise ConfigError(
-            "--tiered-disk-path",
-            f"{folder} cannot be used ({error.strerror})",
-            "give a directory that this user may write to",
-        ) from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "--tiered-disk-path",
-            f"{folder} is not writable",
-            "give a directory that this user may write to",
-        )
-    held = sum(item.stat().st_size for item in folder.iterdir() if item.is_file())
+        return (), 0
+    folders = _disk_folders(value)
     if size is None or size == "auto":
-        return folder, int((free + held) * _AUTO_SHARE)
+        return folders, _disk_auto_bytes(folders)
     size_bytes = parse_size("--tiered-disk-size", size)
     if size_bytes == 0:
         raise ConfigError("--tiered-disk-size", "is 0", "give a size such as 100GB")
-    return folder, size_bytes
+    return folders, size_bytes
+
+
+def _disk_folders(value: object) -> tuple[Path, ...]:
+    """Make the folders of a comma-separated text, or of a list in a file."""
+    names = value if isinstance(value, list) else str(value).split(",")
+    folders = tuple(
+        Path(str(name).strip()).expanduser().absolute()
+        for name in names
+        if str(name).strip()
+    )
+    if not folders or len(set(folders)) < len(folders):
+        raise ConfigError(
+            "--tiered-disk-path",
+            f"{value!r} names no directory, or one of them twice",
+            "give directories separated by commas",
+        )
+    for folder in folders:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                "--tiered-disk-path",
+                f"{folder} cannot be used ({error.strerror})",
+                "give a directory that this user may write to",
+            ) from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(
+                "--tiered-disk-path",
+                f"{folder} is not writable",
+                "give a directory that this user may write to",
+            )
+    return folders
+
+
+def _disk_auto_bytes(folders: tuple[Path, ...]) -> int:
+    """Return half of what is free, or held by a former server.
+
+    All folders get equal shares, so the tightest one decides; folders of one file
+    system share what is free there.
+    """
+    devices = [folder.stat().st_dev for folder in folders]
+    shares = []
+    for folder, device in zip(folders, devices, strict=True):
+        free = shutil.disk_usage(folder).free / devices.count(device)
+        held = sum(item.stat().st_size for item in folder.iterdir() if item.is_file())
+        shares.append(free + held)
+    return int(min(shares) * len(folders) * _AUTO_SHARE)
 
 
 def _choice(settings: Mapping[str, Any], name: str, default: str) -> str:

@@ -38,7 +38,7 @@ from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.cxl import CxlTier
-from sgl_tiered.tiers.disk import DiskTier
+from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.faulty import Faults, FaultyMemoryTier
 from sgl_tiered.tiers.host import HostTier
 from sgl_tiered.tiers.throttled import ThrottledMemoryTier, ThrottledTier
@@ -280,16 +280,17 @@ def _open_cxl(
 def _open_disk(
     config: TieredConfig, layout: PageLayout, namespace: Namespace
 ) -> Tier | None:
-    if config.disk_path is None:
+    if not config.disk_paths:
         return None
-    disk: Tier = DiskTier.open(
-        config.disk_path,
+    disk = open_disk_tier(
+        config.disk_paths,
         slot_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
         max_bytes=config.disk_bytes,
         fingerprint=namespace.digest().hex(),
         num_threads=config.disk_threads,
+        io=config.disk_io,
     )
     emulation = config.emulate.get(TierId.DISK)
     if emulation is not None:

@@ -64,6 +64,12 @@ def test_random_use_keeps_count() -> None:
             slots.free(some.astype(np.int64))
             held -= set(some.tolist())
         assert slots.used_slots == len(held)
+        free = np.ones(50, np.bool_)
+        free[sorted(held)] = False
+        runs = zip(slots._starts.tolist(), slots._lengths.tolist(), strict=True)
+        assert [s for a, n in runs for s in range(a, a + n)] == np.flatnonzero(
+            free
+        ).tolist()
         assert slots.free_slots + slots.used_slots == slots.capacity
 
 
@@ -96,3 +102,51 @@ def test_growth_adds_free_slots() -> None:
     more = slots.alloc(3)
     assert more is not None
     assert more.tolist() == [2, 3, 4]
+
+
+def test_the_shortest_run_that_fits_is_taken() -> None:
+    """Long runs stay whole for those who need them."""
+    slots = SlotAllocator(30)
+    slots.alloc(30)
+    slots.free(np.arange(2, 12))
+    slots.free(np.arange(20, 24))
+    taken = slots.alloc(4)
+    assert taken is not None
+    assert taken.tolist() == [20, 21, 22, 23]
+    taken = slots.alloc(8)
+    assert taken is not None
+    assert taken.tolist() == list(range(2, 10))
+
+
+def test_what_fits_nowhere_gets_the_longest_runs() -> None:
+    """As few pieces as there can be, ascending, the last one from its start."""
+    slots = SlotAllocator(30)
+    slots.alloc(30)
+    for begin, end in ((0, 2), (5, 9), (12, 17), (20, 23)):
+        slots.free(np.arange(begin, end))
+    taken = slots.alloc(11)
+    assert taken is not None
+    assert taken.tolist() == [*range(5, 9), *range(12, 17), 20, 21]
+    assert slots.alloc(4) is None
+    rest = slots.alloc(3)
+    assert rest is not None
+    assert rest.tolist() == [0, 1, 22]
+
+
+def test_neighbours_that_are_freed_become_one_run() -> None:
+    """Runs grow together from both sides, in one call or in several."""
+    slots = SlotAllocator(12)
+    slots.alloc(12)
+    for some in ([4, 5], [8, 1], [6, 7, 0], [2, 3]):
+        slots.free(np.array(some))
+    assert slots._starts.tolist() == [0]
+    assert slots._lengths.tolist() == [9]
+
+
+def test_an_empty_tier_has_no_runs() -> None:
+    """Nothing can be had from a tier of no slots, and nothing breaks."""
+    slots = SlotAllocator(0)
+    assert slots.alloc(1) is None
+    nothing = slots.alloc(0)
+    assert nothing is not None
+    assert len(nothing) == 0

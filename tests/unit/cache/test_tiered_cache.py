@@ -596,3 +596,19 @@ def test_bad_tiers_are_refused() -> None:
             eviction={t: LRUPolicy() for t in (TierId.HOST, TierId.DISK)},
             clock=ManualClock(),
         )
+
+
+def test_a_full_disk_keeps_a_reserve_and_a_host_none(make_cache: MakeCache) -> None:
+    """One slot in 64 stays free on disk, so that long runs are to be had there."""
+    cache = make_cache(host=256, disk=256)
+    digest = cache.open_namespace(SPACE)
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        tokens = rng.integers(0, 1000, 10 * PAGE_TOKENS, dtype=np.int32)
+        plan = cache.plan_offload(digest, tokens)
+        cache.finish_offload(plan, result(plan))
+        while (demote := cache.plan_demote(64)) is not None:
+            cache.finish_demote(demote, result(demote))
+    cache.check()
+    assert cache.occupancy(TierId.DISK).free_slots == 256 // 64
+    assert cache.occupancy(TierId.HOST).free_slots == 0

@@ -1,7 +1,6 @@
 """Settings of a tiered server: what is read, and what is refused in which words."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -29,6 +28,7 @@ NAMES = (
     "disk_path",
     "disk_size",
     "disk_threads",
+    "disk_io",
     "staging_size",
     "eviction_policy",
     "write_policy",
@@ -83,7 +83,8 @@ def test_defaults():
     """Without flags there is a host tier of some size, no disk, and LRU."""
     config = read()
     assert config.host_bytes > 0
-    assert config.disk_path is None
+    assert config.disk_paths == ()
+    assert config.disk_io == "auto"
     assert config.disk_bytes == 0
     assert config.eviction_policy == "lru"
     assert config.write_policy == "write-through"
@@ -153,6 +154,8 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"load_policy": "no"}, "--tiered-load-policy"),
         ({"disk_threads": 0}, "--tiered-disk-threads"),
         ({"disk_threads": True}, "--tiered-disk-threads"),
+        ({"disk_io": "aio"}, "--tiered-disk-io"),
+        ({"disk_path": " , "}, "--tiered-disk-path"),
         ({"seed": -1}, "--tiered-seed"),
         ({"log_interval": -0.5}, "--tiered-log-interval"),
         ({"log_interval": math.nan}, "--tiered-log-interval"),
@@ -213,11 +216,37 @@ def test_a_disk_folder_is_made(tmp_path):
     """A folder that is not there yet is made; auto takes half of the free space."""
     folder = tmp_path / "a" / "b"
     config = read(**HOST, disk_path=str(folder))
-    assert config.disk_path == folder
+    assert config.disk_paths == (folder,)
     assert folder.is_dir()
     assert config.disk_bytes > 0
     config = read(**HOST, disk_path=str(folder), disk_size="3MB")
     assert config.disk_bytes == 3 * 10**6
+
+
+def test_several_disk_folders(tmp_path):
+    """Commas separate folders, and all are made; a file may have a list."""
+    names = [str(tmp_path / "a"), str(tmp_path / "b")]
+    folders = (tmp_path / "a", tmp_path / "b")
+    assert read(**HOST, disk_path=", ".join(names)).disk_paths == folders
+    assert all(folder.is_dir() for folder in folders)
+    file = tmp_path / "tiers.toml"
+    file.write_text(f"host-size = '1MB'\ndisk-path = {names}\ndisk-io = 'mmap'\n")
+    config = read(config=str(file))
+    assert config.disk_paths == folders
+    assert config.disk_io == "mmap"
+
+
+def test_folders_of_one_disk_share_what_is_free(tmp_path):
+    """Half of the free space is taken once, however many folders lie there."""
+    one = read(**HOST, disk_path=str(tmp_path / "a")).disk_bytes
+    two = read(**HOST, disk_path=f"{tmp_path}/b,{tmp_path}/c").disk_bytes
+    assert two == pytest.approx(one, rel=0.1)
+
+
+def test_a_folder_twice_is_refused(tmp_path):
+    """The second would find the first's lock."""
+    with pytest.raises(ConfigError, match="twice"):
+        read(**HOST, disk_path=f"{tmp_path},{tmp_path}/../{tmp_path.name}/.,{tmp_path}")
 
 
 @pytest.mark.parametrize("size", ["0", "none"])
@@ -267,9 +296,9 @@ def test_faults_need_the_environment(monkeypatch, fault):
 def test_paths_are_expanded(tmp_path, monkeypatch):
     """A tilde stands for the user's home, and a relative path becomes absolute."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert read(**HOST, disk_path="~/kv").disk_path == tmp_path / "kv"
+    assert read(**HOST, disk_path="~/kv").disk_paths == (tmp_path / "kv",)
     monkeypatch.chdir(tmp_path)
-    assert read(**HOST, disk_path="kv").disk_path == Path(tmp_path / "kv")
+    assert read(**HOST, disk_path="kv").disk_paths == (tmp_path / "kv",)
 
 
 def test_choices_are_the_policies_that_there_are():
