@@ -6,7 +6,7 @@ Triton form of the page copies, which reads pinned host memory in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from sgl_tiered_kernels.page_copy.dma import (
 )
 
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.errors import ConfigError
 
-__all__ = ["CudaOps", "as_byte_pages"]
+__all__ = ["CudaOps", "as_byte_pages", "cuda_register"]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -40,9 +41,17 @@ class CudaOps:
         pool: SGLang's; K and V of each layer as [slots, heads, dim].
         layout: shape of a page.
         forward_stream: on which SGLang's overlap scheduler runs the model; or None.
+        engines: the copy engines; those of the CUDA driver if None.
     """
 
-    def __init__(self, pool: Any, layout: PageLayout, forward_stream: Any) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        layout: PageLayout,
+        forward_stream: Any,
+        *,
+        engines: CopyEngines | None = None,
+    ) -> None:
         self._layout = layout
         self._device: torch.device = pool.k_buffer[0].device
         self._forward_stream = forward_stream
@@ -63,7 +72,7 @@ class CudaOps:
             device=self._device,
         )
         self._half_rows = torch.arange(self._half_pages, device=self._device)
-        self._engines = CopyEngines(batch_function(), copy_function())
+        self._engines = engines or CopyEngines(batch_function(), copy_function())
 
     @property
     def layout(self) -> PageLayout:
@@ -187,6 +196,27 @@ class CudaOps:
         frm = row_addresses(first, width, np.arange(len(rows), dtype=np.int64))
         # The gather is still under way: its bytes must be read in the stream's order.
         self._engines.submit(to, frm, width, stream.cuda_stream, source_complete=False)
+
+
+def cuda_register() -> Callable[[int, int], Callable[[], None]]:
+    """Return a function that pins memory for CUDA and gives back how to unpin it."""
+    cudart = torch.cuda.cudart()
+
+    def register(address: int, num_bytes: int) -> Callable[[], None]:
+        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
+        if status != 0:
+            raise ConfigError(
+                "--tiered-host-size",
+                f"CUDA cannot pin {num_bytes} bytes (error {status})",
+                "give less, or raise the locked-memory limit (ulimit -l)",
+            )
+
+        def unregister() -> None:
+            cudart.cudaHostUnregister(address)
+
+        return unregister
+
+    return register
 
 
 def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:

@@ -24,9 +24,10 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.served import num_params
 from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
 
-__all__ = ["measure_costs"]
+__all__ = ["measure_costs", "tune_loads"]
 
 _PROBE_PAGES = 32
 _MATMUL_ROWS = 512
@@ -92,6 +93,26 @@ def measure_costs(
     return CostModel(prefill, links), figures
 
 
+def tune_loads(
+    device: DevicePool, num_device_pages: int, host: MemoryTier
+) -> dict[str, float]:
+    """Let a pool that loads in more than one way find out which is the better one.
+
+    Args:
+        device: the pool, of which pages 1.. are free now.
+        num_device_pages: pages of the pool.
+        host: the host tier, empty.
+
+    Returns:
+        What was measured; nothing for a pool with but one way.
+    """
+    if not isinstance(device, StreamPool):
+        return {}
+    num_pages = _num_probe_pages(num_device_pages, host)
+    rows = np.arange(num_pages, dtype=np.int64)
+    return device.tune(host.region, rows, rows + 1)
+
+
 def _num_probe_pages(num_device_pages: int, host: MemoryTier) -> int:
     return min(_PROBE_PAGES, num_device_pages - 1, host.num_slots)
 
@@ -115,8 +136,11 @@ def _host_link(
 
 
 def _load(device: DevicePool, host: MemoryTier, rows: Any, pages: Any) -> None:
+    arrival = None
     for layer in range(device.layout.num_layers):
-        device.load_layer(layer, host.region, rows, pages)
+        arrival = device.load_layer(layer, host.region, rows, pages)
+    if arrival is not None:
+        arrival.finish()
     host.charge(len(rows) * device.layout.page_bytes)
 
 
