@@ -24,7 +24,10 @@ def script(monkeypatch):
 def test_a_dry_run_writes_every_record(script, tmp_path, capsys):
     """Header, copies both ways by size, the overlap, and one JSON line at the end."""
     assert script.main(["--dry-run", "--out", str(tmp_path)]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "records.jsonl").open()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "records.jsonl").read_text().splitlines()
+    ]
     assert lines[0]["kind"] == "header"
     assert lines[0]["facts"]["dry_run"] is True
     copies = [
