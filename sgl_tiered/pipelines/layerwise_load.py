@@ -164,6 +164,10 @@ class LoadTicket:
             for _, arrival in self._arrivals[layer]:
                 arrival.order()
 
+    def wait_last_layer(self) -> None:
+        """Do as ``wait_layer`` for the last one, and so for all: they come in order."""
+        self.wait_layer(self._num_layers - 1)
+
     def _block_until(self, layer: int) -> None:
         started_s = self._clock.now()
         if self._waiter_copies:

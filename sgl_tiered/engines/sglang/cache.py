@@ -142,7 +142,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self.tiered.counter.add(self._ticket)
         if self.tiered.wait_whole:
             # SGLang lets the forward's stream wait for this thread's.
-            self._ticket.wait_layer(self.tiered.num_layers - 1)
+            self._ticket.wait_last_layer()
         return self.tiered.counter.latest
 
     def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:

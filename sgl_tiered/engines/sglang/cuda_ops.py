@@ -6,7 +6,7 @@ Triton form of the page copies, which reads pinned host memory in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,8 @@ from sgl_tiered_kernels.page_copy.dma import (
 )
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.errors import ConfigError
 
-__all__ = ["CudaOps", "as_byte_pages", "cuda_register"]
+__all__ = ["CudaOps", "as_byte_pages"]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -196,27 +195,6 @@ class CudaOps:
         frm = row_addresses(first, width, np.arange(len(rows), dtype=np.int64))
         # The gather is still under way: its bytes must be read in the stream's order.
         self._engines.submit(to, frm, width, stream.cuda_stream, source_complete=False)
-
-
-def cuda_register() -> Callable[[int, int], Callable[[], None]]:
-    """Return a function that pins memory for CUDA and gives back how to unpin it."""
-    cudart = torch.cuda.cudart()
-
-    def register(address: int, num_bytes: int) -> Callable[[], None]:
-        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
-        if status != 0:
-            raise ConfigError(
-                "--tiered-host-size",
-                f"CUDA cannot pin {num_bytes} bytes (error {status})",
-                "give less, or raise the locked-memory limit (ulimit -l)",
-            )
-
-        def unregister() -> None:
-            cudart.cudaHostUnregister(address)
-
-        return unregister
-
-    return register
 
 
 def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,9 @@ from sgl_tiered.cost.calibrated import read_fitting
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.cuda_ops import cuda_register
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
-from sgl_tiered.engines.sglang.probe import measure_costs, tune_loads
+from sgl_tiered.engines.sglang.probe import measure_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
@@ -124,18 +124,16 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         layout.page_tokens,
         "0/1",
     )
-    register = cuda_register() if pool.k_buffer[0].is_cuda else None
+    register = _cuda_register() if pool.k_buffer[0].is_cuda else None
     metrics = MetricsRegistry()
     host = _open_host(config, layout, register)
     disk = _open_disk(config, layout, namespace)
-    num_device_pages = allocator.size // layout.page_tokens
-    tuned = tune_loads(device, num_device_pages, host)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
         attention_width=model.attention_width,
         device=device,
-        num_device_pages=num_device_pages,
+        num_device_pages=allocator.size // layout.page_tokens,
         host=host,
         disk=disk,
         clock=clock,
@@ -186,7 +184,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         offloader=OffloadWorker(device, host, completions, clock, metrics),
         demoter=demoter,
         stager=stager,
-        probe={**tuned, **figures},
+        probe=figures,
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
     )
     _log_start(parts, layout)
@@ -248,6 +246,27 @@ def _adopt(cache: TieredCache, disk: Tier) -> None:
             adopted,
             refused,
         )
+
+
+def _cuda_register() -> Callable[[int, int], Callable[[], None]]:
+    """Return a function that pins memory for CUDA and gives back how to unpin it."""
+    cudart = torch.cuda.cudart()
+
+    def register(address: int, num_bytes: int) -> Callable[[], None]:
+        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
+        if status != 0:
+            raise ConfigError(
+                "--tiered-host-size",
+                f"CUDA cannot pin {num_bytes} bytes (error {status})",
+                "give less, or raise the locked-memory limit (ulimit -l)",
+            )
+
+        def unregister() -> None:
+            cudart.cudaHostUnregister(address)
+
+        return unregister
+
+    return register
 
 
 def _forward_skips_layers(ctx: Any, pool: Any) -> bool:

@@ -27,7 +27,7 @@ from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
 
-__all__ = ["measure_costs", "tune_loads"]
+__all__ = ["measure_costs"]
 
 _PROBE_PAGES = 32
 _MATMUL_ROWS = 512
@@ -69,7 +69,7 @@ def measure_costs(
     Returns:
         The costs, and what was measured now, by name.
     """
-    figures: dict[str, float] = {}
+    figures = _tune_loads(device, num_device_pages, host)
     tiers = [TierId.HOST] if disk is None else [TierId.HOST, TierId.DISK]
     links = {} if calibration is None else calibrated_links(calibration, tiers)
     prefill = None if calibration is None else calibrated_prefill(calibration)
@@ -93,19 +93,10 @@ def measure_costs(
     return CostModel(prefill, links), figures
 
 
-def tune_loads(
+def _tune_loads(
     device: DevicePool, num_device_pages: int, host: MemoryTier
 ) -> dict[str, float]:
-    """Let a pool that loads in more than one way find out which is the better one.
-
-    Args:
-        device: the pool, of which pages 1.. are free now.
-        num_device_pages: pages of the pool.
-        host: the host tier, empty.
-
-    Returns:
-        What was measured; nothing for a pool with but one way.
-    """
+    """Let a pool that loads in more than one way find out which is the better one."""
     if not isinstance(device, StreamPool):
         return {}
     num_pages = _num_probe_pages(num_device_pages, host)

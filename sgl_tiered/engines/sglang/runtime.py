@@ -147,11 +147,6 @@ class TieredRuntime:
         """Tokens in a page."""
         return self._parts.device.layout.page_tokens
 
-    @property
-    def num_layers(self) -> int:
-        """Attention layers of this rank."""
-        return self._parts.device.layout.num_layers
-
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes:
         """Return the digest for an adapter and a tenant; cached."""
         names = (extra_key or "", cache_salt or "")

@@ -184,6 +184,22 @@ def test_waiting_for_a_layer_waits_for_no_copy(below):
         assert ticket.wait(PATIENCE_S)
 
 
+@given(seed=SEEDS, below=WAYS)
+@settings(max_examples=20)
+def test_who_waits_for_the_last_layer_waits_for_all(seed, below):
+    """A forward that asks for no layer may read all of them after that one wait."""
+    region = make_pages(2, SLOT, 8)
+    with Machine(seed, below) as machine:
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        ticket.wait_last_layer()
+        for layer in range(LAYOUT.num_layers):
+            machine.reads(layer, [3, 4])
+        machine.device.settle()
+        for layer, read in machine.seen:
+            assert np.array_equal(read, layer_of(region, [0, 1], layer))
+        assert ticket.wait(PATIENCE_S)
+
+
 @pytest.mark.parametrize("below", [KERNEL, ENGINES])
 def test_a_copy_that_fails_on_the_device_fails_the_ticket(below):
     """The error of a queued copy reaches ``wait`` and the completion."""
