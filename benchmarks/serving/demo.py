@@ -29,8 +29,8 @@ from sgl_tiered_workloads.client import StreamingClient, run_chat
 from sgl_tiered_workloads.gate import (
     GateResult,
     check_equality,
-    measure_spread,
     negative_control,
+    plain_spread,
 )
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
@@ -195,9 +195,7 @@ def _gate(
     runs: dict[str, list[RequestRecord]], wrong: list[RequestRecord]
 ) -> GateResult:
     reference = runs["reference"]
-    # Plain with a small pool recomputes where the reference hits: exactly the
-    # rounding that a load-or-recompute decision may rightly cause.
-    spread = measure_spread(reference, runs["plain"])
+    spread = plain_spread(reference, runs["plain"], PAGE_SIZE)
     print(
         f"\nplain against itself (recompute or device hit): top-5 logprobs move "
         f"{spread.max_logprob:.3f} at most, {spread.mean_logprob:.4f} on average"

@@ -13,7 +13,27 @@ import numpy.typing as npt
 
 from sgl_tiered.core.layout import PageLayout
 
-__all__ = ["DevicePool"]
+__all__ = ["Arrival", "DevicePool"]
+
+
+class Arrival(Protocol):
+    """One copy to the device that is queued, and may still run."""
+
+    def order(self) -> None:
+        """Make what the calling thread queues on the device wait. Never blocks."""
+        ...
+
+    def finish(self) -> float:
+        """Block until the copy has ended and return its seconds on the device.
+
+        Raises:
+            RuntimeError: the copy failed.
+        """
+        ...
+
+    def stall_s(self) -> float:
+        """Return how long the engine's work stood still for it, as far as known."""
+        ...
 
 
 class DevicePool(Protocol):
@@ -27,7 +47,8 @@ class DevicePool(Protocol):
     def mark(self) -> object:
         """Return a token for all work that the engine has queued so far.
 
-        Called on the engine's thread; ``store_pages`` waits for it.
+        Called on the engine's thread; loads and stores that are given it start after
+        that work.
         """
         ...
 
@@ -47,12 +68,23 @@ class DevicePool(Protocol):
         rows: npt.NDArray[np.int64],
         device_pages: npt.NDArray[np.int64],
         *,
+        after: object = None,
         by_waiter: bool = False,
-    ) -> None:
+    ) -> Arrival | None:
         """Copy one layer of pages from rows of ``region`` to the device.
 
-        Returns when the engine may read the layer. ``by_waiter``: called on the
-        engine's thread, which has nothing else to do.
+        Args:
+            layer: which.
+            region: uint8 [num_rows, >= page_bytes].
+            rows: int64 [n], where the pages are; like ``region``, not to be changed
+                before the copy has ended.
+            device_pages: int64 [n], where they go, each at most once.
+            after: ``mark()`` of the work that may still use these pages.
+            by_waiter: called on the engine's thread, which has nothing else to do.
+
+        Returns:
+            None if the engine may read the layer now, or the copy, if it is only
+            queued. Copies of a pool end in the order of the calls.
         """
         ...
 

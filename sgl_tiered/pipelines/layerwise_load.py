@@ -7,10 +7,15 @@ ascending, so "layer i is there" is a comparison with a counter.
 Where copies and computation share the cores (a CPU as the device), the model thread
 copies each layer itself, with all cores, just before it needs it: 74 MB beside the
 forward cost 16 ms of TTFT on two cores, the same by itself 10 ms.
+
+Where the device has queues of its own (CUDA), the loader only queues: "layer i is
+there" then means that its copy is queued, the model's stream waits for it and no thread
+does, and the loader's thread sees the load through to its end.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +27,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.metrics.registry import MetricsRegistry
-from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.pipelines.base import Arrival, DevicePool
 from sgl_tiered.pipelines.completions import CompletionQueue, LoadFinished
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
@@ -89,13 +94,19 @@ class LoadTicket:
     Who copies: the loader. Where the pool says that ``waiter_copies``, the model thread
     does not sleep in ``wait_layer`` but copies the layer itself, and the loader steps
     in only where it does not come for the next one.
+
+    Made on the engine's thread: the load starts after the work queued until then.
     """
 
     def __init__(self, jobs: Sequence[LoadJob], pool: DevicePool, clock: Clock) -> None:
         self.jobs = tuple(jobs)
         self._pool = pool
+        self._after = pool.mark()
         self._waiter_copies = pool.waiter_copies
         self._num_layers = pool.layout.num_layers
+        self._arrivals: list[list[tuple[TierId, Arrival]]] = [
+            [] for _ in range(self._num_layers)
+        ]
         self._clock = clock
         self._copies = [
             (segment, job.device_pages[segment.positions])
@@ -130,8 +141,14 @@ class LoadTicket:
 
     @property
     def stall_s(self) -> float:
-        """Seconds spent in ``wait_layer`` and ``wait`` so far, copying included."""
-        return self._stall_s
+        """Seconds that the model stood still so far, copying included.
+
+        Those spent in ``wait_layer`` and ``wait``. Where the device has streams, those
+        in ``wait_layer``, and those that the engine's stream waited, once known.
+        """
+        return self._stall_s + sum(
+            arrival.stall_s() for _, arrival in itertools.chain(*self._arrivals)
+        )
 
     @property
     def moved(self) -> dict[TierId, tuple[int, float]]:
@@ -151,10 +168,20 @@ class LoadTicket:
         """Block until a layer has arrived, or the load failed (see ``failed``).
 
         Costs a comparison once the layer is there. A failed load releases everybody:
-        the caller finds out by ``wait`` and must not use what was computed.
+        the caller finds out by ``wait`` and must not use what was computed. Where the
+        device has streams, the one that the calling thread works on waits instead.
         """
-        if layer < self._num_arrived:
-            return
+        if layer >= self._num_arrived:
+            self._block_until(layer)
+        if not self._done:
+            for _, arrival in self._arrivals[layer]:
+                arrival.order()
+
+    def wait_last_layer(self) -> None:
+        """Do as ``wait_layer`` for the last one, and so for all: they come in order."""
+        self.wait_layer(self._num_layers - 1)
+
+    def _block_until(self, layer: int) -> None:
         started_s = self._clock.now()
         if self._waiter_copies:
             self._left_to_waiter_until_s = started_s + _LEFT_TO_WAITER_S
@@ -177,7 +204,8 @@ class LoadTicket:
                 self._left_to_waiter_until_s = 0.0
                 self._loader_needed.notify_all()
                 self._changed.wait_for(lambda: self._done, timeout_s)
-                self._stall_s += self._clock.now() - started_s
+                if not self._arrivals[0]:
+                    self._stall_s += self._clock.now() - started_s
         return self._done and not self._failed
 
     def _claim_for_waiter(self) -> bool:
@@ -223,12 +251,34 @@ class LoadTicket:
     def _copy_layer(self, layer: int, by_waiter: bool) -> None:
         for segment, device_pages in self._copies:
             before_s = self._clock.now()
-            self._pool.load_layer(
-                layer, segment.region, segment.rows, device_pages, by_waiter=by_waiter
+            arrival = self._pool.load_layer(
+                layer,
+                segment.region,
+                segment.rows,
+                device_pages,
+                after=self._after,
+                by_waiter=by_waiter,
             )
+            if arrival is not None:
+                # Its own seconds come with its end; those of queueing are nobody's.
+                self._arrivals[layer].append((segment.source, arrival))
+                before_s = self._clock.now()
             if segment.charge is not None:
                 segment.charge(len(segment.rows) * self._pool.layout.layer_page_bytes)
             self._seconds_by_tier[segment.source] += self._clock.now() - before_s
+
+    def _land(self) -> str:
+        """Block until no copy is under way any more; return what went wrong.
+
+        Also after a failure: sources and pages belong to the load until it has ended.
+        """
+        error = self._failed
+        for source, arrival in itertools.chain(*self._arrivals):
+            try:
+                self._seconds_by_tier[source] += arrival.finish()
+            except RuntimeError as problem:
+                error = error or str(problem)
+        return error
 
     def _finish(self, error: str = "") -> None:
         with self._changed:
@@ -287,8 +337,9 @@ class LayerwiseLoader:
     def _load(self, ticket: LoadTicket) -> None:
         while ticket._claim_for_loader():
             ticket._copy(by_waiter=False)
-        if ticket.failed:
-            self._give_up(ticket, ticket.failed)
+        error = ticket._land()
+        if error:
+            self._give_up(ticket, error)
             return
         pages_by_tier = _pages_by_tier(ticket.jobs)
         for tier, num_pages in pages_by_tier.items():

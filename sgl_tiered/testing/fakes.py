@@ -87,9 +87,11 @@ class FakeDevicePool:
         rows: Int64s,
         device_pages: Int64s,
         *,
+        after: object = None,
         by_waiter: bool = False,
     ) -> None:
         """Copy one layer in, once its gate is open."""
+        del after
         self.by_waiter.append(by_waiter)
         self.gates[layer].wait()
         if layer == self.fail_layer:

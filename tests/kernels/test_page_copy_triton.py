@@ -12,6 +12,8 @@ from sgl_tiered_kernels.page_copy import reference
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+PARTS = [(4100, 2, 5, 64), (64, 6, 3, 4), (3, 2, 1, 1), (8192, 4, 7, 3)]
+"""Bytes of a part, parts, pages, and the programs that share the work."""
 CASES = [(1, 0, 0), (7, 3, 1), (64, 8, 16), (5000, 4, 8), (8192, 0, 0), (4097, 0, 3)]
 
 
@@ -59,6 +61,42 @@ def check_layer(device):
     assert not host[:, 3 * size :].any()
 
 
+def check_parts(device):
+    """Move odd parts of several buffers both ways; raises on a difference."""
+    from sgl_tiered_kernels.page_copy import triton as kernel
+
+    rng = np.random.default_rng(1)
+    for size, num_parts, count, programs in PARTS:
+        first, width = 8, 8 + num_parts * size + 5
+        whole = rng.integers(0, 256, (7, width), np.uint8)
+        buffers = [torch.zeros((9, size), dtype=torch.uint8, device=device)]
+        buffers += [torch.zeros_like(buffers[0]) for _ in range(num_parts - 1)]
+        table = torch.tensor([b.data_ptr() for b in buffers], device=device)
+        pages, rows = rng.permutation(9)[:count], rng.permutation(7)[:count]
+        on_device = [torch.tensor(numbers, device=device) for numbers in (pages, rows)]
+        kernel.scatter_parts(
+            table,
+            on_device[0],
+            torch.tensor(whole, device=device),
+            on_device[1],
+            first,
+            size,
+            max_programs=programs,
+        )
+        back = torch.zeros((7, width), dtype=torch.uint8, device=device)
+        kernel.gather_parts(
+            back, on_device[1], first, table, on_device[0], size, max_programs=programs
+        )
+        wanted = np.zeros_like(whole)
+        for part, buffer in enumerate(buffers):
+            offset = first + part * size
+            parts = np.zeros((9, size), np.uint8)
+            reference.copy_rows(parts, pages, 0, whole, rows, offset, size)
+            np.testing.assert_array_equal(buffer.cpu().numpy(), parts)
+            reference.copy_rows(wanted, rows, offset, parts, pages, 0, size)
+        np.testing.assert_array_equal(back.cpu().numpy(), wanted)
+
+
 def test_the_interpreted_kernel_equals_the_reference():
     """Under TRITON_INTERPRET=1 (read at import, so in a process of its own)."""
     done = subprocess.run(
@@ -70,7 +108,7 @@ def test_the_interpreted_kernel_equals_the_reference():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["rows", "layer"]
+    assert done.stdout.split() == ["rows", "layer", "parts"]
 
 
 @pytest.mark.gpu
@@ -79,6 +117,27 @@ def test_the_compiled_kernel_equals_the_reference():
     """On a real device, all sizes and offsets."""
     check_rows("cuda")
     check_layer("cuda")
+    check_parts("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_the_kernel_reads_and_writes_pinned_memory_in_place():
+    """Whole pages may lie in host memory: the device reaches them over the link."""
+    from sgl_tiered_kernels.page_copy import triton as kernel
+
+    size = 4096
+    buffers = [torch.zeros((5, size), dtype=torch.uint8, device="cuda") for _ in "kv"]
+    table = torch.tensor([b.data_ptr() for b in buffers], device="cuda")
+    pages = torch.tensor([4, 1], device="cuda")
+    rows = torch.tensor([0, 2], device="cuda")
+    host = torch.randint(0, 256, (3, 2 * size), dtype=torch.uint8, pin_memory=True)
+    kernel.scatter_parts(table, pages, host, rows, 0, size)
+    back = torch.zeros_like(host, pin_memory=True)
+    kernel.gather_parts(back, rows, 0, table, pages, size)
+    torch.cuda.synchronize()
+    assert torch.equal(back[[0, 2]], host[[0, 2]])
+    assert not back[1].any()
 
 
 def test_a_block_outside_its_row_is_refused():
@@ -88,6 +147,11 @@ def test_a_block_outside_its_row_is_refused():
     data, rows = torch.zeros((2, 16), dtype=torch.uint8), torch.tensor([0])
     with pytest.raises(ValueError, match="src"):
         kernel.copy_rows(data, rows, 0, data.clone(), rows, 12, 8)
+    table = torch.tensor([data.data_ptr()])
+    with pytest.raises(ValueError, match="outside a row"):
+        kernel.gather_parts(data, rows, 1, table, rows, 16)
+    with pytest.raises(ValueError, match="differ in length"):
+        kernel.scatter_parts(table, rows, data, torch.tensor([0, 1]), 0, 16)
     with pytest.raises(ValueError, match="contiguous"):
         kernel.copy_rows(data[:, ::2], rows, 0, data.clone(), rows, 0, 8)
 
@@ -97,3 +161,5 @@ if __name__ == "__main__":
     print("rows")
     check_layer("cpu")
     print("layer")
+    check_parts("cpu")
+    print("parts")

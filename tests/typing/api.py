@@ -87,6 +87,7 @@ class ThirdPartyPool:
         rows: npt.NDArray[np.int64],
         device_pages: npt.NDArray[np.int64],
         *,
+        after: object = None,
         by_waiter: bool = False,
     ) -> None:
         """Copy nothing."""

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 
+from sgl_tiered_workloads.connected import Connected
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import ChatSession, PlannedRequest
+from sgl_tiered_workloads.usage import usage_of
 
 __all__ = ["StreamingClient", "run_chat"]
 
@@ -61,7 +61,7 @@ class _Answer:
         self.finished = self.meta.get("finish_reason") is not None
 
 
-class StreamingClient:
+class StreamingClient(Connected[aiohttp.ClientSession]):
     """Sends requests to one server; an async context manager.
 
     Args:
@@ -73,34 +73,17 @@ class StreamingClient:
     def __init__(
         self, url: str, logprobs: bool = True, timeout_s: float = 600.0
     ) -> None:
+        super().__init__()
         self._url = url
         self._logprobs = logprobs
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._session: aiohttp.ClientSession | None = None
-        self._zero = time.perf_counter()
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
+    def _connect(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
             timeout=self._timeout,
             connector=aiohttp.TCPConnector(limit=0),
             read_bufsize=_LINE_BYTES,
         )
-        self._zero = time.perf_counter()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    def now_s(self) -> float:
-        """Seconds since the client was entered."""
-        return time.perf_counter() - self._zero
 
     async def send(self, request: PlannedRequest, order: int = 0) -> RequestRecord:
         """Send one request and return its record."""
@@ -148,9 +131,7 @@ class StreamingClient:
         }
 
     async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        if self._session is None:
-            raise RuntimeError("enter the client first: `async with client:`")
-        async with self._session.post(self._url + "/generate", json=body) as response:
+        async with self.session.post(self._url + "/generate", json=body) as response:
             if response.status != 200:
                 text = (await response.text())[:500]
                 raise _ServerSaidNoError(f"HTTP {response.status}: {text}")
@@ -246,12 +227,7 @@ def _record(
     reason = answer.meta.get("finish_reason") or {}
     if error is None and reason.get("type") == "abort":
         error = f"aborted: {reason.get('message', '')}"
-    cached = int(answer.meta.get("cached_tokens") or 0)
-    details = answer.meta.get("cached_tokens_details") or {}
-    tiers = {k: int(v) for k, v in details.items() if isinstance(v, int)}
-    if "disk" in tiers:
-        # SGLang's own word for the level below host; the tiers repeat disk in it.
-        tiers.pop("storage", None)
+    usage = usage_of(answer.meta)
     return RequestRecord(
         key=request.key,
         order=order,
@@ -265,7 +241,7 @@ def _record(
             tuple((float(pair[0]), int(pair[1])) for pair in top)
             for top in answer.top_logprobs
         ),
-        cached_tokens=cached,
-        cached_by_tier=tiers,
+        cached_tokens=usage.cached_tokens or 0,
+        cached_by_tier=usage.cached_by_tier,
         error=error,
     )

@@ -21,7 +21,7 @@ compared *exactly* when all of this holds, else under the near-tie rule:
    may serve different ones).
 
 The near-tie rule. A logprob may differ by at most the spread that plain SGLang
-shows against itself when batching or hit lengths change (``measure_spread``),
+shows against itself when batching or hit lengths change (``plain_spread``),
 and a token may differ only where the two tokens' logprobs are closer than that
 spread moves them. After a differing token the rest of the answer is out of
 comparison: it follows another text. ``slack`` allows for the maximum of one
@@ -50,6 +50,7 @@ __all__ = [
     "check_equality",
     "measure_spread",
     "negative_control",
+    "plain_spread",
 ]
 
 TopLogprobs = tuple[tuple[float, int], ...]
@@ -170,6 +171,33 @@ def measure_spread(
     if not moves:
         raise ValueError("no output token to measure the spread on")
     return Spread(max(moves), sum(moves) / len(moves), max(gaps), len(gaps))
+
+
+def plain_spread(
+    reference: Sequence[RequestRecord], plain: Sequence[RequestRecord], page_size: int
+) -> Spread:
+    """Measure plain against itself where it did not compute alike.
+
+    Answers that were computed alike do not move; among the others they would only make
+    the mean look smaller than the moves that it is compared with. Where all were, they
+    are what there is.
+
+    Args:
+        reference: plain SGLang's records, in schedule order.
+        plain: the same requests to plain SGLang with a small pool, which recomputes
+            where the reference hits: the rounding that a load-or-recompute decision
+            may rightly cause.
+        page_size: tokens per page, on both servers.
+
+    Raises:
+        ValueError: the runs share no comparable output token, or one has failed.
+    """
+    pairs, problems = _pair(reference, plain)
+    if problems:
+        raise ValueError(f"not two runs of one schedule: {problems[0]}")
+    alike = exact_orders(pairs, page_size)
+    moved = [pair for pair in pairs if pair[0].order not in alike] or pairs
+    return measure_spread([ours for ours, _ in moved], [other for _, other in moved])
 
 
 def check_equality(

@@ -14,8 +14,8 @@ from reuse.schedules import PAGE_SIZE
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.gate import (
     check_equality,
-    measure_spread,
     negative_control,
+    plain_spread,
 )
 from sgl_tiered_workloads.harness.control import answer_with_swapped_pages
 from sgl_tiered_workloads.records import RequestRecord
@@ -92,11 +92,12 @@ class Reference:
                 recompute may rightly cause. Without it only exact requests count.
         """
         reference = self.answers[label]
+        spread = None if plain is None else plain_spread(reference, plain, PAGE_SIZE)
         result = check_equality(
             reference,
             records,
             page_size=PAGE_SIZE,
-            spread=None if plain is None else measure_spread(reference, plain),
+            spread=spread,
             min_exact_fraction=0.5,
             must_cover=must_cover,
         )

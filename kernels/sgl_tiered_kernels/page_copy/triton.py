@@ -1,8 +1,11 @@
-"""The page copies between device buffers, one Triton program per row and block.
+"""The page copies between device buffers, as Triton programs.
 
-Tensors are 2-D, contiguous and on one device; a source in pinned host memory that the
-device can address works too. Bytes move as 32-bit words where everything is a
-multiple of four, else as bytes.
+Tensors are 2-D, contiguous and on one device; host memory that CUDA pinned works too,
+read and written in place over the link. Bytes move as 32-bit words where everything is
+a multiple of four, else as bytes.
+
+``scatter_parts`` and ``gather_parts`` take a table of addresses, so that one launch
+moves the keys and values of a layer, or of all layers.
 """
 
 from __future__ import annotations
@@ -11,11 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["copy_layer", "copy_rows", "gather_layer"]
+__all__ = ["copy_layer", "copy_rows", "gather_layer", "gather_parts", "scatter_parts"]
 
 # 4 KiB per program: enough loads in flight per block, and a page of a common model
 # (8 to 64 KiB per layer) still spreads over several programs.
 _BLOCK_WORDS = 1024
+MAX_PROGRAMS = 64
+"""Programs of a copy over the link. 4 KiB in flight in each cover the latency of the
+link (55 GB/s times 2 us is 110 KB), and the other cores are left to the forward."""
 
 
 @triton.jit
@@ -126,3 +132,134 @@ def gather_layer(
     """Copy one layer's keys and values into whole pages; see ``copy_rows``."""
     copy_rows(dst, dst_rows, k_offset, k_src, src_rows, 0, nbytes)
     copy_rows(dst, dst_rows, v_offset, v_src, src_rows, 0, nbytes)
+
+
+@triton.jit
+def _parts_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
+    table,  # noqa: ANN001
+    pages,  # noqa: ANN001
+    whole,  # noqa: ANN001
+    rows,  # noqa: ANN001
+    row_words,  # noqa: ANN001
+    first_word,  # noqa: ANN001
+    part_words,  # noqa: ANN001
+    num_parts,  # noqa: ANN001
+    num_blocks,  # noqa: ANN001
+    num_items,  # noqa: ANN001
+    SCATTER: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    item = tl.program_id(0)
+    while item < num_items:
+        # Blocks of a part, then the parts of a page: neighbours in memory go together.
+        block = item % num_blocks
+        part = (item // num_blocks) % num_parts
+        page = item // (num_blocks * num_parts)
+        column = block * BLOCK + tl.arange(0, BLOCK)
+        inside = column < part_words
+        address = tl.load(table + part)
+        buffer = address.to(whole.dtype)
+        at = tl.load(pages + page) * part_words + column
+        frm = tl.load(rows + page) * row_words + first_word + part * part_words + column
+        if SCATTER:
+            tl.store(buffer + at, tl.load(whole + frm, mask=inside), mask=inside)
+        else:
+            tl.store(whole + frm, tl.load(buffer + at, mask=inside), mask=inside)
+        item += tl.num_programs(0)
+
+
+def scatter_parts(
+    table: torch.Tensor,
+    pages: torch.Tensor,
+    src: torch.Tensor,
+    src_rows: torch.Tensor,
+    first_byte: int,
+    part_bytes: int,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+) -> None:
+    """Copy parts that follow each other in rows of ``src`` to one buffer each.
+
+    With the keys and values of a layer as the table it is ``copy_layer`` in one launch.
+
+    Args:
+        table: ``[parts]`` int64 on the device, the address of each buffer: pages of
+            ``part_bytes`` in a row.
+        pages: ``[n]`` int64 on the device, pages of the buffers, each at most once.
+        src: ``[rows, row]``, on the device or pinned.
+        src_rows: ``[n]`` int64 on the device.
+        first_byte: Bytes from the start of a row to the first part.
+        part_bytes: Bytes of a part of a page.
+        max_programs: How many run at a time; more take cores from other work.
+
+    Raises:
+        ValueError: as for ``copy_rows``.
+    """
+    _launch_parts(
+        table, pages, src, src_rows, first_byte, part_bytes, max_programs, scatter=True
+    )
+
+
+def gather_parts(
+    dst: torch.Tensor,
+    dst_rows: torch.Tensor,
+    first_byte: int,
+    table: torch.Tensor,
+    pages: torch.Tensor,
+    part_bytes: int,
+    *,
+    max_programs: int = MAX_PROGRAMS,
+) -> None:
+    """Copy a part from each buffer into rows of ``dst``: the inverse of scatter_parts.
+
+    Raises:
+        ValueError: as for ``copy_rows``.
+    """
+    _launch_parts(
+        table, pages, dst, dst_rows, first_byte, part_bytes, max_programs, scatter=False
+    )
+
+
+def _launch_parts(
+    table: torch.Tensor,
+    pages: torch.Tensor,
+    whole: torch.Tensor,
+    rows: torch.Tensor,
+    first_byte: int,
+    part_bytes: int,
+    max_programs: int,
+    *,
+    scatter: bool,
+) -> None:
+    data = whole.view(torch.uint8)
+    if data.ndim != 2 or not data.is_contiguous():
+        raise ValueError("whole pages must be a 2-D contiguous tensor")
+    end = first_byte + table.numel() * part_bytes
+    if first_byte < 0 or part_bytes < 0 or end > data.shape[1]:
+        raise ValueError(
+            f"bytes {first_byte} to {end} lie outside a row, which has {data.shape[1]}"
+        )
+    if pages.shape != rows.shape:
+        raise ValueError("pages and rows differ in length")
+    if not pages.numel() or not part_bytes or not table.numel():
+        return
+    # The buffers' addresses are on the device: pools are aligned far beyond a word.
+    sizes = (data.shape[1], first_byte, part_bytes, data.data_ptr())
+    word = 4 if all(size % 4 == 0 for size in sizes) else 1
+    data = data.view(torch.int32) if word == 4 else data
+    num_blocks = triton.cdiv(part_bytes // word, _BLOCK_WORDS)
+    num_items = pages.numel() * table.numel() * num_blocks
+    _parts_kernel[(min(num_items, max_programs),)](
+        table,
+        pages,
+        data,
+        rows,
+        data.shape[1],
+        first_byte // word,
+        part_bytes // word,
+        table.numel(),
+        num_blocks,
+        num_items,
+        SCATTER=scatter,
+        BLOCK=_BLOCK_WORDS,
+    )

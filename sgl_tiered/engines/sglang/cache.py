@@ -148,7 +148,8 @@ class TieredRadixCache(UnifiedRadixCache):
         self._ticket = self.tiered.loader.submit([job for _, job in queued])
         self.tiered.counter.add(self._ticket)
         if self.tiered.wait_whole:
-            self._ticket.wait()
+            # SGLang lets the forward's stream wait for this thread's.
+            self._ticket.wait_last_layer()
         return self.tiered.counter.latest
 
     def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.served import num_params
 from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
 
 __all__ = ["measure_costs"]
@@ -70,7 +71,7 @@ def measure_costs(
     Returns:
         The costs, and what was measured now, by name.
     """
-    figures: dict[str, float] = {}
+    figures = _tune_loads(device, num_device_pages, host)
     given = {TierId.HOST: host, TierId.CXL: cxl, TierId.DISK: disk}
     tiers = [tier for tier, medium in given.items() if medium is not None]
     links = {} if calibration is None else calibrated_links(calibration, tiers)
@@ -96,6 +97,17 @@ def measure_costs(
     return CostModel(prefill, links), figures
 
 
+def _tune_loads(
+    device: DevicePool, num_device_pages: int, host: MemoryTier
+) -> dict[str, float]:
+    """Let a pool that loads in more than one way find out which is the better one."""
+    if not isinstance(device, StreamPool):
+        return {}
+    num_pages = _num_probe_pages(num_device_pages, host)
+    rows = np.arange(num_pages, dtype=np.int64)
+    return device.tune(host.region, rows, rows + 1)
+
+
 def _num_probe_pages(num_device_pages: int, memory: MemoryTier) -> int:
     return min(_PROBE_PAGES, num_device_pages - 1, memory.num_slots)
 
@@ -119,8 +131,11 @@ def _memory_link(
 
 
 def _load(device: DevicePool, memory: MemoryTier, rows: Any, pages: Any) -> None:
+    arrival = None
     for layer in range(device.layout.num_layers):
-        device.load_layer(layer, memory.region, rows, pages)
+        arrival = device.load_layer(layer, memory.region, rows, pages)
+    if arrival is not None:
+        arrival.finish()
     memory.charge(len(rows) * device.layout.page_bytes)
 
 

@@ -69,7 +69,10 @@ class LayerCounter:
         self._current = self._tickets.get(index) if index >= 0 else None
 
     def wait_until(self, layer: int) -> None:
-        """Block the model's thread until ``layer`` has arrived."""
+        """Let the model not read ``layer`` before it has arrived.
+
+        On CUDA its stream waits, elsewhere the calling thread does.
+        """
         if self._current is not None:
             self._current.wait_layer(layer)
 
@@ -114,8 +117,8 @@ class TieredRuntime:
 
     Args:
         parts: as put together by the factory.
-        wait_whole: wait for a whole load before the forward begins (needed where the
-            forward does not ask layer by layer, as in a captured graph).
+        wait_whole: let the forward begin after a whole load (needed where it does not
+            ask layer by layer, as in a captured graph).
     """
 
     def __init__(self, parts: Parts, *, wait_whole: bool) -> None:

@@ -2,11 +2,16 @@
 
 import threading
 
+import numpy as np
+
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.runtime import LayerCounter
-from sgl_tiered.pipelines.layerwise_load import LoadTicket
+from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket, Segment
+from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice
 from sgl_tiered.testing.fakes import FakeDevicePool
+from tests.unit.pipelines.pipeline_support import load_plan
 
 PATIENCE_S = 20.0
 NUM_LAYERS = 3
@@ -52,6 +57,25 @@ def test_a_layer_is_waited_for_until_it_arrives():
     load._copy(by_waiter=False)
     assert passed.wait(PATIENCE_S)
     thread.join(PATIENCE_S)
+
+
+def test_on_a_device_with_streams_the_model_s_stream_waits():
+    """The layer's event stands on the stream, and no copy has run by then."""
+    layout = PageLayout(num_layers=NUM_LAYERS, page_tokens=16, token_bytes=64)
+    device = FakeDevice(np.random.default_rng(0))
+    pool = StreamPool(FakeCopyOps(device, layout, 4))
+    rows = np.array([0])
+    segment = Segment(np.ones((1, layout.slot_bytes), np.uint8), rows, rows)
+    load = LoadTicket([LoadJob(load_plan([0]), (segment,), rows)], pool, SystemClock())
+    counter = LayerCounter()
+    counter.set_consumer(counter.add(load))
+    load._copy(by_waiter=False)
+    counter.wait_until(0)
+    assert device.num_run == 0
+    device.engine.run(lambda: None)
+    while device.engine.queue:
+        assert device.step()
+    assert (pool._ops.layers[0, 0] == 1).all()
 
 
 def test_a_failed_load_lets_everybody_go():

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.cost.calibration import (
-    Calibration,
-    DecodeFit,
-    FitQuality,
-    LinkFit,
-    MachineFacts,
-    ModelFacts,
-    PrefillFit,
-)
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.sim.spec import SimSpec, read_spec
+from tests.unit.cost import calibration_support
 
-QUALITY = FitQuality(10, 0.99, 0.02, 0.05)
-CALIBRATION = Calibration(
-    created="2026-01-01T00:00:00+00:00",
-    method="server",
-    engine="sglang 0.5.23",
-    model=ModelFacts(
-        name="demo",
-        architecture="LlamaForCausalLM",
-        dtype="bfloat16",
-        kv_dtype="bfloat16",
-        attention_backend="tiered_cpu",
-        num_layers=4,
-        attention_width=256,
-        num_params=10**7,
-        kv_bytes_per_token=4096,
-        page_tokens=16,
-        chunk_tokens=512,
+CALIBRATION = replace(
+    calibration_support.CALIBRATION,
+    model=replace(
+        calibration_support.CALIBRATION.model, kv_bytes_per_token=4096, chunk_tokens=512
     ),
-    machine=MachineFacts("none", 2, 8 * 10**9, "Linux"),
-    prefill=PrefillFit(0.002, 1e-4, 1e-8, 1.4, QUALITY),
-    decode=DecodeFit(0.004, 1e-3, 1e-7, QUALITY),
-    request_overhead_s=0.005,
-    links=(LinkFit("host", "device", 1e-4, 5e9, False, 1.1, QUALITY),),
+    links=calibration_support.CALIBRATION.links[:1],
 )
 
 

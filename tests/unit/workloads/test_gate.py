@@ -11,6 +11,7 @@ from sgl_tiered_workloads.gate import (
     check_equality,
     measure_spread,
     negative_control,
+    plain_spread,
 )
 from sgl_tiered_workloads.records import RequestRecord
 
@@ -257,6 +258,27 @@ def test_spread_refuses_runs_of_different_schedules() -> None:
     """A spread over other prompts would allow anything."""
     with pytest.raises(ValueError, match="not two runs of one schedule"):
         measure_spread(RUN, [COLD])
+
+
+def test_plain_s_spread_leaves_out_what_was_computed_alike() -> None:
+    """Answers that cannot move would make the mean smaller than what it is held to."""
+    moved = record("b", 1, cached=4, tops=(TOP, shifted(TOP, 0.04), TOP))
+    spread = plain_spread(RUN, [COLD, moved], PAGE)
+    assert spread.num_tokens == 3
+    assert spread.mean_logprob == pytest.approx(0.04 / 3)
+    assert measure_spread(RUN, [COLD, moved]).mean_logprob == pytest.approx(0.04 / 6)
+
+
+def test_plain_s_spread_of_runs_that_were_all_alike_is_that_of_all() -> None:
+    """Nothing else is there to be measured."""
+    assert plain_spread(RUN, RUN, PAGE) == Spread(0.0, 0.0, 0.0, 6)
+
+
+def test_plain_s_spread_refuses_a_run_that_failed() -> None:
+    """An answer that is missing has no spread."""
+    failed = replace(HIT, error="the server is gone")
+    with pytest.raises(ValueError, match="the server is gone"):
+        plain_spread(RUN, [COLD, failed], PAGE)
 
 
 def test_negative_control_passes_only_when_every_corruption_is_caught() -> None:

@@ -22,13 +22,12 @@ from sgl_tiered_workloads.gate import (
     GateResult,
     Spread,
     check_equality,
-    measure_spread,
     negative_control,
+    plain_spread,
 )
 from sgl_tiered_workloads.harness.control import answer_with_swapped_pages, swappable
 from sgl_tiered_workloads.harness.errors import GateRedError, HarnessError
 from sgl_tiered_workloads.harness.spec import Spec, SystemSpec
-from sgl_tiered_workloads.lineage import exact_orders
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest, replay
 from sgl_tiered_workloads.turns import Session
@@ -177,10 +176,7 @@ def _plain_name(spec: Spec) -> str:
 def _spread(
     reference: Sequence[RequestRecord], plain: Sequence[RequestRecord], page_size: int
 ) -> Spread:
-    """Measure plain against itself where it did not compute alike.
-
-    Answers that were computed alike do not move; among the others they would only
-    make the mean look smaller than the moves that it is compared with.
+    """Measure plain against itself; see ``plain_spread``.
 
     Raises:
         HarnessError: plain failed, so there is nothing to measure.
@@ -191,10 +187,7 @@ def _spread(
                 f"Plain SGLang failed on {record.key} of the gate ({record.error}); "
                 "see its log."
             )
-    pairs = list(zip(reference, plain, strict=True))
-    exact = exact_orders(pairs, page_size)
-    moved = [pair for pair in pairs if pair[0].order not in exact] or pairs
-    return measure_spread([ours for ours, _ in moved], [other for _, other in moved])
+    return plain_spread(reference, plain, page_size)
 
 
 async def _answers(

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import httpx
 import openai
 
+from sgl_tiered_workloads.connected import Connected
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest
 
@@ -92,7 +91,7 @@ class _Answer:
         return 1 if text else 0
 
 
-class OpenAIClient:
+class OpenAIClient(Connected[openai.AsyncOpenAI]):
     """Sends requests to one server; an async context manager.
 
     Args:
@@ -122,6 +121,7 @@ class OpenAIClient:
     ) -> None:
         if api == "openai-chat" and tokenizer is None:
             raise ValueError("chat sends text, so it needs the model's tokenizer")
+        super().__init__()
         self._base = url.rstrip("/") + "/v1"
         self._model = model
         self._api = api
@@ -129,12 +129,10 @@ class OpenAIClient:
         self._extensions = extensions
         self._api_key = api_key
         self._timeout_s = timeout_s
-        self._client: openai.AsyncOpenAI | None = None
-        self._zero = time.perf_counter()
 
-    async def __aenter__(self) -> Self:
+    def _connect(self) -> openai.AsyncOpenAI:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = openai.AsyncOpenAI(
+        return openai.AsyncOpenAI(
             api_key=self._api_key,
             base_url=self._base,
             # A retry would hide a failure and count its wait as the server's.
@@ -142,34 +140,17 @@ class OpenAIClient:
             timeout=self._timeout_s,
             http_client=httpx.AsyncClient(limits=limits, timeout=self._timeout_s),
         )
-        self._zero = time.perf_counter()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
-
-    def now_s(self) -> float:
-        """Seconds since the client was entered."""
-        return time.perf_counter() - self._zero
 
     async def send(self, request: PlannedRequest, order: int = 0) -> RequestRecord:
         """Send one request and return its record."""
-        if self._client is None:
-            raise RuntimeError("enter the client first: `async with client:`")
+        session = self.session
         body = self._body(request)
         answer = _Answer()
         started_s = self.now_s()
         error: str | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                async for event in self._events(self._client, body):
+                async for event in self._events(session, body):
                     answer.take(event, self.now_s())
         except (
             openai.OpenAIError,

@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import aiohttp
 
+from sgl_tiered_workloads.connected import Connected
 from sgl_tiered_workloads.lsp_dojo.base import (
     CompleterError,
     Completions,
@@ -49,7 +49,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
 
-class SglangCompleter:
+class SglangCompleter(Connected[aiohttp.ClientSession]):
     """A server's model as a ``Completer``; an async context manager.
 
     Args:
@@ -61,25 +61,14 @@ class SglangCompleter:
     def __init__(
         self, url: str, sampling: Sampling | None = None, timeout_s: float = 600.0
     ) -> None:
+        super().__init__()
         self._url = url.rstrip("/")
         self._sampling = Sampling() if sampling is None else sampling
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._session: aiohttp.ClientSession | None = None
         self._drawn = 0
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(timeout=self._timeout)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+    def _connect(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(timeout=self._timeout)
 
     async def complete(self, prompt: str, num_samples: int) -> Completions:
         """Return ``num_samples`` continuations of ``prompt``."""
@@ -122,11 +111,10 @@ class SglangCompleter:
         prompt: str | Sequence[str],
         parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     ) -> Sequence[Mapping[str, Any]]:
-        if self._session is None:
-            raise RuntimeError("enter the completer first: `async with completer:`")
+        session = self.session
         body = {"text": prompt, "sampling_params": parameters}
         try:
-            async with self._session.post(self._url + "/generate", json=body) as reply:
+            async with session.post(self._url + "/generate", json=body) as reply:
                 text = await reply.text()
                 status = reply.status
         except TimeoutError as error:

@@ -1,0 +1,146 @@
+"""All that has to be seen on a GPU: the tests, the copies, the load under a forward.
+
+    python benchmarks/gpu/run_all.py                  # about 5 minutes on one GPU
+    python benchmarks/gpu/run_all.py --dry-run        # the same on a CPU, tiny
+
+Writes ``records.jsonl`` (a header with commit and machine, then raw seconds) and prints
+a table; the last line is one JSON object. Wrong bytes or a failed test end it with
+status 1 before a speed is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from movement.copies import measure_copies
+from movement.overlap import measure_overlap
+from movement.place import Place
+from movement.stack import StackShape
+from sgl_tiered_kernels import page_copy
+from sgl_tiered_workloads.records import make_header
+
+ROOT = Path(__file__).parents[2]
+TESTS = ("tests/kernels", "tests/unit/engines/test_cuda_ops.py")
+PIECES = [4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]
+DRY_STACK = StackShape(num_layers=4, hidden=64, intermediate=128, num_heads=2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run everything and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--cached-tokens", type=int, default=2048)
+    parser.add_argument("--new-tokens", type=int, default=2048)
+    parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
+    args = parser.parse_args(argv)
+    if not args.dry_run and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --dry-run shows the plumbing")
+    place = Place("cpu" if args.dry_run else "cuda")
+    page_copy.prepare()
+    if not args.dry_run and not _tests_pass():
+        return 1
+    records = []
+    try:
+        for record in _measure(place, args):
+            records.append(record)
+            print(_line(record), flush=True)
+    except AssertionError as problem:
+        print(f"WRONG BYTES, no figures: {problem}", file=sys.stderr)
+        return 1
+    facts = {"dry_run": args.dry_run, "repeats": args.repeats, "torch_cuda": _cuda()}
+    _write(args.out / "records.jsonl", facts, records)
+    print(json.dumps(_summary(records) | {"dry_run": args.dry_run}))
+    return 0
+
+
+def _measure(place: Place, args: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    dry = args.dry_run
+    repeats = min(args.repeats, 2) if dry else args.repeats
+    pieces = PIECES[:2] if dry else PIECES
+    num_bytes = 64 << 10 if dry else 128 << 20
+    yield from measure_copies(place, pieces, num_bytes, repeats)
+    yield from measure_overlap(
+        place,
+        DRY_STACK if dry else StackShape(),
+        page_tokens=args.page_tokens,
+        cached_tokens=min(args.cached_tokens, 64) if dry else args.cached_tokens,
+        new_tokens=min(args.new_tokens, 16) if dry else args.new_tokens,
+        repeats=repeats,
+    )
+
+
+def _tests_pass() -> bool:
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *TESTS]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+
+
+def _line(record: dict[str, Any]) -> str:
+    if record["kind"] == "copy":
+        rate = record["num_bytes"] / statistics.median(record["seconds"]) / 1e9
+        plain = record["num_bytes"] / statistics.median(record["plain_s"]) / 1e9
+        return (
+            f"copy {record['direction']:4} {record['piece_bytes']:8d} B pieces by "
+            f"{record['way']:8} {rate:7.2f} GB/s, plain {plain:7.2f}"
+        )
+    return (
+        f"overlap by {record['way']:8} efficiency {_efficiency(record):.3f}, forward "
+        f"beside an offload {_offload_cost(record):.3f}"
+    )
+
+
+def _efficiency(record: dict[str, Any]) -> float:
+    """Return both over max(forward, load) plus the first layer's load; 1 is ideal."""
+    median = {
+        name: statistics.median(record[name])
+        for name in ("forward_s", "load_s", "both_s", "first_layer_s")
+    }
+    longer = max(median["forward_s"], median["load_s"])
+    return median["both_s"] / (longer + median["first_layer_s"])
+
+
+def _offload_cost(record: dict[str, Any]) -> float:
+    """Return the forward beside an offload over the forward alone; 1 is no cost."""
+    beside = statistics.median(record["forward_beside_offload_s"])
+    return beside / statistics.median(record["forward_s"])
+
+
+def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures by name, in GB/s and as ratios."""
+    figures: dict[str, Any] = {}
+    for record in records:
+        if record["kind"] == "copy":
+            rate = record["num_bytes"] / statistics.median(record["seconds"]) / 1e9
+            name = f"{record['direction']}_{record['way']}_gb_per_s"
+            figures.setdefault(name, {})[str(record["piece_bytes"])] = round(rate, 3)
+        else:
+            by_way = figures.setdefault("overlap_efficiency", {})
+            by_way[record["way"]] = round(_efficiency(record), 4)
+            cost = figures.setdefault("forward_beside_offload", {})
+            cost[record["way"]] = round(_offload_cost(record), 4)
+    return figures
+
+
+def _cuda() -> str:
+    return torch.version.cuda or "none"
+
+
+def _write(path: Path, facts: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {"kind": "header", **asdict(make_header("movement", facts))}
+    lines = [json.dumps(record) for record in (header, *records)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

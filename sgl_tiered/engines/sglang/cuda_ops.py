@@ -1,0 +1,204 @@
+"""SGLang's KV pool on CUDA: the copies that ``StreamPool`` queues.
+
+Torch's streams and events, the copy engines through CUDA's batched copies, and the
+Triton form of the page copies, which reads pinned host memory in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sgl_tiered_kernels.page_copy.dma import (
+    CopyEngines,
+    batch_function,
+    copy_function,
+    part_addresses,
+    row_addresses,
+)
+
+from sgl_tiered.core.layout import PageLayout
+
+__all__ = ["CudaOps", "as_byte_pages"]
+
+UInt8s = npt.NDArray[np.uint8]
+Int64s = npt.NDArray[np.int64]
+
+_HALF_BYTES = 16 << 20
+"""Device memory of each half: 0.3 ms at 50 GB/s, many times what a launch costs."""
+_URGENT = -1
+"""CUDA's priority of a stream whose work goes before others'; 0 is the usual one."""
+
+
+class CudaOps:
+    """``CopyOps`` over the tensors of an MHA pool.
+
+    Args:
+        pool: SGLang's; K and V of each layer as [slots, heads, dim].
+        layout: shape of a page.
+        forward_stream: on which SGLang's overlap scheduler runs the model; or None.
+        engines: the copy engines; those of the CUDA driver if None.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        layout: PageLayout,
+        forward_stream: Any,
+        *,
+        engines: CopyEngines | None = None,
+    ) -> None:
+        self._layout = layout
+        self._device: torch.device = pool.k_buffer[0].device
+        self._forward_stream = forward_stream
+        parts = [
+            [as_byte_pages(buffer, layout) for buffer in buffers]
+            for buffers in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        ]
+        # Views, held so that the addresses stay good.
+        self._parts = parts
+        self._addresses = [[part.data_ptr() for part in layer] for layer in parts]
+        self._table = torch.tensor(
+            self._addresses, dtype=torch.int64, device=self._device
+        )
+        self._half_pages = max(_HALF_BYTES // layout.page_bytes, 1)
+        self._halves = torch.empty(
+            (2, self._half_pages, layout.page_bytes),
+            dtype=torch.uint8,
+            device=self._device,
+        )
+        self._half_rows = torch.arange(self._half_pages, device=self._device)
+        self._engines = engines or CopyEngines(batch_function(), copy_function())
+
+    @property
+    def layout(self) -> PageLayout:
+        """Shape of one page."""
+        return self._layout
+
+    @property
+    def half_pages(self) -> int:
+        """Pages in a half."""
+        return self._half_pages
+
+    @property
+    def batched(self) -> bool:
+        """Whether CUDA takes a batch of copies in one call."""
+        return self._engines.batched
+
+    def new_stream(self, *, urgent: bool) -> Any:
+        """Return a stream; an urgent one's kernels go first."""
+        return torch.cuda.Stream(self._device, priority=_URGENT if urgent else 0)
+
+    def new_event(self) -> Any:
+        """Return an event whose waiter sleeps instead of spinning on a core."""
+        return torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def current_stream(self) -> Any:
+        """Return the calling thread's stream on this device."""
+        return torch.cuda.current_stream(self._device)
+
+    def engine_streams(self) -> Sequence[Any]:
+        """Return the scheduler's stream and the forward's."""
+        streams = [self.current_stream()]
+        if self._forward_stream is not None:
+            streams.append(self._forward_stream)
+        return streams
+
+    def pinned(self, num_bytes: int) -> UInt8s:
+        """Allocate pinned memory."""
+        buffer: UInt8s = torch.empty(
+            num_bytes, dtype=torch.uint8, pin_memory=True
+        ).numpy()
+        return buffer
+
+    def is_pinned(self, memory: UInt8s) -> bool:
+        """Ask CUDA whether it knows these addresses."""
+        return bool(torch.from_numpy(memory).is_pinned())
+
+    def upload(self, stream: Any, numbers: Int64s) -> torch.Tensor:
+        """Copy numbers to the device; the tensor belongs to the stream."""
+        with torch.cuda.stream(stream):
+            return torch.from_numpy(numbers).to(self._device, non_blocking=True)
+
+    def load_by_engines(
+        self,
+        stream: Any,
+        layer: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        pages: Int64s,
+    ) -> None:
+        """Queue two copies a page: its keys and its values."""
+        keys, values = self._addresses[layer]
+        to, frm = part_addresses(
+            keys,
+            values,
+            pages,
+            memory.ctypes.data,
+            memory.strides[0],
+            rows,
+            first_byte,
+            self._layout.part_bytes,
+        )
+        # A plan's sources are complete and pinned until the load has ended.
+        self._engines.submit(
+            to, frm, self._layout.part_bytes, stream.cuda_stream, source_complete=True
+        )
+
+    def load_by_kernel(
+        self,
+        stream: Any,
+        layer: int,
+        memory: UInt8s,
+        rows: torch.Tensor,
+        first_byte: int,
+        pages: torch.Tensor,
+    ) -> None:
+        """Queue one kernel that reads the rows in place."""
+        from sgl_tiered_kernels.page_copy import triton as kernels
+
+        with torch.cuda.stream(stream):
+            kernels.scatter_parts(
+                self._table[layer],
+                pages,
+                torch.from_numpy(memory),
+                rows,
+                first_byte,
+                self._layout.part_bytes,
+            )
+
+    def gather(
+        self, stream: Any, half: int, pages: torch.Tensor, begin: int, end: int
+    ) -> None:
+        """Queue one kernel that brings all layers of the pages together."""
+        from sgl_tiered_kernels.page_copy import triton as kernels
+
+        with torch.cuda.stream(stream):
+            kernels.gather_parts(
+                self._halves[half],
+                self._half_rows[: end - begin],
+                0,
+                self._table.view(-1),
+                pages[begin:end],
+                self._layout.part_bytes,
+            )
+
+    def copy_out(self, stream: Any, half: int, memory: UInt8s, rows: Int64s) -> None:
+        """Queue one copy a page, to its row."""
+        width = self._layout.page_bytes
+        first = self._halves[half].data_ptr()
+        to = row_addresses(memory.ctypes.data, memory.strides[0], rows)
+        frm = row_addresses(first, width, np.arange(len(rows), dtype=np.int64))
+        # The gather is still under way: its bytes must be read in the stream's order.
+        self._engines.submit(to, frm, width, stream.cuda_stream, source_complete=False)
+
+
+def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """View [slots, heads, dim] as uint8 [pages, part_bytes]."""
+    rows = buffer.view(buffer.shape[0], -1).view(torch.uint8)
+    num_pages = buffer.shape[0] // layout.page_tokens
+    return rows[: num_pages * layout.page_tokens].view(num_pages, layout.part_bytes)

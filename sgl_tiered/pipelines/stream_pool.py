@@ -1,0 +1,332 @@
+"""A device pool over streams: copies are queued, and the device orders them.
+
+Loads go to a stream of their own. The loader thread only queues; an event behind each
+layer is what the engine's stream waits for, so that no thread waits for a copy except
+the loader's, once, at the end. A load starts after the work that the engine had queued
+when it was submitted: that work may still read what its slots held before.
+
+Pieces reach the device in one of two ways: by its copy engines, which leave its cores
+alone, or by a kernel that reads pinned memory over the link, which small scattered
+pieces need. Stores gather pages into device memory first, so that a page leaves as one
+piece, and then go by the copy engines; two halves let the one run under the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.pipelines.streams import BufferRing, Event, Stream, StreamArrival
+
+__all__ = ["CopyOps", "StreamPool"]
+
+UInt8s = npt.NDArray[np.uint8]
+Int64s = npt.NDArray[np.int64]
+
+KERNEL_BELOW_BYTES = 64 << 10
+"""Pieces of a layer smaller than this go by the kernel, until ``tune`` has measured."""
+_KERNEL_GAIN = 1.1
+"""The kernel takes cores from the forward, so it has to be this much faster."""
+_TUNE_RUNS = 5
+_NUM_BUFFERS = 4
+_BUFFER_BYTES = 4 << 20
+"""Pinned memory per buffer: 80 us at 50 GB/s, against some 10 us to queue a copy."""
+_HALVES = 2
+_NUM_INDICES = 16
+
+
+class CopyOps(Protocol):
+    """What a device offers; all copies are queued, and run in the stream's order.
+
+    ``numbers`` are int64 on the device, as returned by ``upload``. ``memory`` is uint8
+    [rows, row_bytes], pinned; it must not change before the copy has run.
+    """
+
+    @property
+    def layout(self) -> PageLayout:
+        """Shape of one page."""
+        ...
+
+    @property
+    def half_pages(self) -> int:
+        """Pages that a half of the store's device memory holds."""
+        ...
+
+    def new_stream(self, *, urgent: bool) -> Stream:
+        """Return a stream of its own."""
+        ...
+
+    def new_event(self) -> Event:
+        """Return an event with a time."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """Return the stream on which the calling thread queues work."""
+        ...
+
+    def engine_streams(self) -> Sequence[Stream]:
+        """Return the streams that may hold work of the engine, on its thread."""
+        ...
+
+    def pinned(self, num_bytes: int) -> UInt8s:
+        """Allocate pinned host memory."""
+        ...
+
+    def is_pinned(self, memory: UInt8s) -> bool:
+        """Return whether the device can reach this memory."""
+        ...
+
+    def upload(self, stream: Stream, numbers: Int64s) -> Any:
+        """Copy int64 numbers from pinned memory to the device."""
+        ...
+
+    def load_by_engines(
+        self,
+        stream: Stream,
+        layer: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        pages: Int64s,
+    ) -> None:
+        """Copy a layer's keys and values from ``first_byte`` of rows to pages."""
+        ...
+
+    def load_by_kernel(
+        self,
+        stream: Stream,
+        layer: int,
+        memory: UInt8s,
+        rows: Any,
+        first_byte: int,
+        pages: Any,
+    ) -> None:
+        """Do the same by a kernel; rows and pages are numbers on the device."""
+        ...
+
+    def gather(
+        self, stream: Stream, half: int, pages: Any, begin: int, end: int
+    ) -> None:
+        """Copy pages[begin:end], all layers, to the first rows of a half."""
+        ...
+
+    def copy_out(self, stream: Stream, half: int, memory: UInt8s, rows: Int64s) -> None:
+        """Copy the first rows of a half to rows of ``memory``, by the copy engines."""
+        ...
+
+
+class StreamPool:
+    """A ``DevicePool`` on ``CopyOps``: one thread may load while another stores.
+
+    Args:
+        ops: the device.
+        kernel_below_bytes: pieces of fewer bytes go by the kernel.
+        num_buffers: pinned buffers per direction.
+        buffer_bytes: of each; grows to hold one page of a layer.
+    """
+
+    def __init__(
+        self,
+        ops: CopyOps,
+        *,
+        kernel_below_bytes: int = KERNEL_BELOW_BYTES,
+        num_buffers: int = _NUM_BUFFERS,
+        buffer_bytes: int = _BUFFER_BYTES,
+    ) -> None:
+        self._ops = ops
+        self._layout = ops.layout
+        self._by_kernel = ops.layout.part_bytes < kernel_below_bytes
+        self._load_stream = ops.new_stream(urgent=True)
+        self._gather_stream = ops.new_stream(urgent=False)
+        self._store_stream = ops.new_stream(urgent=False)
+
+        def ring(num_bytes: int) -> BufferRing:
+            return BufferRing(ops.pinned, num_buffers, max(buffer_bytes, num_bytes))
+
+        self._load_ring = ring(self._layout.layer_page_bytes)
+        self._store_ring = ring(self._layout.page_bytes)
+        self._waited_for: object = None
+        self._indices: list[tuple[Int64s, Int64s, Any, Any]] = []
+
+    @property
+    def layout(self) -> PageLayout:
+        """Shape of one page."""
+        return self._layout
+
+    @property
+    def waiter_copies(self) -> bool:
+        """The copies run beside the forward."""
+        return False
+
+    @property
+    def loads_by_kernel(self) -> bool:
+        """Whether layers are loaded by the kernel, not by the copy engines."""
+        return self._by_kernel
+
+    def mark(self) -> object:
+        """Record an event behind all work that the engine has queued so far."""
+        return [stream.record_event() for stream in self._ops.engine_streams()]
+
+    def load_layer(
+        self,
+        layer: int,
+        region: UInt8s,
+        rows: Int64s,
+        device_pages: Int64s,
+        *,
+        after: object = None,
+        by_waiter: bool = False,
+    ) -> StreamArrival:
+        """Queue one layer of pages from rows of ``region`` to the device."""
+        del by_waiter
+        ops, stream = self._ops, self._load_stream
+        self._wait_for(after)
+        begin, end = ops.new_event(), ops.new_event()
+        stream.record_event(begin)
+        try:
+            if ops.is_pinned(region):
+                offset = self._layout.key_offset(layer)
+                self._load(layer, region, rows, offset, device_pages)
+            else:
+                self._load_by_buffers(layer, region, rows, device_pages)
+        except BaseException:
+            # What is queued already reads rows that the caller will give back.
+            stream.synchronize()
+            raise
+        stream.record_event(end)
+        keep = (region, rows, device_pages)
+        return StreamArrival(begin, end, ops.current_stream, ops.new_event, keep)
+
+    def store_pages(
+        self, region: UInt8s, rows: Int64s, device_pages: Int64s, after: object
+    ) -> None:
+        """Copy all layers of pages from the device to rows of ``region``."""
+        if not len(rows):
+            return
+        ops, gathers, stores = self._ops, self._gather_stream, self._store_stream
+        for event in _events(after):
+            gathers.wait_event(event)
+        try:
+            pages = self._upload(gathers, self._store_ring, device_pages)
+            is_free: list[Event | None] = [None] * _HALVES
+            for i, begin in enumerate(range(0, len(rows), ops.half_pages)):
+                half, end = i % _HALVES, min(begin + ops.half_pages, len(rows))
+                freed = is_free[half]
+                if freed is not None:
+                    gathers.wait_event(freed)
+                ops.gather(gathers, half, pages, begin, end)
+                stores.wait_event(gathers.record_event())
+                self._copy_out(half, region, rows[begin:end])
+                is_free[half] = stores.record_event()
+        finally:
+            # Also after an error: the caller may write to rows and pages then.
+            gathers.synchronize()
+            stores.synchronize()
+
+    def tune(
+        self, region: UInt8s, rows: Int64s, device_pages: Int64s
+    ) -> dict[str, float]:
+        """Measure both ways of loading a layer and keep to the better one.
+
+        Args:
+            region: pinned rows of pages.
+            rows: int64 [n], scattered as in service.
+            device_pages: int64 [n] free pages.
+
+        Returns:
+            The seconds of each way, for reports.
+        """
+        seconds = {}
+        for by_kernel in (False, True):
+            self._by_kernel = by_kernel
+            name = f"load_layer_by_{'kernel' if by_kernel else 'engines'}_s"
+            seconds[name] = min(
+                self.load_layer(0, region, rows, device_pages).finish()
+                for _ in range(_TUNE_RUNS)
+            )
+        engines_s, kernel_s = seconds.values()
+        self._by_kernel = kernel_s * _KERNEL_GAIN < engines_s
+        return seconds
+
+    def _wait_for(self, after: object) -> None:
+        """Let loads wait for a mark, once for all layers that name it."""
+        if after is None or after is self._waited_for:
+            return
+        for event in _events(after):
+            self._load_stream.wait_event(event)
+        self._waited_for = after
+        self._indices.clear()
+
+    def _load(
+        self, layer: int, memory: UInt8s, rows: Int64s, offset: int, pages: Int64s
+    ) -> None:
+        if self._by_kernel:
+            on_device = self._numbers(rows, pages)
+            self._ops.load_by_kernel(
+                self._load_stream, layer, memory, on_device[0], offset, on_device[1]
+            )
+        else:
+            self._ops.load_by_engines(
+                self._load_stream, layer, memory, rows, offset, pages
+            )
+
+    def _load_by_buffers(
+        self, layer: int, region: UInt8s, rows: Int64s, pages: Int64s
+    ) -> None:
+        """Bring rows of ordinary memory, through pinned buffers."""
+        width, offset = self._layout.layer_page_bytes, self._layout.key_offset(layer)
+        step = max(self._load_ring.num_bytes // width, 1)
+        for begin in range(0, len(rows), step):
+            part = rows[begin : begin + step]
+            buffer = self._load_ring.lend(len(part) * width).reshape(-1, width)
+            np.copyto(buffer, region[part, offset : offset + width])
+            self._ops.load_by_engines(
+                self._load_stream,
+                layer,
+                buffer,
+                np.arange(len(part), dtype=np.int64),
+                0,
+                pages[begin : begin + step],
+            )
+            self._load_ring.passes(self._load_stream.record_event())
+
+    def _copy_out(self, half: int, region: UInt8s, rows: Int64s) -> None:
+        ops, stream, width = self._ops, self._store_stream, self._layout.page_bytes
+        if ops.is_pinned(region):
+            ops.copy_out(stream, half, region, rows)
+            return
+        buffer = self._store_ring.lend(len(rows) * width).reshape(-1, width)
+        ops.copy_out(stream, half, buffer, np.arange(len(rows), dtype=np.int64))
+        done = stream.record_event()
+        self._store_ring.passes(done)
+        done.synchronize()
+        region[rows, :width] = buffer
+
+    def _numbers(self, rows: Int64s, pages: Int64s) -> tuple[Any, Any]:
+        """Return both on the device; layers of a load name the same arrays."""
+        for known_rows, known_pages, on_device, pages_on_device in self._indices:
+            if known_rows is rows and known_pages is pages:
+                return on_device, pages_on_device
+        del self._indices[: 1 - _NUM_INDICES]
+        uploaded = [
+            self._upload(self._load_stream, self._load_ring, numbers)
+            for numbers in (rows, pages)
+        ]
+        self._indices.append((rows, pages, uploaded[0], uploaded[1]))
+        return uploaded[0], uploaded[1]
+
+    def _upload(self, stream: Stream, ring: BufferRing, numbers: Int64s) -> Any:
+        source = ring.lend(numbers.nbytes).view(np.int64)
+        np.copyto(source, numbers)
+        uploaded = self._ops.upload(stream, source)
+        ring.passes(stream.record_event())
+        return uploaded
+
+
+def _events(after: object) -> Sequence[Event]:
+    assert isinstance(after, list), f"not a mark of this pool: {after!r}"
+    return after

@@ -1,0 +1,74 @@
+"""The GPU benchmark's plumbing, on a CPU."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks/gpu/run_all.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The program as a module, with its folder on the path as when it is run."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    spec = importlib.util.spec_from_file_location("gpu_run_all", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_dry_run_writes_every_record(script, tmp_path, capsys):
+    """Header, copies both ways by size, the overlap, and one JSON line at the end."""
+    assert script.main(["--dry-run", "--out", str(tmp_path)]) == 0
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "records.jsonl").read_text().splitlines()
+    ]
+    assert lines[0]["kind"] == "header"
+    assert lines[0]["facts"]["dry_run"] is True
+    copies = [
+        (r["direction"], r["piece_bytes"]) for r in lines[1:] if r["kind"] == "copy"
+    ]
+    assert copies == [(way, s) for s in (4096, 16384) for way in ("up", "down")]
+    (overlap,) = [r for r in lines if r["kind"] == "overlap"]
+    assert all(len(overlap[name]) == 2 for name in ("forward_s", "both_s", "load_s"))
+    assert overlap["load_bytes"] == 64 * 4 * 2 * 64 * 2
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["dry_run"] is True
+    assert set(summary["overlap_efficiency"]) == {"cpu"}
+
+
+def test_wrong_bytes_end_it_without_figures(script, tmp_path, capsys, monkeypatch):
+    """A gate that is red reports no speed and writes no record."""
+    from movement.place import Store
+
+    monkeypatch.setattr(Store, "wanted", lambda self, layer: self.layer(layer) ^ 1)
+    assert script.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    assert "WRONG BYTES" in capsys.readouterr().err
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_without_a_device_it_says_what_to_do(script, capsys):
+    """A machine without CUDA is told of the dry run."""
+    if script.torch.cuda.is_available():
+        pytest.skip("not run: there is a device")
+    with pytest.raises(SystemExit):
+        script.main([])
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_efficiency_counts_what_cannot_overlap(script):
+    """The longer of both and the first layer's load are the least that is possible."""
+    record = {
+        "forward_s": [2.0, 1.0, 3.0],
+        "load_s": [1.0],
+        "first_layer_s": [0.5],
+        "both_s": [2.75],
+        "forward_beside_offload_s": [2.1],
+    }
+    assert script._efficiency(record) == pytest.approx(2.75 / 2.5)
+    assert script._offload_cost(record) == pytest.approx(1.05)

@@ -1,0 +1,201 @@
+"""The copies of the CUDA pool: the kernels interpreted, the copy engines stood in for.
+
+On a machine with CUDA the same pages go through real streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
+
+from sgl_tiered.core.clock import SystemClock  # noqa: E402
+from sgl_tiered.engines.sglang.cuda_ops import CudaOps, as_byte_pages  # noqa: E402
+from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout  # noqa: E402
+from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
+from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402
+from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
+    LayerwiseLoader,
+    LoadJob,
+    Segment,
+)
+from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
+
+NUM_LAYERS, NUM_PAGES, PAGE_TOKENS = 3, 10, 16
+PATIENCE_S = 20.0
+
+
+def make_pool(device):
+    """Return buffers as SGLang's MHA pool has them: [slots, heads, head_dim]."""
+    torch.manual_seed(0)
+    shape = (NUM_PAGES * PAGE_TOKENS + 1, 2, 8)
+
+    def buffers():
+        return [
+            torch.randn(shape).to(torch.bfloat16).to(device) for _ in range(NUM_LAYERS)
+        ]
+
+    return SimpleNamespace(k_buffer=buffers(), v_buffer=buffers())
+
+
+def page_bytes(pool, layout, page):
+    """Return a page as it has to lie in memory: uint8 [page_bytes]."""
+    parts = [
+        as_byte_pages(buffer, layout)[page]
+        for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        for buffer in layer
+    ]
+    return torch.cat(parts).cpu().numpy()
+
+
+def host_engines():
+    """Return copy engines over host addresses that copy at once."""
+
+    def one(to, frm, num_bytes, stream):
+        ctypes.memmove(to, frm, num_bytes)
+        return 0
+
+    return CopyEngines(None, one)
+
+
+def check_on_host():
+    """Send pages down, and up by both ways, without a device; raises on a difference.
+
+    Needs TRITON_INTERPRET=1.
+    """
+    pool = make_pool("cpu")
+    layout = page_layout(pool, PAGE_TOKENS)
+    ops = CudaOps(pool, layout, None, engines=host_engines())
+    stream = SimpleNamespace(cuda_stream=0)
+    region = np.zeros((6, layout.slot_bytes), np.uint8)
+    rows, pages, targets = np.array([4, 0, 2]), np.array([1, 5, 9]), np.array([7, 3, 0])
+    wanted = [page_bytes(pool, layout, page) for page in pages]
+    ops.gather(None, 1, torch.from_numpy(pages), 0, 3)
+    ops.copy_out(stream, 1, region, rows)
+    for row, whole in zip(rows, wanted, strict=True):
+        np.testing.assert_array_equal(region[row, : layout.page_bytes], whole)
+    assert not region[[1, 3, 5]].any()
+    for by_kernel in (True, False):
+        for buffer in pool.k_buffer + pool.v_buffer:
+            buffer.zero_()
+        for layer in range(NUM_LAYERS):
+            first = layout.key_offset(layer)
+            if by_kernel:
+                numbers = [torch.from_numpy(n) for n in (rows, targets)]
+                ops.load_by_kernel(None, layer, region, numbers[0], first, numbers[1])
+            else:
+                ops.load_by_engines(stream, layer, region, rows, first, targets)
+        for page, whole in zip(targets, wanted, strict=True):
+            np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
+        assert not page_bytes(pool, layout, 1).any()
+
+
+def test_pages_survive_both_ways_of_the_copies():
+    """Under TRITON_INTERPRET=1 (read at import, so in a process of its own)."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env={"TRITON_INTERPRET": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["done"]
+
+
+@pytest.fixture
+def pinned_region():
+    """Rows of ordinary memory that CUDA has pinned, as the host tier's are."""
+    region = np.zeros((NUM_PAGES, 4096), np.uint8)
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(region.ctypes.data, region.nbytes, 0)) == 0
+    yield region
+    cudart.cudaHostUnregister(region.ctypes.data)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("below", [0, 1 << 30])
+def test_pages_survive_the_device(pinned_region, pinned, below):
+    """Stored pages come back bit for bit, from pinned and from ordinary memory."""
+    pool = make_pool("cuda")
+    layout = page_layout(pool, PAGE_TOKENS)
+    device = StreamPool(
+        CudaOps(pool, layout, torch.cuda.Stream()), kernel_below_bytes=below
+    )
+    region = pinned_region if pinned else np.zeros((NUM_PAGES, 4096), np.uint8)
+    rows, pages, targets = np.array([4, 0, 2]), np.array([1, 5, 9]), np.array([7, 3, 0])
+    wanted = [page_bytes(pool, layout, page) for page in pages]
+    device.store_pages(region, rows, pages, device.mark())
+    for row, whole in zip(rows, wanted, strict=True):
+        np.testing.assert_array_equal(region[row, : layout.page_bytes], whole)
+    arrivals = [
+        device.load_layer(layer, region, rows, targets, after=device.mark())
+        for layer in range(NUM_LAYERS)
+    ]
+    assert all(arrival.finish() > 0.0 for arrival in arrivals)
+    for page, whole in zip(targets, wanted, strict=True):
+        np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_a_forward_on_its_stream_reads_what_was_loaded(pinned_region):
+    """Layer by layer, with no wait of a thread between the load and the reads."""
+    from sgl_tiered.core.plans import LoadPlan
+
+    pool = make_pool("cuda")
+    layout = page_layout(pool, PAGE_TOKENS)
+    forward = torch.cuda.Stream()
+    device = make_device_pool(pool, layout, forward)
+    rows, pages = np.arange(4), np.array([8, 2, 6, 1])
+    pinned_region[:] = np.random.default_rng(0).integers(0, 256, pinned_region.shape)
+    loader = LayerwiseLoader(
+        device, CompletionQueue(), SystemClock(), MetricsRegistry()
+    )
+    plan = LoadPlan(
+        plan_id=1,
+        first_page=0,
+        pages=np.arange(4, dtype=np.int32),
+        tiers=np.ones(4, np.uint8),
+        addresses=rows,
+        checksums=np.zeros(4, np.uint64),
+        predicted_s=0.0,
+    )
+    job = LoadJob(plan, (Segment(pinned_region, rows, np.arange(4)),), pages)
+    numbers = torch.from_numpy(pages).cuda()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for buffer in pool.k_buffer + pool.v_buffer:
+            buffer.zero_()
+        torch.cuda.synchronize()
+        ticket = loader.submit([job])
+        with torch.cuda.stream(forward):
+            read = []
+            for layer in range(NUM_LAYERS):
+                ticket.wait_layer(layer)
+                read += [
+                    as_byte_pages(buffers[layer], layout)[numbers].clone()
+                    for buffers in (pool.k_buffer, pool.v_buffer)
+                ]
+        assert ticket.wait(PATIENCE_S)
+        forward.synchronize()
+        whole = torch.cat(read, dim=1).cpu().numpy()
+        np.testing.assert_array_equal(whole, pinned_region[:4, : layout.page_bytes])
+    loader.close(PATIENCE_S)
+
+
+if __name__ == "__main__":
+    check_on_host()
+    print("done")

@@ -1,0 +1,329 @@
+"""Copies on streams: right bytes and no host wait, whatever the device runs first."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_tiered.core.clock import ManualClock, SystemClock
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.metrics.registry import MetricsRegistry
+from sgl_tiered.pipelines.completions import CompletionQueue
+from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
+from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice
+from sgl_tiered.testing.tier_kit import make_pages
+from sgl_tiered.tiers.host import HostTier
+from tests.unit.pipelines.pipeline_support import (
+    LAYOUT,
+    PATIENCE_S,
+    SLOT,
+    load_plan,
+    offload_plan,
+)
+
+NUM_PAGES = 16
+KERNEL, ENGINES = 1 << 30, 0
+"""Limits under which all pieces go by the kernel, or by the copy engines."""
+WAYS = st.sampled_from([KERNEL, ENGINES])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+class Machine:
+    """A fake device with a pool on it and a loader."""
+
+    def __init__(
+        self, seed=0, below=KERNEL, *, num_buffers=2, buffer_bytes=1, clock=None
+    ):
+        self.device = FakeDevice(np.random.default_rng(seed))
+        self.ops = FakeCopyOps(self.device, LAYOUT, NUM_PAGES)
+        self.pool = StreamPool(
+            self.ops,
+            kernel_below_bytes=below,
+            num_buffers=num_buffers,
+            buffer_bytes=buffer_bytes,
+        )
+        self.completions = CompletionQueue()
+        self.metrics = MetricsRegistry()
+        self.loader = LayerwiseLoader(
+            self.pool, self.completions, clock or SystemClock(), self.metrics
+        )
+        self.seen = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.loader.close(PATIENCE_S)
+
+    def reads(self, layer, pages):
+        """Queue on the engine's stream a kernel that reads pages of a layer."""
+        pages = np.array(pages)
+
+        def kernel():
+            self.seen.append((layer, self.ops.layers[layer, pages].copy()))
+
+        self.device.engine.run(kernel)
+
+    def forward(self, ticket, pages):
+        """Queue a forward that reads every layer as the model does."""
+        for layer in range(LAYOUT.num_layers):
+            ticket.wait_layer(layer)
+            self.reads(layer, pages)
+
+
+def job(region, rows, pages, plan_id=1):
+    plan = load_plan(rows, plan_id=plan_id)
+    segment = Segment(region, plan.addresses, np.arange(len(rows)))
+    return LoadJob(plan, (segment,), np.asarray(pages, np.int64))
+
+
+def layer_of(region, rows, layer, layout=LAYOUT):
+    begin = layout.key_offset(layer)
+    return region[rows, begin : begin + layout.layer_page_bytes]
+
+
+@given(seed=SEEDS, below=WAYS, pinned=st.booleans(), count=st.integers(1, 6))
+@settings(max_examples=60)
+def test_no_layer_is_read_before_its_copy(seed, below, pinned, count):
+    """The forward sees the loaded bytes in every order that streams allow."""
+    rng = np.random.default_rng(seed)
+    region = make_pages(8, SLOT, seed % 1000)
+    rows = rng.permutation(8)[:count]
+    pages = rng.permutation(NUM_PAGES)[:count]
+    with Machine(seed, below) as machine:
+        if not pinned:
+            machine.ops.unpinned.append(region)
+        ticket = machine.loader.submit([job(region, rows, pages)])
+        machine.forward(ticket, pages)
+        machine.device.settle()
+        assert ticket.wait(PATIENCE_S)
+        assert [layer for layer, _ in machine.seen] == list(range(LAYOUT.num_layers))
+        for layer, read in machine.seen:
+            assert np.array_equal(read, layer_of(region, rows, layer))
+
+
+@given(seed=SEEDS, below=WAYS)
+@settings(max_examples=40)
+def test_what_was_queued_before_a_load_still_reads_the_old_bytes(seed, below):
+    """Slots that a running forward reads are not written before it is through."""
+    region = make_pages(2, SLOT, 1)
+    with Machine(seed, below) as machine:
+        machine.ops.layers[:] = 7
+        for layer in range(LAYOUT.num_layers):
+            machine.reads(layer, [3, 4])
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        assert ticket.wait(PATIENCE_S)
+        machine.device.settle()
+        assert all((read == 7).all() for _, read in machine.seen)
+        assert np.array_equal(
+            machine.ops.layers[2, [3, 4]], layer_of(region, [0, 1], 2)
+        )
+
+
+@given(seed=SEEDS, below=WAYS, num_loads=st.integers(2, 6), pinned=st.booleans())
+@settings(max_examples=40)
+def test_no_buffer_is_used_again_before_its_event(seed, below, num_loads, pinned):
+    """Many loads through one buffer, queued one behind the other, all land."""
+    rng = np.random.default_rng(seed)
+    region = make_pages(NUM_PAGES, SLOT, 2)
+    with Machine(seed, below, num_buffers=1) as machine:
+        if not pinned:
+            machine.ops.unpinned.append(region)
+        targets = np.array_split(rng.permutation(NUM_PAGES), num_loads)
+        sources = np.array_split(rng.permutation(NUM_PAGES), num_loads)
+        arrivals = [
+            machine.pool.load_layer(layer, region, rows.astype(np.int64), pages)
+            for rows, pages in zip(sources, targets, strict=True)
+            for layer in range(LAYOUT.num_layers)
+        ]
+        arrivals[-1].finish()
+        for rows, pages in zip(sources, targets, strict=True):
+            for layer in range(LAYOUT.num_layers):
+                landed = machine.ops.layers[layer, pages]
+                assert np.array_equal(landed, layer_of(region, rows, layer))
+
+
+@given(seed=SEEDS, pinned=st.booleans(), count=st.integers(1, 9))
+@settings(max_examples=60)
+def test_stored_pages_are_those_of_the_work_before_the_mark(seed, pinned, count):
+    """More pages than the halves hold leave whole, after the work that writes them."""
+    rng = np.random.default_rng(seed)
+    wanted = rng.integers(0, 256, (LAYOUT.num_layers, NUM_PAGES, 384), np.uint8)
+    region = np.zeros((12, SLOT), np.uint8)
+    with Machine(seed) as machine:
+        if not pinned:
+            machine.ops.unpinned.append(region)
+
+        def write():
+            machine.ops.layers[:] = wanted
+
+        machine.device.engine.run(write)
+        mark = machine.pool.mark()
+        rows = rng.permutation(12)[:count]
+        pages = rng.permutation(NUM_PAGES)[:count]
+        machine.pool.store_pages(region, rows, pages, mark)
+        for row, page in zip(rows, pages, strict=True):
+            whole = wanted[:, page].reshape(-1)
+            assert np.array_equal(region[row, : LAYOUT.page_bytes], whole)
+        assert not np.delete(region, rows, axis=0).any()
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_waiting_for_a_layer_waits_for_no_copy(below):
+    """The model's thread goes on at once: its stream does the waiting."""
+    region = make_pages(2, SLOT, 3)
+    with Machine(below=below, num_buffers=8) as machine:
+        machine.device.going.clear()
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        machine.forward(ticket, [3, 4])
+        assert machine.device.num_run == 0
+        assert not ticket.done
+        machine.device.going.set()
+        assert ticket.wait(PATIENCE_S)
+
+
+@given(seed=SEEDS, below=WAYS)
+@settings(max_examples=20)
+def test_who_waits_for_the_last_layer_waits_for_all(seed, below):
+    """A forward that asks for no layer may read all of them after that one wait."""
+    region = make_pages(2, SLOT, 8)
+    with Machine(seed, below) as machine:
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        ticket.wait_last_layer()
+        for layer in range(LAYOUT.num_layers):
+            machine.reads(layer, [3, 4])
+        machine.device.settle()
+        for layer, read in machine.seen:
+            assert np.array_equal(read, layer_of(region, [0, 1], layer))
+        assert ticket.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_a_copy_that_fails_on_the_device_fails_the_ticket(below):
+    """The error of a queued copy reaches ``wait`` and the completion."""
+    with Machine(1, below) as machine:
+        machine.ops.fail_layer = 2
+        ticket = machine.loader.submit([job(make_pages(1, SLOT, 4), [0], [5])])
+        machine.forward(ticket, [5])
+        assert not ticket.wait(PATIENCE_S)
+        assert "told to fail" in ticket.failed
+        assert machine.loader.drain(PATIENCE_S)
+        (finished,) = machine.completions.drain()
+        assert not finished.landed
+        assert machine.metrics.snapshot()["edges"]["host->device"]["failures"] == 1
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_copy_that_cannot_be_queued_ends_after_those_before_it(pinned):
+    """When the failure is known, nothing of the load runs on the device any more."""
+    region = make_pages(2, SLOT, 5)
+    for seed in range(20):
+        with Machine(seed, ENGINES) as machine:
+            if not pinned:
+                machine.ops.unpinned.append(region)
+            machine.ops.refuse_layer = 3
+            ticket = machine.loader.submit([job(region, [0, 1], [5, 6])])
+            assert not ticket.wait(PATIENCE_S)
+            assert "refused" in ticket.failed
+            load = next(s for s in machine.device.streams if s.name == "load")
+            assert not load.queue
+
+
+def test_a_store_that_fails_on_the_device_is_a_result():
+    """The offload worker posts a failure, and the next store works."""
+    host = HostTier(SLOT, 4)
+    with Machine(2) as machine:
+        worker = OffloadWorker(
+            machine.pool, host, machine.completions, SystemClock(), machine.metrics
+        )
+        machine.ops.fail_store = True
+        worker.submit(offload_plan([1]), np.array([2]), machine.pool.mark())
+        assert worker.drain(PATIENCE_S)
+        (finished,) = machine.completions.drain()
+        assert not finished.result.ok.any()
+        assert "told to fail" in finished.result.error
+        worker.close(PATIENCE_S)
+    host.close()
+
+
+def test_the_seconds_of_a_load_are_the_device_s():
+    """Queueing costs nothing, nor does the forward; each layer costs its copy."""
+    region = make_pages(1, SLOT, 6)
+    with Machine(3, ENGINES, clock=ManualClock()) as machine:
+        machine.ops.engines_ms = 5.0
+        ticket = machine.loader.submit([job(region, [0], [1])])
+        machine.forward(ticket, [1])
+        assert ticket.wait(PATIENCE_S)
+        assert ticket.seconds == pytest.approx(LAYOUT.num_layers * 5e-3)
+
+
+def test_a_stall_is_known_once_the_stream_has_gone_on():
+    """The first layer's copy holds a forward back that came before it."""
+    with Machine(0, ENGINES) as machine:
+        arrival = machine.pool.load_layer(
+            0, make_pages(1, SLOT, 6), np.array([0]), np.array([1])
+        )
+        arrival.order()
+        assert arrival.stall_s() == 0.0
+        # The engine's first record runs before the copy does.
+        engine = machine.device.engine
+        while len(engine.queue) > 2:
+            ready, execute = engine.queue.popleft()
+            assert ready()
+            execute()
+        machine.device.settle()
+        assert arrival.stall_s() == pytest.approx(machine.ops.engines_ms / 1e3)
+
+
+def test_a_stream_waits_once_for_a_layer():
+    """Keys and values are asked for one after the other; one wait is enough."""
+    with Machine(0, ENGINES) as machine:
+        arrival = machine.pool.load_layer(
+            0, make_pages(1, SLOT, 6), np.array([0]), np.array([1])
+        )
+        arrival.order()
+        queued = len(machine.device.engine.queue)
+        arrival.order()
+        assert len(machine.device.engine.queue) == queued
+        arrival.finish()
+
+
+@pytest.mark.parametrize(
+    ("engines_ms", "kernel_ms", "by_kernel"),
+    [(1.0, 0.5, True), (1.0, 0.95, False), (1.0, 2.0, False)],
+)
+def test_the_faster_way_is_kept(engines_ms, kernel_ms, by_kernel):
+    """The kernel has to be clearly faster, for it takes cores from the forward."""
+    with Machine(4) as machine:
+        machine.ops.engines_ms, machine.ops.kernel_ms = engines_ms, kernel_ms
+        region = make_pages(3, SLOT, 7)
+        figures = machine.pool.tune(region, np.arange(3), np.array([5, 1, 8]))
+        assert machine.pool.loads_by_kernel is by_kernel
+        assert figures["load_layer_by_engines_s"] == pytest.approx(engines_ms / 1e3)
+        assert figures["load_layer_by_kernel_s"] == pytest.approx(kernel_ms / 1e3)
+
+
+def test_small_pieces_go_by_the_kernel_until_measured():
+    """The limit is on the keys of one page in one layer."""
+    for token_bytes, by_kernel in ((2048, True), (4096, False)):
+        layout = PageLayout(num_layers=2, page_tokens=16, token_bytes=token_bytes)
+        device = FakeDevice(np.random.default_rng(0))
+        pool = StreamPool(FakeCopyOps(device, layout, 4))
+        assert pool.loads_by_kernel is by_kernel
+
+
+def test_the_adversary_reports_streams_that_wait_for_each_other():
+    """A wait that nothing will end is a failure of the test, not a hang."""
+    device = FakeDevice(np.random.default_rng(0))
+    left, right = device.new_stream("left"), device.new_stream("right")
+    from_left, from_right = left.record_event(), right.record_event()
+    left.record_event(from_left)
+    right.record_event(from_right)
+    device.settle()
+    late = device.new_stream("late").record_event()
+    late.num_recorded += 1
+    left.wait_event(late)
+    with pytest.raises(AssertionError, match="wait for each other"):
+        device.settle()
