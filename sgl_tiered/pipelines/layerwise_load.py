@@ -112,6 +112,7 @@ class LoadTicket:
         self._seconds_by_tier = {segment.source: 0.0 for segment, _ in self._copies}
         self._done = False
         self._failed = ""
+        self._source: TierId | None = None
         self._stall_s = 0.0
 
     @property
@@ -123,6 +124,11 @@ class LoadTicket:
     def failed(self) -> str:
         """Why the load failed; empty while it has not."""
         return self._failed
+
+    @property
+    def failed_source(self) -> TierId | None:
+        """The medium of the copy that failed; None where none did."""
+        return self._source if self._failed else None
 
     @property
     def stall_s(self) -> float:
@@ -210,6 +216,7 @@ class LoadTicket:
     def _copy_layer(self, layer: int, by_waiter: bool) -> None:
         for segment, device_pages in self._copies:
             before_s = self._clock.now()
+            self._source = segment.source
             self._pool.load_layer(
                 layer, segment.region, segment.rows, device_pages, by_waiter=by_waiter
             )

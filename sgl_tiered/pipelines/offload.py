@@ -108,7 +108,7 @@ class OffloadWorker:
         self._pool.store_pages(
             self._tier.region, addresses, job.device_pages, job.after
         )
-        self._tier.charge(num_bytes)
+        self._tier.charge(num_bytes, is_store=True)
         result = TransferResult(
             ok=np.ones(len(addresses), np.bool_),
             num_bytes=num_bytes,

@@ -40,7 +40,13 @@ class TierIO:
 
 @dataclass(frozen=True, slots=True)
 class TierHealth:
-    """State of a tier for reports: usable or not, and why not, in one sentence."""
+    """State of a tier.
+
+    Attributes:
+        usable: it may be used now.
+        detail: how, or why not, in one sentence.
+        emulated: its figures or its faults are not those of a medium.
+    """
 
     usable: bool
     detail: str = ""
@@ -109,6 +115,10 @@ class MemoryTier(Tier, Protocol):
         """
         ...
 
-    def charge(self, num_bytes: int) -> None:
-        """Account for a copy done in place; a throttled tier makes it take its time."""
+    def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
+        """Account for a copy done in place: out of the tier, or into it.
+
+        A throttled tier makes it take its time, a failing one raises OSError: then
+        the copy counts as not done.
+        """
         ...

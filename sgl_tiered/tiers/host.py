@@ -95,7 +95,7 @@ class HostTier:
         """Return (``region``, ``addresses``): slots are read where they are."""
         return self._memory.array, addresses
 
-    def charge(self, num_bytes: int) -> None:
+    def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
         """Do nothing: the copy itself took its time."""
 
     def load(self, io: TierIO) -> TransferResult:

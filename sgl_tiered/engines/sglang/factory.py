@@ -19,7 +19,7 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import measure_costs
@@ -36,9 +36,8 @@ from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.disk import DiskTier
-from sgl_tiered.tiers.faulty import Faults, FaultyMemoryTier
+from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.throttled import ThrottledMemoryTier, ThrottledTier
 
 __all__ = ["build_cache", "refuse_unsupported"]
 
@@ -126,8 +125,11 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     )
     register = _cuda_register() if pool.k_buffer[0].is_cuda else None
     metrics = MetricsRegistry()
-    host = _open_host(config, layout, register)
-    disk = _open_disk(config, layout, namespace)
+    emulator = Emulator(
+        config.emulate, switchable=config.switchable_faults, clock=clock
+    )
+    host = emulator.wrap(_open_host(config, layout, register))
+    disk = _open_disk(config, layout, namespace, emulator)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
@@ -141,6 +143,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     )
     rng = np.random.default_rng(config.seed)
     tiers = [tier for tier in (host, disk) if tier is not None]
+    _refuse_unknown_tiers(config, [tier.tier_id for tier in tiers])
     cache = TieredCache(
         CacheConfig(
             layout=layout,
@@ -178,6 +181,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         device=device,
         host=host,
         disk=disk,
+        emulator=emulator,
         metrics=metrics,
         completions=completions,
         loader=LayerwiseLoader(device, completions, clock, metrics),
@@ -188,6 +192,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
     )
     _log_start(parts, layout)
+    emulator.arm()
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
 
 
@@ -199,21 +204,13 @@ def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> Memor
             f"{config.host_bytes} bytes is less than a page of {layout.slot_bytes}",
             "give more",
         )
-    host: MemoryTier = HostTier(
+    return HostTier(
         layout.slot_bytes, num_slots, register=register, page_bytes=layout.page_bytes
     )
-    if config.fault_corrupt is not None:
-        host = FaultyMemoryTier(host, Faults(corrupt=config.fault_corrupt))
-    emulation = config.emulate.get(TierId.HOST)
-    if emulation is not None:
-        host = ThrottledMemoryTier(
-            host, emulation.bandwidth_bytes_per_s, emulation.latency_s
-        )
-    return host
 
 
 def _open_disk(
-    config: TieredConfig, layout: PageLayout, namespace: Namespace
+    config: TieredConfig, layout: PageLayout, namespace: Namespace, emulator: Emulator
 ) -> Tier | None:
     if config.disk_path is None:
         return None
@@ -225,11 +222,22 @@ def _open_disk(
         max_bytes=config.disk_bytes,
         fingerprint=namespace.digest().hex(),
         num_threads=config.disk_threads,
+        calls=emulator.calls(TierId.DISK),
     )
-    emulation = config.emulate.get(TierId.DISK)
-    if emulation is not None:
-        disk = ThrottledTier(disk, emulation.bandwidth_bytes_per_s, emulation.latency_s)
-    return disk
+    return emulator.wrap(disk)
+
+
+def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
+    """Refuse an experiment on a tier that there is not: it would show nothing."""
+    for section in config.emulate:
+        for tier in section.tiers:
+            if tier not in present:
+                raise ConfigError(
+                    "--tiered-emulate",
+                    f"{section.text!r} names the {tier.label} tier, which this server "
+                    "does not have",
+                    "leave it out, or give the server that tier",
+                )
 
 
 def _adopt(cache: TieredCache, disk: Tier) -> None:
@@ -284,8 +292,14 @@ def _log_start(parts: Parts, layout: PageLayout) -> None:
         if tier is not None:
             tokens = tier.num_slots * layout.page_tokens
             size = tier.num_slots * tier.slot_bytes / 1e9
-            note = " (EMULATED speed)" if tier.health().emulated else ""
+            text = parts.emulator.text(tier.tier_id)
+            note = f" (EMULATED: {text})" if text else ""
             texts.append(f"{tier.tier_id.label} {tokens} tokens, {size:.2f} GB{note}")
     calibration = parts.config.calibration
     source = "" if calibration is None else f"; costs from {calibration}"
     logger.info("sgl-tiered: %s%s; measured %s", "; ".join(texts), source, parts.probe)
+    if parts.emulator.switchable:
+        logger.warning(
+            "sgl-tiered: %s=1: this server fails when told to; never serve users so",
+            FAULT_ENV,
+        )

@@ -18,7 +18,7 @@ from sgl_tiered.pipelines.layerwise_load import (
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import Faults, FaultyTier
+from sgl_tiered.tiers.wrappers import Fault, FaultyTier
 from tests.unit.pipelines.pipeline_support import LAYOUT, PATIENCE_S, SLOT, load_plan
 
 
@@ -203,7 +203,7 @@ def test_negative_control_reaches_the_device(loader, pool):
     """A page that a faulty host shows as zeros is zeros on the device."""
     host = HostTier(SLOT, 4)
     host.region[:] = make_pages(4, SLOT, 11)
-    faulty = FaultyTier(host, Faults(corrupt="zero", corrupt_reads=1))
+    faulty = FaultyTier(host, [Fault("zero", times=1)])
     plan = load_plan([0, 1, 2])
     segment = Segment.of_tier(faulty, plan.addresses, np.arange(3))
     pages = LoadJob(plan, (segment,), np.array([7, 8, 9]))
