@@ -3,6 +3,7 @@
 - ``gpu``: skipped, and reported as not run, where there is no accelerator.
 - ``sglang``: skipped where SGLang is not installed.
 - ``full``: the full cross product; left out unless ``--full`` is given.
+- ``faults_long``: every fault of every tier; left out unless ``--faults-long`` is given.
 
 ``HYPOTHESIS_PROFILE`` names the profile; without it, ``ci`` (the same examples on every
 run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere.
@@ -18,6 +19,9 @@ import pytest
 
 __all__: list[str] = []
 
+OPTIONAL = {"full": "--full", "faults_long": "--faults-long"}
+"""Markers of tests that run only when asked for, and the option that asks."""
+
 hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True
 )
@@ -28,9 +32,14 @@ hypothesis.settings.load_profile(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full``."""
+    """Add the options of ``OPTIONAL``."""
     parser.addoption(
         "--full", action="store_true", help="also run the full cross product"
+    )
+    parser.addoption(
+        "--faults-long",
+        action="store_true",
+        help="also run every fault of every tier, kills and full disks",
     )
 
 
@@ -38,11 +47,13 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave out, or mark as skipped with the reason, what is not to run here."""
-    if not config.getoption("--full"):
-        full = [item for item in items if item.get_closest_marker("full")]
-        if full:
-            config.hook.pytest_deselected(items=full)
-            items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for marker, option in OPTIONAL.items():
+        if config.getoption(option):
+            continue
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
     for marker, reason in _reasons_not_to_run(items):
         for item in items:
             if item.get_closest_marker(marker):

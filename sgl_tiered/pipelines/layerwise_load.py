@@ -126,8 +126,13 @@ class LoadTicket:
         return self._failed
 
     @property
+    def sources(self) -> frozenset[TierId]:
+        """The tiers read in place; staging memory is none."""
+        return frozenset(s.source for s, _ in self._copies if s.charge is not None)
+
+    @property
     def failed_source(self) -> TierId | None:
-        """The medium of the copy that failed; None where none did."""
+        """The one whose copy failed; None where none did."""
         return self._source if self._failed else None
 
     @property
@@ -216,7 +221,7 @@ class LoadTicket:
     def _copy_layer(self, layer: int, by_waiter: bool) -> None:
         for segment, device_pages in self._copies:
             before_s = self._clock.now()
-            self._source = segment.source
+            self._source = None if segment.charge is None else segment.source
             self._pool.load_layer(
                 layer, segment.region, segment.rows, device_pages, by_waiter=by_waiter
             )

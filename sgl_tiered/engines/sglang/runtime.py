@@ -396,11 +396,10 @@ class TieredRuntime:
 
     def _note_load(self, event: LoadFinished) -> None:
         """Tell the breakers of the memory tiers how a load to the device ended."""
-        sources = {s.source for job in event.ticket.jobs for s in job.segments}
         failed = event.ticket.failed_source
+        sources = event.ticket.sources if event.landed else {failed}
         for source in sources & self._breakers.keys():
-            if failed is None or source is failed:
-                self._breakers[source].record(event.error)
+            self._breakers[source].record(event.error)
 
     def _let_rest(self) -> None:
         """Keep tiers that fail again and again out of lookups, until a probe is due."""

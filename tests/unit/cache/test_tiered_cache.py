@@ -596,3 +596,20 @@ def test_bad_tiers_are_refused() -> None:
             eviction={t: LRUPolicy() for t in (TierId.HOST, TierId.DISK)},
             clock=ManualClock(),
         )
+
+
+def test_a_resting_tier_is_not_looked_at(make_cache: MakeCache) -> None:
+    """Its pages are not found while it rests, and are found again afterwards."""
+    story = Story(make_cache(host=8, disk=8))
+    story.store("abc")
+    story.demote()
+    story.cache.rest([TierId.HOST])
+    assert story.sources("abc") == "ddd"
+    story.cache.rest([TierId.HOST, TierId.DISK])
+    assert story.found("abc") == 0
+    story.cache.rest([TierId.DISK])
+    assert story.sources("abc") == "hhh"
+    story.cache.drop_tier(TierId.HOST)
+    assert story.found("abc") == 0
+    story.cache.rest([])
+    assert story.sources("abc") == "ddd"

@@ -295,3 +295,21 @@ def test_a_load_that_was_given_up_under_a_copy_stays_failed(pool):
     waiter.join(PATIENCE_S)
     assert not ticket.wait(PATIENCE_S)
     assert ticket.failed == "the loader is closed"
+
+
+def test_a_ticket_tells_which_tier_failed(loader, pool):
+    """The tier whose copy broke is named; staging memory is no tier."""
+    host = HostTier(SLOT, 4)
+    faulty = FaultyTier(host, [Fault("error", times=1)])
+    plan = load_plan([0, 1, 2])
+    staged = Segment(make_pages(1, SLOT, 12), np.array([0]), np.array([2]))
+    segments = (Segment.of_tier(faulty, plan.addresses[:2], np.arange(2)), staged)
+    pages = LoadJob(plan, segments, np.array([7, 8, 9]))
+    broken = loader.submit([pages])
+    assert not broken.wait(PATIENCE_S)
+    assert broken.failed_source is TierId.HOST
+    assert broken.sources == {TierId.HOST}
+    whole = loader.submit([pages])
+    assert whole.wait(PATIENCE_S)
+    assert whole.failed_source is None
+    host.close()
