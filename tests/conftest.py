@@ -3,7 +3,7 @@
 - ``gpu``: skipped, and reported as not run, where there is no accelerator.
 - ``sglang``: skipped where SGLang is not installed.
 - ``full``: the full cross product; left out unless ``--full`` is given.
-- ``faults_long``: every fault of every tier; left out unless ``--faults-long`` is given.
+- ``faults_long``: every fault of every tier; left out without ``--faults-long``.
 
 ``HYPOTHESIS_PROFILE`` names the profile; without it, ``ci`` (the same examples on every
 run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere.

@@ -397,9 +397,9 @@ class TieredRuntime:
     def _note_load(self, event: LoadFinished) -> None:
         """Tell the breakers of the memory tiers how a load to the device ended."""
         failed = event.ticket.failed_source
-        sources = event.ticket.sources if event.landed else {failed}
-        for source in sources & self._breakers.keys():
-            self._breakers[source].record(event.error)
+        for tier, breaker in self._breakers.items():
+            if tier is failed or (event.landed and tier in event.ticket.sources):
+                breaker.record(event.error)
 
     def _let_rest(self) -> None:
         """Keep tiers that fail again and again out of lookups, until a probe is due."""
