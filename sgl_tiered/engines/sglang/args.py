@@ -112,7 +112,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             help="For experiments: slow tiers down, e.g. 'host+cxl:bandwidth=20GB;"
             "disk:read-bandwidth=2GB,write-bandwidth=1GB,latency=0.001,"
             "delay=0.2@0.01'; or make them fail, e.g. 'disk:fault=error@0.1/load' "
-            "(needs SGL_TIERED_ALLOW_FAULTS=1). See tiers/EMULATION.md."
+            "(needs SGL_TIERED_ALLOW_FAULTS=1). All of it: pydoc "
+            "sgl_tiered.tiers.emulation."
         ),
         _NS,
     ] = None
