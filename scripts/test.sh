@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# test.sh VENV PARTS [PYTEST ARGUMENTS...]: runs the parts (of: lint fast e2e) in order,
-# the later ones even if an earlier one failed, and fails if any did.
+# test.sh VENV PARTS [PYTEST ARGUMENTS...]: runs the parts (of: lint fast e2e faults) in
+# order, the later ones even if an earlier one failed, and fails if any did.
 #
-# fast and e2e are processes of their own: e2e starts servers, which inherit the
+# Each part is a process of its own: e2e and faults start servers, which inherit the
 # environment, and must not inherit what a kernel test set there. Nothing is printed
 # after pytest's closing line.
 set -uo pipefail
 here=$(dirname -- "${BASH_SOURCE[0]}")
 . "$here/say.sh"
 venv=${1:?the virtual environment}
-parts=${2:?parts, of: lint fast e2e}
+parts=${2:?parts, of: lint fast e2e faults}
 shift 2
 fast_folders=(unit property conformance kernels contract)
 status=0
@@ -43,6 +43,7 @@ for part in $parts; do
     lint) bash "$here/lint.sh" "$venv"; note_failure lint $? ;;
     fast) run_pytest fast 300 "${fast_folders[@]}" ;;
     e2e) run_pytest e2e 900 e2e ;;
+    faults) run_pytest faults 900 faults ;;
     *) say test "unknown part: $part"; exit 2 ;;
   esac
 done

@@ -3,7 +3,7 @@
 - ``gpu``: skipped, and reported as not run, where there is no accelerator.
 - ``sglang``: skipped where SGLang is not installed.
 - ``full``: the full cross product; left out unless ``--full`` is given.
-- ``faults_long``: hours of faults in short; left out unless ``--faults-long`` is given.
+- ``faults_long``: every fault of every tier; left out without ``--faults-long``.
 
 ``HYPOTHESIS_PROFILE`` names the profile; without it, ``ci`` (the same examples on every
 run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere.
@@ -18,6 +18,9 @@ import hypothesis
 import pytest
 
 __all__: list[str] = []
+
+OPTIONAL = {"full": "--full", "faults_long": "--faults-long"}
+"""Markers of tests that run only when asked for, and the option that asks."""
 
 hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True

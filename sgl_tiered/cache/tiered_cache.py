@@ -93,7 +93,7 @@ class TieredCache:
         self._planner = Planner(cost, config.layout, config.load_policy)
         self._chain = Chain(self._store, config, clock)
         self._sources: dict[int, UInt8s] = {}
-        self._all_tiers = (1 << len(self._tiers)) - 1
+        self._awake = (1 << len(self._tiers)) - 1
         self._next_plan_id = 1
         # Plan id -> the entries that it reads (load) or writes (offload).
         self._loads: dict[int, Int64s] = {}
@@ -410,6 +410,14 @@ class TieredCache:
         self._store.settle()
         return num_adopted, refused
 
+    def rest(self, tiers: Collection[TierId]) -> None:
+        """Leave these tiers out of every lookup, until it is called without them.
+
+        For a medium that fails: its pages stay in the table, and are found again
+        when it is well.
+        """
+        self._awake = sum(1 << n for n, t in enumerate(self._tiers) if t not in tiers)
+
     def drop_tier(self, tier: TierId) -> Int64s:
         """Forget every copy in a tier; those in use as soon as they no longer are.
 
@@ -500,9 +508,9 @@ class TieredCache:
 
     def _sources_for(self, tiers_allowed: Collection[TierId] | None) -> UInt8s:
         """Return, for each value of a row's flags, the tier to read or a code."""
-        mask = self._all_tiers
+        mask = self._awake
         if tiers_allowed is not None:
-            mask = sum(1 << n for n, t in enumerate(self._tiers) if t in tiers_allowed)
+            mask &= sum(1 << n for n, t in enumerate(self._tiers) if t in tiers_allowed)
         sources = self._sources.get(mask)
         if sources is None:
             sources = np.full(256, _MISS, np.uint8)

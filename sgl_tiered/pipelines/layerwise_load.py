@@ -127,6 +127,7 @@ class LoadTicket:
         self._seconds_by_tier = {segment.source: 0.0 for segment, _ in self._copies}
         self._done = False
         self._failed = ""
+        self._source: TierId | None = None
         self._stall_s = 0.0
 
     @property
@@ -138,6 +139,16 @@ class LoadTicket:
     def failed(self) -> str:
         """Why the load failed; empty while it has not."""
         return self._failed
+
+    @property
+    def sources(self) -> frozenset[TierId]:
+        """The tiers read in place; staging memory is none."""
+        return frozenset(s.source for s, _ in self._copies if s.charge is not None)
+
+    @property
+    def failed_source(self) -> TierId | None:
+        """The one whose copy failed; None where none did."""
+        return self._source if self._failed else None
 
     @property
     def stall_s(self) -> float:
@@ -251,6 +262,7 @@ class LoadTicket:
     def _copy_layer(self, layer: int, by_waiter: bool) -> None:
         for segment, device_pages in self._copies:
             before_s = self._clock.now()
+            self._source = None if segment.charge is None else segment.source
             arrival = self._pool.load_layer(
                 layer,
                 segment.region,

@@ -139,7 +139,8 @@ class OffloadWorker:
         self._pool.store_pages(
             self._tier.region, addresses, job.device_pages[chunk], job.after
         )
-        self._tier.charge(len(addresses) * self._pool.layout.page_bytes)
+        num_bytes = len(addresses) * self._pool.layout.page_bytes
+        self._tier.charge(num_bytes, is_store=True)
         if self._shares is not None:
             self._shares.used(Share.DEMOTE, self._clock.now() - started_s)
 

@@ -92,6 +92,9 @@ class StagingReader:
         self._lock = threading.Lock()
         self._is_free = np.ones(num_rows, np.bool_)
         self._num_free = num_rows
+        self._num_threads = num_threads
+        # Reads under way -> when they began. A plain dict: one key per thread.
+        self._began_s: dict[int, float] = {}
         self._worker: Worker[StagedRead] = Worker(
             "tiered-stage", self._read, self._give_up, num_threads=num_threads
         )
@@ -115,6 +118,17 @@ class StagingReader:
     def busy(self) -> bool:
         """True while a read waits or runs."""
         return self._worker.busy
+
+    def stuck_s(self) -> float:
+        """Return for how long no thread has been free to read; 0 where one is.
+
+        The age of the youngest read while every thread has one: a read submitted now
+        begins when one of them ends, if it ever does.
+        """
+        began = list(self._began_s.values())
+        if len(began) < self._num_threads:
+            return 0.0
+        return self._clock.now() - max(began)
 
     def try_submit(
         self, plan: LoadPlan, positions: npt.NDArray[np.int32]
@@ -160,14 +174,19 @@ class StagingReader:
     def _read(self, staged: StagedRead) -> None:
         plan, positions = staged.plan, staged.positions
         addresses = plan.addresses[positions]
-        result = self._tier.load(
-            TierIO(
-                addresses=addresses,
-                buffer=staged.region,
-                rows=staged.rows,
-                records=expected_checksums(plan.checksums[positions], addresses),
+        me = threading.get_ident()
+        self._began_s[me] = self._clock.now()
+        try:
+            result = self._tier.load(
+                TierIO(
+                    addresses=addresses,
+                    buffer=staged.region,
+                    rows=staged.rows,
+                    records=expected_checksums(plan.checksums[positions], addresses),
+                )
             )
-        )
+        finally:
+            self._began_s.pop(me, None)
         self._finish(staged, result)
 
     def _give_up(self, staged: StagedRead, error: str) -> None:

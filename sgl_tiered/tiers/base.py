@@ -116,6 +116,10 @@ class MemoryTier(Tier, Protocol):
         """
         ...
 
-    def charge(self, num_bytes: int) -> None:
-        """Account for a copy done in place; a throttled tier makes it take its time."""
+    def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
+        """Account for a copy done in place: out of the tier, or into it.
+
+        A throttled tier makes it take its time, a failing one raises OSError: then
+        the copy counts as not done.
+        """
         ...

@@ -60,3 +60,15 @@ class CircuitBreaker:
             self.last_error = error
             if self._failures >= self._max_failures:
                 self._open_until_s = self._clock.now() + self._rest_s
+
+    @property
+    def rests(self) -> bool:
+        """True while operations are refused; asking hands out no probe."""
+        return self.is_open and self._clock.now() < self._open_until_s
+
+    def trip(self, error: str) -> None:
+        """Open at once, for a rest from now on: waiting for more failures is futile."""
+        with self._lock:
+            self._failures = max(self._failures, self._max_failures)
+            self.last_error = error
+            self._open_until_s = self._clock.now() + self._rest_s

@@ -106,7 +106,7 @@ class RegionTier:
         """Return (``region``, ``addresses``): slots are read where they are."""
         return self._memory.array, addresses
 
-    def charge(self, num_bytes: int) -> None:
+    def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
         """Do nothing: the copy itself took its time."""
 
     def load(self, io: TierIO) -> TransferResult:

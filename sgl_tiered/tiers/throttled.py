@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,18 +12,52 @@ from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
 from sgl_tiered.tiers.wrapped import WrappedMemory, WrappedTier
 
-__all__ = ["ThrottledMemoryTier", "ThrottledTier"]
+__all__ = ["Link", "ThrottledMemoryTier", "ThrottledTier"]
+
+
+class Link:
+    """A link that transfers take in turn; several tiers may share one. Thread-safe.
+
+    Args:
+        bandwidth_bytes_per_s: both directions together.
+        read_bytes_per_s, write_bytes_per_s: of each direction for itself.
+    """
+
+    def __init__(
+        self,
+        bandwidth_bytes_per_s: float = math.inf,
+        read_bytes_per_s: float = math.inf,
+        write_bytes_per_s: float = math.inf,
+    ) -> None:
+        bandwidths = (bandwidth_bytes_per_s, read_bytes_per_s, write_bytes_per_s)
+        if min(bandwidths) <= 0:
+            raise ValueError(f"a link of {min(bandwidths)} B/s is none")
+        self._s_per_byte = [1.0 / bandwidth for bandwidth in bandwidths]
+        self._lock = threading.Lock()
+        # One for both directions, one for reads, one for writes.
+        self._free_s = [0.0, 0.0, 0.0]
+
+    def reserve(self, num_bytes: int, now_s: float, *, is_store: bool) -> float:
+        """Take the link for ``num_bytes``; return when the last will have arrived."""
+        end_s = now_s
+        with self._lock:
+            for lane in (0, 2 if is_store else 1):
+                if self._s_per_byte[lane]:
+                    start_s = max(now_s, self._free_s[lane])
+                    self._free_s[lane] = start_s + num_bytes * self._s_per_byte[lane]
+                    end_s = max(end_s, self._free_s[lane])
+        return end_s
 
 
 class ThrottledTier(WrappedTier):
     """Gives a tier a bandwidth and a latency; called on a ``MemoryTier`` it stays one.
 
-    All transfers share one link: each holds it for ``bytes / bandwidth``, and ends a
-    latency later. A transfer that is slower by itself is not slowed further.
+    Each transfer holds the link for ``bytes / bandwidth``, and ends a latency later. A
+    transfer that is slower by itself is not slowed further.
 
     Args:
         tier: the tier that does the work.
-        bandwidth_bytes_per_s: of the link, both directions together.
+        link: the link, or the bandwidth of one of its own, in bytes per second.
         latency_s: of each transfer.
         clock: tells the time.
         sleep: waits for so many seconds.
@@ -37,51 +72,49 @@ class ThrottledTier(WrappedTier):
     def __init__(
         self,
         tier: Tier,
-        bandwidth_bytes_per_s: float,
+        link: Link | float,
         latency_s: float = 0.0,
         clock: Clock | None = None,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        if bandwidth_bytes_per_s <= 0 or latency_s < 0:
-            raise ValueError(
-                f"a link of {bandwidth_bytes_per_s} B/s and {latency_s} s is none"
-            )
+        if latency_s < 0:
+            raise ValueError(f"a latency of {latency_s} s is none")
         super().__init__(tier)
-        self._bandwidth_bytes_per_s = bandwidth_bytes_per_s
+        self._link = link if isinstance(link, Link) else Link(link)
         self._latency_s = latency_s
         self._clock = clock or SystemClock()
         # An event that nobody sets is a sleep, without the module of the real clock.
         self._sleep = sleep or threading.Event().wait
-        self._lock = threading.Lock()
-        self._link_free_s = 0.0
 
     def load(self, io: TierIO) -> TransferResult:
         """Read pages, no faster than the link."""
-        return self._paced(self.inner.load, io)
+        return self._paced(self.inner.load, io, is_store=False)
 
     def store(self, io: TierIO) -> TransferResult:
         """Write pages, no faster than the link."""
-        return self._paced(self.inner.store, io)
+        return self._paced(self.inner.store, io, is_store=True)
 
     def health(self) -> TierHealth:
         """Return the inner tier's health, marked as emulated."""
         return replace(self.inner.health(), emulated=True)
 
     def _paced(
-        self, transfer: Callable[[TierIO], TransferResult], io: TierIO
+        self,
+        transfer: Callable[[TierIO], TransferResult],
+        io: TierIO,
+        *,
+        is_store: bool,
     ) -> TransferResult:
         started_s = self._clock.now()
-        end_s = self._reserve(len(io.addresses) * self.slot_bytes)
+        end_s = self._reserve(len(io.addresses) * self.slot_bytes, is_store=is_store)
         result = transfer(io)
         self._wait_until(end_s)
         return replace(result, seconds=self._clock.now() - started_s)
 
-    def _reserve(self, num_bytes: int) -> float:
+    def _reserve(self, num_bytes: int, *, is_store: bool) -> float:
         """Take the link for ``num_bytes``; return when they will have arrived."""
-        with self._lock:
-            start_s = max(self._clock.now(), self._link_free_s)
-            self._link_free_s = start_s + num_bytes / self._bandwidth_bytes_per_s
-            return self._link_free_s + self._latency_s
+        now_s = self._clock.now()
+        return self._link.reserve(num_bytes, now_s, is_store=is_store) + self._latency_s
 
     def _wait_until(self, end_s: float) -> None:
         rest_s = end_s - self._clock.now()
@@ -94,8 +127,8 @@ class ThrottledMemoryTier(ThrottledTier, WrappedMemory):
 
     inner: MemoryTier
 
-    def charge(self, num_bytes: int) -> None:
+    def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
         """Wait as long as the link would need for the copy just done."""
-        end_s = self._reserve(num_bytes)
-        self.inner.charge(num_bytes)
+        end_s = self._reserve(num_bytes, is_store=is_store)
+        self.inner.charge(num_bytes, is_store=is_store)
         self._wait_until(end_s)

@@ -74,6 +74,6 @@ class WrappedMemory(WrappedTier):
         """Return an array, and its rows at which these slots can be read."""
         return self.inner.read_view(addresses)
 
-    def charge(self, num_bytes: int) -> None:
+    def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
         """Account for a copy done in place."""
-        self.inner.charge(num_bytes)
+        self.inner.charge(num_bytes, is_store=is_store)

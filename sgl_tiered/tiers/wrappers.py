@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from sgl_tiered.tiers.faulty import Faults, FaultyTier
-from sgl_tiered.tiers.throttled import ThrottledTier
+from sgl_tiered.tiers.delayed import DelayedTier, DelaySwitch
+from sgl_tiered.tiers.emulation import Delay, Emulation, Fault
+from sgl_tiered.tiers.fault_switch import FaultSwitch
+from sgl_tiered.tiers.faulty import FaultyTier
+from sgl_tiered.tiers.throttled import Link, ThrottledTier
 
-__all__ = ["Faults", "FaultyTier", "ThrottledTier"]
+__all__ = [
+    "Delay",
+    "DelaySwitch",
+    "DelayedTier",
+    "Emulation",
+    "Fault",
+    "FaultSwitch",
+    "FaultyTier",
+    "Link",
+    "ThrottledTier",
+]

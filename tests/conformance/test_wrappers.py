@@ -7,7 +7,13 @@ from sgl_tiered.testing.fakes import FakeTier
 from sgl_tiered.testing.tier_kit import TierKit
 from sgl_tiered.tiers.disk import DiskTier
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import Faults, FaultyTier, ThrottledTier
+from sgl_tiered.tiers.wrappers import (
+    DelayedTier,
+    DelaySwitch,
+    FaultyTier,
+    Link,
+    ThrottledTier,
+)
 
 
 def host(kit):
@@ -52,19 +58,21 @@ class TestFaultyHostWithoutFaults(TierKit):
 
     @pytest.fixture
     def tier(self):
-        tier = FaultyTier(host(self), Faults())
+        tier = FaultyTier(host(self))
         yield tier
         tier.close()
 
 
-class TestFaultyThrottledDisk(TierKit):
+class TestFaultyDelayedThrottledDisk(TierKit):
     """Wrappers stack."""
 
     SURVIVES_RESTART = True
 
     @pytest.fixture
     def tier(self, tmp_path):
-        tier = FaultyTier(ThrottledTier(disk(self, tmp_path), 10e9), Faults())
+        link = Link(read_bytes_per_s=10e9, write_bytes_per_s=5e9)
+        inner = ThrottledTier(disk(self, tmp_path), link)
+        tier = FaultyTier(DelayedTier(inner, DelaySwitch()))
         yield tier
         tier.close()
 

@@ -64,6 +64,7 @@ BAD = {
         "--tiered-calibration",
     ),
     "fault": ([*ON, "--tiered-fault-corrupt=zero"], "--tiered-fault-corrupt"),
+    "emulated fault": ([*ON, "--tiered-emulate=host:fault=error"], "--tiered-emulate"),
     "file missing": ([*ON, "--tiered-config={tmp}/none.toml"], "--tiered-config"),
     "file key": ([*ON, "--tiered-config={tmp}/key.toml"], "--tiered-config"),
     "file syntax": ([*ON, "--tiered-config={tmp}/syntax.toml"], "--tiered-config"),

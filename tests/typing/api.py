@@ -66,7 +66,7 @@ class ThirdPartyMemoryTier(ThirdPartyTier):
         """Return the slots in place."""
         return self.region, addresses
 
-    def charge(self, num_bytes: int) -> None:
+    def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
         """Copies cost nothing here."""
 
 

@@ -157,8 +157,11 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_emulate: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="For experiments: slow a tier down, e.g. "
-            "'host:bandwidth=2GB,latency=0.001;cxl:bandwidth=1GB;disk:bandwidth=500MB'."
+            help="For experiments: slow tiers down, e.g. 'host+cxl:bandwidth=20GB;"
+            "disk:read-bandwidth=2GB,write-bandwidth=1GB,latency=0.001,"
+            "delay=0.2@0.01'; or make them fail, e.g. 'disk:fault=error@0.1/load' "
+            "(needs SGL_TIERED_ALLOW_FAULTS=1). All of it: pydoc "
+            "sgl_tiered.tiers.emulation."
         ),
         _NS,
     ] = None
@@ -173,7 +176,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="For tests: load a wrong page (needs SGL_TIERED_ALLOW_FAULTS=1).",
+            help="For tests: load a wrong page from the host, as "
+            "--tiered-emulate host:fault=... does (needs SGL_TIERED_ALLOW_FAULTS=1).",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,

@@ -30,6 +30,7 @@ from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.ahead import OffloadAhead
 from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
+from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
 
@@ -60,6 +61,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self._private: dict[str, torch.Tensor] = {}
         self._in_flight: list[Any] = []
         self._ticket: LoadTicket | None = None
+        self._repaired = False
         self._locks: dict[int, tuple[Any, Any]] = {}
         super().__init__(params)
         self._tiered = runtime
@@ -155,15 +157,16 @@ class TieredRadixCache(UnifiedRadixCache):
     def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
         """End the loads of the batch that just ran; return requests that failed.
 
-        The copy from memory to the device has no fault of its own: checks that can fail
-        are over before admission. Where it breaks all the same, the output is dropped
-        and the client told, since the forward has already used the slots.
+        None does where ``repair_loads`` was asked, which is wherever tokens are
+        generated. Elsewhere the output is dropped and the client told, since the
+        forward has already used the slots.
         """
         in_flight, self._in_flight = self._in_flight, []
         if self._ticket is None:
             return []
         ticket, self._ticket = self._ticket, None
-        landed = ticket.wait()
+        landed = ticket.wait() or self._repaired
+        self._repaired = False
         failed = []
         for req in in_flight:
             self._private.pop(req.rid, None)
@@ -178,6 +181,37 @@ class TieredRadixCache(UnifiedRadixCache):
         if failed:
             self._fail(failed, ticket.failed)
         return failed
+
+    def repair_loads(self, runner: Any, batch: Any) -> bool:
+        """Compute what the loads of the batch that just ran failed to bring.
+
+        Returns:
+            Whether there was anything: then the batch's forward has to run again.
+        """
+        if self._ticket is None or self._repaired or self._ticket.wait():
+            return False
+        spans = []
+        for index, req in enumerate(batch.reqs):
+            state = self.tiered.coordinator.state(req.rid)
+            if state is None or state.plan is None or not state.started:
+                continue
+            end = (state.plan.first_page + state.num_good) * self.page_size
+            begin = end - len(self._private[req.rid])
+            end = min(end, batch.prefix_lens[index])
+            if begin < end:
+                spans.append(MissingSpan(index, begin, end))
+        num_tokens = compute_missing(runner, batch, spans)
+        logger.warning(
+            "sgl-tiered: a load to the device broke (%s): %d tokens of %d request(s) "
+            "were computed instead",
+            self._ticket.failed,
+            num_tokens,
+            len(spans),
+        )
+        self.tiered.metrics.add("loads_repaired", len(spans))
+        self.tiered.metrics.add("tokens_repaired", num_tokens)
+        self._repaired = True
+        return True
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         """Return the slots of the request's prefix, loaded private ones included."""

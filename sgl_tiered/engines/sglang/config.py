@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
+from sgl_tiered.tiers.emulation import Emulation, parse_emulation
 from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = [
     "BACKEND_NAME",
     "CHOICES",
+    "EMULATED_TIERS",
     "FAULT_ENV",
     "FLAG_PREFIX",
-    "Emulation",
     "TieredConfig",
+    "faults_allowed",
     "parse_size",
     "read_config",
 ]
@@ -38,6 +40,8 @@ __all__ = [
 BACKEND_NAME = "tiered"
 FLAG_PREFIX = "tiered_"
 FAULT_ENV = "SGL_TIERED_ALLOW_FAULTS"
+EMULATED_TIERS = (TierId.HOST, TierId.CXL, TierId.DISK)
+"""Tiers that ``--tiered-emulate`` and ``POST /tiered/faults`` know."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "eviction_policy": ("lru", "fifo", "random"),
@@ -49,36 +53,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "fault_corrupt": ("zero", "swap"),
 }
 
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 _DEFAULT_STAGING_BYTES = 256 * 2**20
 """Holds a 1,000-token read of an 8B model; larger reads are cut to fit."""
 _AUTO_SHARE = 0.5
 _AUTO_HOST_MAX_BYTES = 64 * 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Emulation:
-    """A tier made slower than it is, for experiments.
-
-    Attributes:
-        bandwidth_bytes_per_s: infinite for the real one.
-        latency_s: added to every operation.
-    """
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +84,10 @@ class TieredConfig:
         load_policy: auto (load if cheaper than recompute), always, never.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
-        emulate: tiers that are slowed down.
+        emulate: tiers that are slowed down or fail on purpose.
+        switchable_faults: delays and faults may be switched while serving (tests).
         calibration: file of ``sgl-tiered calibrate`` from which the planner's costs
             start; None to measure at start-up.
-        fault_corrupt: a deliberate fault for the negative control of the tests.
     """
 
     host_bytes: int
@@ -128,9 +106,9 @@ class TieredConfig:
     load_policy: str = "auto"
     log_interval_s: float = 60.0
     seed: int = 0
-    emulate: Mapping[TierId, Emulation] = field(default_factory=dict)
+    emulate: tuple[Emulation, ...] = ()
+    switchable_faults: bool = False
     calibration: Path | None = None
-    fault_corrupt: str | None = None
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -170,30 +148,13 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         load_policy=_choice(settings, "load_policy", "auto"),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
-        emulate=_emulation(settings.get("emulate")),
+        emulate=_emulation(settings),
+        switchable_faults=faults_allowed(),
         calibration=_calibration(settings.get("calibration")),
-        fault_corrupt=_fault(settings),
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
     return config
-
-
-def parse_size(setting: str, value: object) -> int:
-    """Return bytes from a number or a text such as ``4GB`` or ``512MiB``.
-
-    Raises:
-        ConfigError: the text is not a size.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = _SIZE.fullmatch(str(value).strip())
-    unit = match.group(2).upper() if match else "?"
-    if match is None or unit not in _UNITS:
-        raise ConfigError(
-            setting, f"{value!r} is not a size", "write for example 512MB, 4GiB or 2TB"
-        )
-    return int(float(match.group(1)) * _UNITS[unit])
 
 
 def _read_file(path: str, known: set[str]) -> dict[str, Any]:
@@ -394,30 +355,27 @@ def _share(settings: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def _emulation(value: object) -> dict[TierId, Emulation]:
-    """Read ``host:bandwidth=2GB,latency=0.001;disk:bandwidth=500MB``."""
-    setting = "--tiered-emulate"
-    remedy = "write for example host:bandwidth=2GB,latency=0.001;disk:bandwidth=500MB"
-    emulate: dict[TierId, Emulation] = {}
-    for part in filter(None, str(value or "").split(";")):
-        name, _, text = part.strip().partition(":")
-        tiers = {tier.label: tier for tier in (TierId.HOST, TierId.CXL, TierId.DISK)}
-        pairs = dict(item.partition("=")[::2] for item in text.split(",") if item)
-        if name not in tiers or not pairs or set(pairs) - {"bandwidth", "latency"}:
-            raise ConfigError(setting, f"{part!r} is not understood", remedy)
-        try:
-            latency = float(pairs.get("latency", 0.0))
-        except ValueError:
-            raise ConfigError(setting, f"{part!r} is not understood", remedy) from None
-        bandwidth = (
-            float(parse_size(setting, pairs["bandwidth"]))
-            if "bandwidth" in pairs
-            else math.inf
-        )
-        if bandwidth <= 0 or not (math.isfinite(latency) and latency >= 0):
-            raise ConfigError(setting, f"{part!r} is not positive", remedy)
-        emulate[tiers[name]] = Emulation(bandwidth, latency)
-    return emulate
+def faults_allowed() -> bool:
+    """Say whether this process may fail on purpose: the environment has to ask."""
+    return os.environ.get(FAULT_ENV) == "1"
+
+
+def _emulation(settings: Mapping[str, Any]) -> tuple[Emulation, ...]:
+    """Read ``--tiered-emulate``, and the older flag for one fault of the host."""
+    sections = parse_emulation(str(settings.get("emulate") or ""), EMULATED_TIERS)
+    flags = {"--tiered-emulate": any(section.faults for section in sections)}
+    if settings.get("fault_corrupt") is not None:
+        flags["--tiered-fault-corrupt"] = True
+        kind = _choice(settings, "fault_corrupt", "")
+        sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
+    for flag, fails in flags.items():
+        if fails and not faults_allowed():
+            raise ConfigError(
+                flag,
+                "makes the server fail or answer wrongly on purpose",
+                f"set {FAULT_ENV}=1 if that is what you want",
+            )
+    return sections
 
 
 def _calibration(value: object) -> Path | None:
@@ -430,18 +388,6 @@ def _calibration(value: object) -> Path | None:
     except ConfigError as error:
         raise ConfigError("--tiered-calibration", error.problem, error.remedy) from None
     return path
-
-
-def _fault(settings: Mapping[str, Any]) -> str | None:
-    if settings.get("fault_corrupt") is None:
-        return None
-    if os.environ.get(FAULT_ENV) != "1":
-        raise ConfigError(
-            "--tiered-fault-corrupt",
-            "makes the server answer wrongly on purpose",
-            f"set {FAULT_ENV}=1 if that is what you want",
-        )
-    return _choice(settings, "fault_corrupt", "")
 
 
 def _flag(name: str) -> str:

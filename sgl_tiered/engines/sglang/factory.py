@@ -20,7 +20,7 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import measure_costs
@@ -39,9 +39,8 @@ from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
-from sgl_tiered.tiers.faulty import Faults, FaultyMemoryTier
+from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.throttled import ThrottledMemoryTier, ThrottledTier
 
 __all__ = ["build_cache", "refuse_unsupported"]
 
@@ -130,11 +129,16 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     is_cuda = bool(pool.k_buffer[0].is_cuda)
     register = _cuda_register("--tiered-host-size") if is_cuda else None
     metrics = MetricsRegistry()
-    host = _open_host(config, layout, register)
+    emulator = Emulator(
+        config.emulate, switchable=config.switchable_faults, clock=clock
+    )
+    host = emulator.wrap(_open_host(config, layout, register))
     cxl = _open_cxl(
         config, layout, _cuda_register("--tiered-cxl-size") if is_cuda else None
     )
-    disk = _open_disk(config, layout, namespace)
+    if cxl is not None:
+        cxl = emulator.wrap(cxl)
+    disk = _open_disk(config, layout, namespace, emulator)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
@@ -149,6 +153,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     )
     rng = np.random.default_rng(config.seed)
     tiers = [tier for tier in (host, cxl, disk) if tier is not None]
+    _refuse_unknown_tiers(config, [tier.tier_id for tier in tiers])
     cache = TieredCache(
         CacheConfig(
             layout=layout,
@@ -197,6 +202,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         host=host,
         cxl=cxl,
         disk=disk,
+        emulator=emulator,
         metrics=metrics,
         completions=completions,
         loader=loader,
@@ -210,6 +216,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
     )
     _log_start(parts, layout)
+    emulator.arm()
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
 
 
@@ -237,17 +244,9 @@ def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> Memor
             f"{config.host_bytes} bytes is less than a page of {layout.slot_bytes}",
             "give more",
         )
-    host: MemoryTier = HostTier(
+    return HostTier(
         layout.slot_bytes, num_slots, register=register, page_bytes=layout.page_bytes
     )
-    if config.fault_corrupt is not None:
-        host = FaultyMemoryTier(host, Faults(corrupt=config.fault_corrupt))
-    emulation = config.emulate.get(TierId.HOST)
-    if emulation is not None:
-        host = ThrottledMemoryTier(
-            host, emulation.bandwidth_bytes_per_s, emulation.latency_s
-        )
-    return host
 
 
 def _open_cxl(
@@ -262,23 +261,17 @@ def _open_cxl(
             f"{config.cxl_bytes} bytes is less than a page of {layout.slot_bytes}",
             "give more",
         )
-    cxl: MemoryTier = CxlTier(
+    return CxlTier(
         config.cxl,
         layout.slot_bytes,
         num_slots,
         register=register,
         page_bytes=layout.page_bytes,
     )
-    emulation = config.emulate.get(TierId.CXL)
-    if emulation is not None:
-        cxl = ThrottledMemoryTier(
-            cxl, emulation.bandwidth_bytes_per_s, emulation.latency_s
-        )
-    return cxl
 
 
 def _open_disk(
-    config: TieredConfig, layout: PageLayout, namespace: Namespace
+    config: TieredConfig, layout: PageLayout, namespace: Namespace, emulator: Emulator
 ) -> Tier | None:
     if not config.disk_paths:
         return None
@@ -291,11 +284,22 @@ def _open_disk(
         fingerprint=namespace.digest().hex(),
         num_threads=config.disk_threads,
         io=config.disk_io,
+        calls=emulator.calls(TierId.DISK),
     )
-    emulation = config.emulate.get(TierId.DISK)
-    if emulation is not None:
-        disk = ThrottledTier(disk, emulation.bandwidth_bytes_per_s, emulation.latency_s)
-    return disk
+    return emulator.wrap(disk)
+
+
+def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
+    """Refuse an experiment on a tier that there is not: it would show nothing."""
+    for section in config.emulate:
+        for tier in section.tiers:
+            if tier not in present:
+                raise ConfigError(
+                    "--tiered-emulate",
+                    f"{section.text!r} names the {tier.label} tier, which this server "
+                    "does not have",
+                    "leave it out, or give the server that tier",
+                )
 
 
 def _adopt(cache: TieredCache, disk: Tier) -> None:
@@ -351,9 +355,15 @@ def _log_start(parts: Parts, layout: PageLayout) -> None:
         size = tier.num_slots * tier.slot_bytes / 1e9
         health = tier.health()
         note = f" ({health.detail})" if health.detail else ""
-        if health.emulated:
-            note = f" (EMULATED: {health.detail})"
+        emulated = parts.emulator.text(tier.tier_id)
+        if emulated or health.emulated:
+            note = f" (EMULATED: {'; '.join(filter(None, (health.detail, emulated)))})"
         texts.append(f"{tier.tier_id.label} {tokens} tokens, {size:.2f} GB{note}")
     calibration = parts.config.calibration
     source = "" if calibration is None else f"; costs from {calibration}"
     logger.info("sgl-tiered: %s%s; measured %s", "; ".join(texts), source, parts.probe)
+    if parts.emulator.switchable:
+        logger.warning(
+            "sgl-tiered: %s=1: this server fails when told to; never serve users so",
+            FAULT_ENV,
+        )

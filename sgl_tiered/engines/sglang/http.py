@@ -1,10 +1,17 @@
-"""Endpoints of the HTTP process: ``GET /tiered/stats`` and ``POST /tiered/drop``."""
+"""Endpoints of the HTTP process.
+
+``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME``, and for tests
+``POST /tiered/faults?emulate=TEXT``, where the environment allows faults.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["DROP_KNOBS", "http_hooks"]
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.tiers.emulation import parse_emulation
+
+__all__ = ["DROP_KNOBS", "FAULTS_KEY", "http_hooks"]
 
 DROP_KNOBS = {
     "device": "tiered_drop_device",
@@ -13,6 +20,8 @@ DROP_KNOBS = {
     "disk": "tiered_drop_disk",
 }
 """Tier -> key of SGLang's ``set_internal_state``, which carries numbers only."""
+FAULTS_KEY = "tiered_faults:"
+"""Before the text of ``POST /tiered/faults``: values are numbers, keys are texts."""
 
 
 def http_hooks() -> list[tuple[str, Any, Any]]:
@@ -29,7 +38,12 @@ def http_hooks() -> list[tuple[str, Any, Any]]:
 
 
 def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    from sgl_tiered.engines.sglang.config import BACKEND_NAME
+    from sgl_tiered.engines.sglang.config import (
+        BACKEND_NAME,
+        EMULATED_TIERS,
+        FAULT_ENV,
+        faults_allowed,
+    )
 
     if server_args.radix_cache_backend != BACKEND_NAME:
         return
@@ -60,3 +74,20 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
                 409, "Requests are running, or there is no such tier; see the log."
             )
         return {"dropped": tier}
+
+    @http_server.app.post("/tiered/faults")
+    async def tiered_faults(emulate: str = "") -> Any:
+        """Switch delays and faults on, in place of the former; empty for none."""
+        if not faults_allowed():
+            raise HTTPException(403, f"Faults are off: {FAULT_ENV}=1 is not set.")
+        try:
+            parse_emulation(emulate, EMULATED_TIERS, "emulate")
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from None
+        manager = http_server._global_state.tokenizer_manager
+        done = await manager.set_internal_state(
+            SetInternalStateReq(server_args={FAULTS_KEY + emulate: 1})
+        )
+        if not all(done):
+            raise HTTPException(409, "Not switched; the server's log says why.")
+        return {"emulated": emulate}

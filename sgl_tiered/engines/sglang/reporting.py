@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
-from sgl_tiered.engines.sglang.http import DROP_KNOBS
+from sgl_tiered.engines.sglang.http import DROP_KNOBS, FAULTS_KEY
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 
 __all__ = ["scheduler_hooks"]
 
+logger = logging.getLogger(__name__)
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 _STATE = _COMPONENTS + "internal_state.SchedulerInternalStateController."
+_WORKER = "sglang.srt.managers.tp_worker.TpModelWorker."
 _MIN_PREFILL_TOKENS = 32
 """A shorter prefill is mostly overhead and would teach the planner little."""
 
@@ -31,6 +35,8 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
         (_STATE + "_update_handlers", _add_knobs, HookType.AFTER),
+        (_STATE + "set_internal_state", _switch_faults, HookType.AROUND),
+        (_WORKER + "forward_batch_generation", _forward, HookType.AROUND),
         (
             _COMPONENTS + "metrics_reporter.SchedulerMetricsReporter."
             "log_batch_result_stats",
@@ -67,6 +73,15 @@ def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     del args, kwargs
     if _tiered(scheduler.tree_cache) is not None:
         scheduler.tree_cache.finish_offloads()
+
+
+def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch; once more where its loads failed and what they lack is computed."""
+    result = original(worker, batch, *args, **kwargs)
+    cache: Any = getattr(batch, "tree_cache", None)
+    if _tiered(cache) is None or not cache.repair_loads(worker.model_runner, batch):
+        return result
+    return original(worker, batch, *args, **kwargs)
 
 
 def _streamer_class(original: Any, scheduler: Any) -> Any:
@@ -152,6 +167,20 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
     for knob in DROP_KNOBS.values():
         handlers[knob] = _UpdateHandler(validate, apply)
     return handlers
+
+
+def _switch_faults(original: Any, controller: Any, recv_req: Any) -> Any:
+    """Take what ``POST /tiered/faults`` sends: a text as the key of a knob."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    keys = [k for k in recv_req.server_args if k.startswith(FAULTS_KEY)]
+    runtime = _tiered(controller.scheduler.tree_cache)
+    if not keys or runtime is None:
+        return original(controller, recv_req)
+    problem = runtime.switch_faults(keys[0].removeprefix(FAULTS_KEY))
+    if problem:
+        logger.warning("sgl-tiered: %s", problem)
+    return SetInternalStateReqOutput(updated=not problem)
 
 
 _SINKS: WeakKeyDictionary[Any, PrometheusSink] = WeakKeyDictionary()

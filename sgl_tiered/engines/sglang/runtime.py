@@ -22,6 +22,8 @@ from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator
+from sgl_tiered.engines.sglang.shutdown import close_in_time
+from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.completions import (
@@ -36,6 +38,8 @@ from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadTicket
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.tiers.base import MemoryTier, Tier
+from sgl_tiered.tiers.breaker import CircuitBreaker
+from sgl_tiered.tiers.emulator import Emulator
 
 __all__ = ["LayerCounter", "TieredRuntime"]
 
@@ -45,6 +49,11 @@ _DEMOTE_PAGES = 128
 """Pages per write to disk: 25 MB at 196 kB a page, enough for the disk to stream, short
 enough that a read does not wait long behind it."""
 _CLOSE_TIMEOUT_S = 10.0
+_STUCK_S = 5.0
+"""After so long without a thread that could read, the disk is left out of lookups."""
+_DRAIN_TIMEOUT_S = 5.0
+"""A read or write of the disk that does not end must not hold the scheduler: its memory
+and its slots stay set aside until it does."""
 
 
 class LayerCounter:
@@ -91,6 +100,7 @@ class Parts:
     host: MemoryTier
     cxl: MemoryTier | None
     disk: Tier | None
+    emulator: Emulator
     metrics: MetricsRegistry
     completions: CompletionQueue
     loader: LayerwiseLoader
@@ -134,6 +144,12 @@ class TieredRuntime:
             parts.cache, parts.memory, parts.stager, parts.clock
         )
         self.namespaces: dict[tuple[str, str], bytes] = {}
+        # Of loads, one per tier; of offloads.
+        self._breakers = {
+            tier.tier_id: CircuitBreaker(parts.clock) for tier in parts.tiers
+        }
+        self._offloads = CircuitBreaker(parts.clock)
+        self._resting: tuple[TierId, ...] = ()
         self._num_demoting = 0
         self._closed = False
         self._waits: dict[str, float] = {}
@@ -178,12 +194,18 @@ class TieredRuntime:
         return digest
 
     def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
-        """Queue an offload; False (and the plan ended) where the queue is full."""
+        """Queue an offload; False (and the plan ended) where it is dropped.
+
+        That is, where the queue is full, or the tier failed again and again and rests.
+        """
         parts = self._parts
-        if parts.offloader.try_submit(plan, device_pages, parts.device.mark()):
+        if self._offloads.allows() and parts.offloader.try_submit(
+            plan, device_pages, parts.device.mark()
+        ):
             return True
         self.metrics.add("offload_dropped_pages", len(plan.pages))
-        failed = TransferResult.failed(len(plan.pages), 0.0, "the queue is full")
+        reason = "offloads rest" if self._offloads.is_open else "the queue is full"
+        failed = TransferResult.failed(len(plan.pages), 0.0, reason)
         self.cache.finish_offload(plan, failed)
         return False
 
@@ -194,20 +216,24 @@ class TieredRuntime:
             match event:
                 case OffloadFinished(plan, result):
                     self.cache.finish_offload(plan, result)
+                    self._offloads.record(_failure(result))
                     offloaded.append(plan.plan_id)
                 case DemoteFinished(plan, result):
                     self._num_demoting -= 1
                     self.cache.finish_demote(plan, result)
                 case StageFinished(plan, positions, _, result):
                     self.coordinator.stage_finished(plan, positions, result)
+                    self._breakers[TierId.DISK].record(_failure(result))
                     if result.num_bytes:
                         self._parts.cost.observe_load(
                             TierId.DISK, result.num_bytes, result.seconds
                         )
                 case LoadFinished():
                     self._observe_load(event)
+                    self._note_load(event)
                 case _:
                     raise AssertionError(f"unknown completion {event!r}")
+        self._let_rest()
         self._demote()
         self._forget_on_disk()
         return offloaded
@@ -258,15 +284,20 @@ class TieredRuntime:
         self._parts.offloader.drain()
 
     def drain(self) -> None:
-        """Wait until no transfer runs."""
+        """Wait until no transfer runs; for those of the disk in bounded time only."""
         parts = self._parts
-        demoters = parts.demoters.values()
-        for worker in (parts.loader, parts.offloader, parts.stager, *demoters):
-            if worker is not None:
-                worker.drain()
+        parts.loader.drain()
+        parts.offloader.drain()
+        for worker in (parts.stager, *parts.demoters.values()):
+            if worker is not None and not worker.drain(_DRAIN_TIMEOUT_S):
+                logger.warning("sgl-tiered: an I/O of the disk tier does not end")
 
     def reset(self) -> None:
-        """Forget every page of every tier; no transfer may run."""
+        """Forget every page of every tier.
+
+        No copy from or to the device may run. An I/O of the disk may: it ends into
+        nothing.
+        """
         self.coordinator.release_all()
         self._waits.clear()
         # The weights may have changed, which is why SGLang resets.
@@ -286,14 +317,18 @@ class TieredRuntime:
         parts = self._parts
         give_up_at_s = parts.clock.now() + _CLOSE_TIMEOUT_S
         while self._num_demoting and parts.clock.now() < give_up_at_s:
+            if TierId.DISK in self._resting:
+                break
             self.completions.wait(0.05)
             pump()
         demoters = parts.demoters.values()
         for worker in (parts.loader, parts.offloader, parts.stager, *demoters):
             if worker is not None:
                 worker.close(1.0)
-        for tier in parts.tiers:
+        for tier in parts.memory.values():
             tier.close()
+        if parts.disk is not None:
+            close_in_time(parts.disk.close, _CLOSE_TIMEOUT_S, "the disk tier")
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture of the tiers, for ``GET /tiered/stats``."""
@@ -301,11 +336,14 @@ class TieredRuntime:
         media = {}
         for tier in parts.tiers:
             health = tier.health()
+            breaker = self._breakers[tier.tier_id]
             media[tier.tier_id.label] = {
                 "slot_bytes": tier.slot_bytes,
-                "usable": health.usable,
+                "usable": health.usable and not breaker.is_open,
                 "emulated": health.emulated,
-                "detail": health.detail,
+                "emulation": parts.emulator.text(tier.tier_id),
+                "faults_struck": parts.emulator.num_struck(tier.tier_id),
+                "detail": breaker.last_error if breaker.is_open else health.detail,
             }
         return {
             "page_tokens": self.page_tokens,
@@ -366,6 +404,39 @@ class TieredRuntime:
             "sgl-tiered: %d prompt tokens (%s); %s", total, served, ", ".join(fill)
         )
 
+    def switch_faults(self, text: str) -> str:
+        """Switch delays and faults; return why not, empty where it was done."""
+        try:
+            self._parts.emulator.switch(text, list(self._breakers))
+        except ConfigError as error:
+            return str(error)
+        logger.warning("sgl-tiered: EMULATED from now on: %s", text or "nothing")
+        return ""
+
+    def _note_load(self, event: LoadFinished) -> None:
+        """Tell the breakers of the memory tiers how a load to the device ended."""
+        failed = event.ticket.failed_source
+        for tier, breaker in self._breakers.items():
+            if tier is failed or (event.landed and tier in event.ticket.sources):
+                breaker.record(event.error)
+
+    def _let_rest(self) -> None:
+        """Keep tiers that fail again and again out of lookups, until a probe is due."""
+        stager = self._parts.stager
+        if stager is not None and stager.stuck_s() > _STUCK_S:
+            self._breakers[TierId.DISK].trip("reads of the disk do not end")
+        resting = tuple(tier for tier, b in self._breakers.items() if b.rests)
+        if resting == self._resting:
+            return
+        for tier in set(resting) - set(self._resting):
+            error = self._breakers[tier].last_error
+            logger.warning("sgl-tiered: the %s tier rests: %s", tier.label, error)
+            self.metrics.add(f"{tier.label}_rests")
+        for tier in set(self._resting) - set(resting):
+            logger.warning("sgl-tiered: the %s tier is tried again", tier.label)
+        self._resting = resting
+        self.cache.rest(resting)
+
     def _observe_load(self, event: LoadFinished) -> None:
         """Refine the link costs; staged pages lie in the host's memory."""
         if event.landed and event.num_bytes:
@@ -386,3 +457,8 @@ class TieredRuntime:
             gone = self.cache.take_forgotten(TierId.DISK)
             if len(gone):
                 self._parts.disk.forget(gone)
+
+
+def _failure(result: TransferResult) -> str:
+    """Return the error of a transfer that brought nothing; empty for any other."""
+    return "" if result.ok.any() else result.error or "no page arrived"

@@ -146,6 +146,21 @@ SEAMS: tuple[Seam, ...] = (
         attributes=("register_hicache_layer_transfer_counter",),
     ),
     Seam(
+        "forward of a batch",
+        _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        ("batch",),
+    ),
+    Seam(
+        "forward of a span",
+        _SRT + "model_executor.forward_batch_info.ForwardBatch.init_new",
+        (
+            "batch",
+            "model_runner",
+            "capture_hidden_mode",
+            "return_hidden_states_before_norm",
+        ),
+    ),
+    Seam(
         "scheduler",
         _SCHEDULER,
         attributes=(
@@ -164,7 +179,7 @@ SEAMS: tuple[Seam, ...] = (
         "state report",
         _SRT + "managers.scheduler_components.internal_state."
         "SchedulerInternalStateController",
-        attributes=("get_internal_state", "_update_handlers"),
+        attributes=("get_internal_state", "set_internal_state", "_update_handlers"),
     ),
     Seam(
         "metrics",

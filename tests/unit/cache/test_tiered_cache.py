@@ -612,3 +612,20 @@ def test_a_full_disk_keeps_a_reserve_and_a_host_none(make_cache: MakeCache) -> N
     cache.check()
     assert cache.occupancy(TierId.DISK).free_slots == 256 // 64
     assert cache.occupancy(TierId.HOST).free_slots == 0
+
+
+def test_a_resting_tier_is_not_looked_at(make_cache: MakeCache) -> None:
+    """Its pages are not found while it rests, and are found again afterwards."""
+    story = Story(make_cache(host=8, disk=8))
+    story.store("abc")
+    story.demote()
+    story.cache.rest([TierId.HOST])
+    assert story.sources("abc") == "ddd"
+    story.cache.rest([TierId.HOST, TierId.DISK])
+    assert story.found("abc") == 0
+    story.cache.rest([TierId.DISK])
+    assert story.sources("abc") == "hhh"
+    story.cache.drop_tier(TierId.HOST)
+    assert story.found("abc") == 0
+    story.cache.rest([])
+    assert story.sources("abc") == "ddd"

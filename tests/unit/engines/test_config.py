@@ -10,7 +10,6 @@ from sgl_tiered.engines.sglang import config as config_module
 from sgl_tiered.engines.sglang.config import (
     CHOICES,
     FAULT_ENV,
-    Emulation,
     parse_size,
     read_config,
 )
@@ -91,8 +90,8 @@ def test_defaults():
     assert config.offload_threshold == 0.9
     assert config.disk_admission == "all"
     assert config.load_policy == "auto"
-    assert config.emulate == {}
-    assert config.fault_corrupt is None
+    assert config.emulate == ()
+    assert not config.switchable_faults
 
 
 def test_file_stands_for_flags_and_flags_win(tmp_path):
@@ -266,31 +265,34 @@ def test_a_disk_path_that_is_a_file_is_refused(tmp_path):
     assert caught.value.setting == "--tiered-disk-path"
 
 
+def test_emulations_are_understood():
+    """The flag's text becomes sections; what it may say is tested with its parser."""
+    first, second = read(
+        **HOST, emulate="host:bandwidth=2GB; disk:latency=0.25"
+    ).emulate
+    assert first.tiers == (TierId.HOST,)
+    assert first.bandwidth_bytes_per_s == 2e9
+    assert second.tiers == (TierId.DISK,)
+    assert second.latency_s == 0.25
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("flags", "kind"),
     [
-        ("host:bandwidth=2GB", {TierId.HOST: Emulation(2e9, 0.0)}),
-        ("disk:latency=0.25", {TierId.DISK: Emulation(math.inf, 0.25)}),
-        ("cxl:bandwidth=1GB", {TierId.CXL: Emulation(1e9, 0.0)}),
-        (
-            "host:bandwidth=2GB,latency=0.001; disk:bandwidth=500MB",
-            {TierId.HOST: Emulation(2e9, 0.001), TierId.DISK: Emulation(5e8, 0.0)},
-        ),
+        ({"fault_corrupt": "zero"}, "zero"),
+        ({"fault_corrupt": "swap"}, "swap"),
+        ({"emulate": "host:fault=error@0.5"}, "error"),
     ],
 )
-def test_emulations_are_understood(text, expected):
-    """Each tier can get a bandwidth, a latency or both."""
-    assert read(**HOST, emulate=text).emulate == expected
-
-
-@pytest.mark.parametrize("fault", ["zero", "swap"])
-def test_faults_need_the_environment(monkeypatch, fault):
-    """Wrong answers are to be had only by who asks for them twice."""
+def test_faults_need_the_environment(monkeypatch, flags, kind):
+    """Failures and wrong answers are to be had only by who asks for them twice."""
     monkeypatch.setenv(FAULT_ENV, "1")
-    assert read(**HOST, fault_corrupt=fault).fault_corrupt == fault
+    config = read(**HOST, **flags)
+    assert [fault.kind for one in config.emulate for fault in one.faults] == [kind]
+    assert config.switchable_faults
     monkeypatch.setenv(FAULT_ENV, "yes")
-    with pytest.raises(ConfigError):
-        read(**HOST, fault_corrupt=fault)
+    with pytest.raises(ConfigError, match=FAULT_ENV):
+        read(**HOST, **flags)
 
 
 def test_paths_are_expanded(tmp_path, monkeypatch):

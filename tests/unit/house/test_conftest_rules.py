@@ -16,6 +16,9 @@ import pytest
 @pytest.mark.full
 def test_full(): pass
 
+@pytest.mark.faults_long
+def test_every_fault(): pass
+
 @pytest.mark.gpu
 def test_gpu(): raise AssertionError("runs only with an accelerator")
 
@@ -36,19 +39,22 @@ def suite(pytester: pytest.Pytester) -> pytest.Pytester:
     """A small suite with our conftest, on a machine without an accelerator."""
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makepyfile(no_accelerator=NO_ACCELERATOR)
-    pytester.makeini("[pytest]\nmarkers =\n    full\n    gpu\n    sglang\n")
+    pytester.makeini(
+        "[pytest]\nmarkers =\n    full\n    faults_long\n    gpu\n    sglang\n"
+    )
     pytester.makepyfile(MARKED)
     return pytester
 
 
-def test_full_is_left_out_unless_asked_for(suite: pytest.Pytester) -> None:
-    """Without --full the cross product is deselected; with it, it runs."""
+def test_long_ones_are_left_out_unless_asked_for(suite: pytest.Pytester) -> None:
+    """Without their option long tests are deselected; with it, they run."""
     suite.runpytest_subprocess("-p", "no_accelerator").assert_outcomes(
-        passed=1, skipped=1, deselected=1
+        passed=1, skipped=1, deselected=2
     )
-    suite.runpytest_subprocess("-p", "no_accelerator", "--full").assert_outcomes(
-        passed=2, skipped=1
-    )
+    for option in ("--full", "--faults-long"):
+        suite.runpytest_subprocess("-p", "no_accelerator", option).assert_outcomes(
+            passed=2, skipped=1, deselected=1
+        )
 
 
 def test_gpu_is_reported_as_not_run(suite: pytest.Pytester) -> None:

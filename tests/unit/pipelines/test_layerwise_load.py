@@ -18,7 +18,7 @@ from sgl_tiered.pipelines.layerwise_load import (
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import Faults, FaultyTier
+from sgl_tiered.tiers.wrappers import Fault, FaultyTier
 from tests.unit.pipelines.pipeline_support import LAYOUT, PATIENCE_S, SLOT, load_plan
 
 
@@ -203,7 +203,7 @@ def test_negative_control_reaches_the_device(loader, pool):
     """A page that a faulty host shows as zeros is zeros on the device."""
     host = HostTier(SLOT, 4)
     host.region[:] = make_pages(4, SLOT, 11)
-    faulty = FaultyTier(host, Faults(corrupt="zero", corrupt_reads=1))
+    faulty = FaultyTier(host, [Fault("zero", times=1)])
     plan = load_plan([0, 1, 2])
     segment = Segment.of_tier(faulty, plan.addresses, np.arange(3))
     pages = LoadJob(plan, (segment,), np.array([7, 8, 9]))
@@ -295,3 +295,21 @@ def test_a_load_that_was_given_up_under_a_copy_stays_failed(pool):
     waiter.join(PATIENCE_S)
     assert not ticket.wait(PATIENCE_S)
     assert ticket.failed == "the loader is closed"
+
+
+def test_a_ticket_tells_which_tier_failed(loader, pool):
+    """The tier whose copy broke is named; staging memory is no tier."""
+    host = HostTier(SLOT, 4)
+    faulty = FaultyTier(host, [Fault("error", times=1)])
+    plan = load_plan([0, 1, 2])
+    staged = Segment(make_pages(1, SLOT, 12), np.array([0]), np.array([2]))
+    segments = (Segment.of_tier(faulty, plan.addresses[:2], np.arange(2)), staged)
+    pages = LoadJob(plan, segments, np.array([7, 8, 9]))
+    broken = loader.submit([pages])
+    assert not broken.wait(PATIENCE_S)
+    assert broken.failed_source is TierId.HOST
+    assert broken.sources == {TierId.HOST}
+    whole = loader.submit([pages])
+    assert whole.wait(PATIENCE_S)
+    assert whole.failed_source is None
+    host.close()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, StageFinished
@@ -138,6 +138,24 @@ def test_a_raising_tier_is_a_failed_read(reader, disk, completions):
     assert "outside" in staged.result.error
     reader.release(staged)
     assert reader.num_free_rows == 6
+
+
+def test_it_tells_how_long_no_thread_was_free(disk, completions, metrics):
+    """Reads that do not end are noticed once every thread has one, from then on."""
+    clock = ManualClock()
+    reader = StagingReader(disk, 6, completions, clock, metrics, num_threads=2)
+    assert reader.stuck_s() == 0.0
+    disk.gate.clear()
+    for address in (1, 2):
+        assert reader.stuck_s() == 0.0, "a thread is free"
+        reader.try_submit(plan_for(disk, [address]), positions(0))
+        assert disk.started.acquire(timeout=PATIENCE_S)
+        clock.advance(3.0)
+    assert reader.stuck_s() == 3.0
+    disk.gate.set()
+    assert reader.drain(PATIENCE_S)
+    assert reader.stuck_s() == 0.0
+    reader.close(PATIENCE_S)
 
 
 def test_closed_reader_takes_nothing(disk, completions, metrics):

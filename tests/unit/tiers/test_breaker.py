@@ -50,3 +50,31 @@ def test_a_silent_probe_is_followed_by_another():
     assert it.allows()
     clock.advance(10.0)
     assert it.allows()
+
+
+def test_resting_is_seen_without_taking_the_probe():
+    """Who asks whether it rests learns when a probe is due, and leaves it to others."""
+    clock = ManualClock()
+    it = breaker(clock)
+    assert not it.rests
+    it.record("x")
+    it.record("x")
+    assert it.rests
+    clock.advance(10.0)
+    assert not it.rests
+    assert not it.rests
+    assert it.allows(), "the probe is still to be had"
+    assert it.rests, "while it runs nobody else may"
+
+
+def test_it_can_be_opened_at_once():
+    """What is known to be futile opens it without further failures."""
+    clock = ManualClock()
+    it = breaker(clock)
+    it.trip("it hangs")
+    assert it.is_open
+    assert it.rests
+    assert it.last_error == "it hangs"
+    it.record("")
+    assert not it.is_open
+    assert not it.rests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
@@ -90,13 +91,38 @@ def make_client(
 
 
 def server_facts(url: str) -> dict[str, str]:
-    """Return the version that a server tells (vLLM, SGLang); empty if it tells none."""
+    """Return what a server tells of itself.
+
+    ``version`` (vLLM, SGLang) and ``emulated``, what a tiered server slows down or
+    makes fail on purpose; each only where it is told.
+    """
+    facts = {}
     for path in ("/version", "/server_info"):
-        try:
-            with urllib.request.urlopen(url + path, timeout=_ASK_S) as response:
-                answer = json.loads(response.read())
-        except (OSError, urllib.error.HTTPError, json.JSONDecodeError):
-            continue
+        answer = _ask(url + path)
         if isinstance(answer, dict) and isinstance(answer.get("version"), str):
-            return {"version": answer["version"]}
-    return {}
+            facts["version"] = answer["version"]
+            break
+    state = _ask(url + "/tiered/stats")
+    if isinstance(state, list) and state and isinstance(state[0], dict):
+        told = emulated(state[0])
+        if told:
+            facts["emulated"] = told
+    return facts
+
+
+def emulated(state: Mapping[str, Any]) -> str:
+    """Return what is emulated on a tiered server, by its statistics."""
+    return "; ".join(
+        f"{tier}: {medium.get('emulation') or medium.get('detail') or 'yes'}"
+        for tier, medium in state.get("media", {}).items()
+        if medium.get("emulated")
+    )
+
+
+def _ask(url: str) -> Any:
+    """Return a JSON answer, None where there is none."""
+    try:
+        with urllib.request.urlopen(url, timeout=_ASK_S) as response:
+            return json.loads(response.read())
+    except (OSError, urllib.error.HTTPError, json.JSONDecodeError):
+        return None

@@ -71,6 +71,7 @@ def sections(results: Results) -> list[Section]:
     """Return everything that the report says."""
     return [
         _gate(results),
+        *_emulated(results),
         _latency(results),
         _throughput(results),
         _hits(results),
@@ -96,6 +97,22 @@ def _gate(results: Results) -> Section:
     return Section(
         "Gate", note, ("system", "verdict", "what was compared"), tuple(rows)
     )
+
+
+def _emulated(results: Results) -> list[Section]:
+    """Say first whose figures are not those of real media."""
+    rows = [
+        (system.name, system.header.facts["server"]["emulated"])
+        for system in results.systems
+        if system.header.facts.get("server", {}).get("emulated")
+    ]
+    if not rows:
+        return []
+    note = (
+        "**Tiers of these systems were slowed down or made to fail on purpose: no "
+        "figure of theirs below is that of real hardware.**"
+    )
+    return [Section("Emulated", note, ("system", "what"), tuple(rows))]
 
 
 def _latency(results: Results) -> Section:

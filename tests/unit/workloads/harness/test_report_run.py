@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sgl_tiered_workloads.harness.clients import emulated
 from sgl_tiered_workloads.harness.errors import GateRedError, RecordsError
 from sgl_tiered_workloads.harness.gating import Gate, Verdict, write_gate
 from sgl_tiered_workloads.harness.report import write_report
@@ -35,6 +36,7 @@ def leave(
     ttft_s: dict[str, float],
     spec: Spec | None = None,
     lag_s: float = 0.0,
+    server: dict[str, str] | None = None,
 ) -> None:
     """Write what a run would have left."""
     spec = spec or parse_spec(SPEC)
@@ -42,6 +44,7 @@ def leave(
     for name, delay_s in ttft_s.items():
         chosen = next(s for s in spec.public()["systems"] if s["name"] == name)
         facts = {"spec": spec.public(), "system": chosen, "gate": gate.status(name)}
+        facts["server"] = server or {}
         header = make_header(name, facts, spec.hash, spec.seed)
         records: Sequence[RequestRecord] = [
             record(
@@ -133,6 +136,29 @@ def test_records_of_two_specifications_are_not_mixed(tmp_path: Path) -> None:
     leave(tmp_path, green(), {"tiered": 0.1}, parse_spec({**SPEC, "seed": 8}))
     with pytest.raises(RecordsError, match="2 specifications"):
         write_report(tmp_path)
+
+
+def test_what_is_emulated_comes_before_every_figure(tmp_path: Path) -> None:
+    """Figures of tiers that were slowed down are marked as such, and no others."""
+    leave(tmp_path, green(), {"tiered": 0.3}, server={"emulated": "host: delay=1"})
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "| tiered | host: delay=1 |" in text
+    assert text.index("## Emulated") < text.index("## Latency")
+    leave(tmp_path, green(), {"tiered": 0.3})
+    write_report(tmp_path)
+    assert "Emulated" not in (tmp_path / "report.md").read_text()
+
+
+def test_statistics_tell_what_is_emulated() -> None:
+    """The flag's words, or what stands in for a medium; nothing for real tiers."""
+    media = {
+        "host": {"emulated": True, "emulation": "host:delay=1", "detail": ""},
+        "cxl": {"emulated": True, "emulation": "", "detail": "plain memory"},
+        "disk": {"emulated": False, "emulation": "", "detail": "O_DIRECT"},
+    }
+    assert emulated({"media": media}) == "host: host:delay=1; cxl: plain memory"
+    assert emulated({"media": {"disk": media["disk"]}}) == ""
 
 
 def test_a_late_client_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,240 @@
+"""The long form: every tier and every fault, kills, full and removed disks.
+
+Run by ``make test-faults``.
+"""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+
+import psutil
+import pytest
+from sgl_tiered_workloads.gate import check_equality
+from sgl_tiered_workloads.server import ServerStartError, SglangServer, free_port
+from sgl_tiered_workloads.sessions import replay
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.tiers.emulation import DISK_KINDS, MEMORY_KINDS
+from sgl_tiered.tiers.fault_switch import WRONG_BYTES
+from tests.e2e.e2e_support import (
+    PATIENCE_S,
+    edge,
+    open_loop,
+    pinned,
+    sequential,
+    settle,
+    stats,
+)
+from tests.faults.fault_support import (
+    CASE,
+    HOST_BYTES,
+    Prompts,
+    assert_same,
+    dropped_to,
+    fault_spec,
+    small_filesystem,
+    under_fault,
+    used_again,
+)
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.faults_long]
+
+NUM_KILLS = 10
+HAS_CXL = any(field.name == "cxl" for field in dataclasses.fields(TieredConfig))
+
+
+def combinations(tier):
+    """Return the text of every fault that a tier must survive, in either direction.
+
+    Wrong bytes on a tier of memory are not among them: memory is trusted, and the
+    negative control of the gate shows that such bytes would be seen.
+    """
+    memory = tier is not TierId.DISK
+    kinds = set(MEMORY_KINDS) - WRONG_BYTES if memory else set(DISK_KINDS)
+    texts = []
+    for kind in sorted(kinds):
+        # A copy in memory cannot be waited for elsewhere, so that it hangs for a time.
+        lasting = "/for=3" if memory and kind == "hang" else ""
+        ways = ["/store"] if kind == "full" else ["/load", "/store", "@0.3"]
+        texts += [f"{tier.label}:fault={kind}{way}{lasting}" for way in ways]
+    slow = "delay=0.01..0.05" if memory else "delay=0.2..1.0"
+    return [*texts, f"{tier.label}:{slow}", f"{tier.label}:delay=1.0@0.05"]
+
+
+def cases(tier):
+    texts = combinations(tier)
+    return pytest.mark.parametrize("text", texts, ids=texts)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return Prompts()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("disk") / "kv"
+
+
+@pytest.fixture(scope="module")
+def plain(reference):
+    return reference(CASE)
+
+
+@pytest.fixture
+def server(servers, model, folder, plain):
+    return servers.get(fault_spec(model, folder, "faults-long"))
+
+
+@cases(TierId.HOST)
+def test_host(server, plain, prompts, text):
+    """Every fault of the host tier: all is answered, and the tier is used again."""
+    under_fault(server, plain, prompts, "host", text)
+
+
+@cases(TierId.DISK)
+def test_disk(server, plain, prompts, text):
+    """Every fault of the disk tier: all is answered, and the tier is used again."""
+    under_fault(server, plain, prompts, "disk", text)
+
+
+def test_two_servers_on_one_disk(server, model, folder, tmp_path):
+    """A second server on the same path is refused with a clear sentence."""
+    spec = fault_spec(model, folder, "second")
+    second = SglangServer(spec, tmp_path, free_port(ports()), 300.0)
+    with pytest.raises(ServerStartError) as refused:
+        second.start()
+    log = second.log_path.read_text(errors="replace")
+    assert refused.value.exit_code not in (None, 0)
+    assert f"the disk tier at {folder} is in use by process" in log
+    assert "give this one another path" in log
+    assert server.exit_code() is None
+    assert stats(server)["media"]["disk"]["usable"]
+
+
+def ports():
+    first, last = map(int, os.environ.get("TIERED_TEST_PORTS", "0-0").split("-"))
+    return None if first == 0 else range(first, last + 1)
+
+
+@pytest.mark.parametrize("fault", ["fault=hang", "fault=hang/store"])
+def test_shutdown_while_the_disk_hangs(servers, server, prompts, fault):
+    """A disk whose I/O never ends does not keep the server from ending."""
+    requests = prompts.take(1)
+    dropped_to(server, "disk", requests)
+    server.post(f"/tiered/faults?emulate=disk:{fault}", {}, PATIENCE_S)
+    answers = sequential(server, [*requests, *prompts.take(2)])
+    assert all(answer.error is None for answer in answers)
+    root = psutil.Process(server.pid)
+    processes = [root, *root.children(recursive=True)]
+    root.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+    servers.abandon()
+    assert not alive, [process.cmdline()[:3] for process in alive]
+
+
+@pytest.mark.skipif(not HAS_CXL, reason="this build has no CXL tier")
+class TestCxl:
+    """A CXL tier between a small host and the disk, in plain memory."""
+
+    @pytest.fixture
+    def server(self, servers, model, plain, tmp_path_factory):
+        folder = tmp_path_factory.getbasetemp() / "cxl-disk"
+        flags = ("--tiered-cxl=emulate:memory", f"--tiered-cxl-size={HOST_BYTES}")
+        spec = fault_spec(model, folder, "faults-cxl", flags, HOST_BYTES)
+        return servers.get(spec)
+
+    @cases(TierId.CXL)
+    def test_cxl(self, server, plain, prompts, text):
+        """Every fault of the CXL tier: all is answered, and the tier is used again."""
+        under_fault(server, plain, prompts, "cxl", text)
+
+
+def test_a_full_file_system(servers, model, plain, prompts, tmp_path):
+    """On a file system too small for the tier all is served; given room, it is used."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    with small_filesystem(folder, "2m") as mounted:
+        if not mounted:
+            pytest.skip("not run: mounting a tmpfs is not allowed here")
+        server = servers.get(fault_spec(model, folder, "small-disk"))
+        answers = sequential(server, replay(plain.chat))
+        result = check_equality(
+            plain.chat,
+            answers,
+            page_size=CASE.page_size,
+            spread=plain.spread,
+            forced=False,
+        )
+        assert result.passed, result.summary()
+        assert edge(settle(server), "host->disk", "failures") > 0
+        remount = ["mount", "-o", "remount,size=128m", str(folder)]
+        subprocess.run(remount, check=True, timeout=20)
+        used_again(server, plain, prompts, "disk")
+        servers.stop()
+
+
+def test_a_directory_removed_and_returned(servers, model, plain, prompts, tmp_path):
+    """A directory that is moved away and back again: served on, and used again."""
+    folder = tmp_path / "kv"
+    server = servers.get(fault_spec(model, folder, "moved-disk"))
+    for _ in range(3):
+        requests = prompts.take(3)
+        cold = dropped_to(server, "disk", requests)
+        folder.rename(tmp_path / "away")
+        assert_same(plain, cold, open_loop(server, requests))
+        new = open_loop(server, prompts.take(3))
+        assert all(record.error is None for record in new)
+        shutil.rmtree(folder, ignore_errors=True)
+        (tmp_path / "away").rename(folder)
+        assert_same(plain, cold, sequential(server, requests))
+        used_again(server, plain, prompts, "disk")
+    servers.stop()
+
+
+def test_killed_again_and_again(servers, model, plain, prompts, tmp_path):
+    """Killed under load ten times, on one disk: after each start the gate is green."""
+    spec = fault_spec(model, tmp_path / "kv", "killed", host_bytes=HOST_BYTES // 4)
+    from_disk = 0
+    for _ in range(NUM_KILLS):
+        server = servers.get(spec)
+        answers = sequential(server, replay(plain.chat))
+        result = check_equality(
+            plain.chat,
+            answers,
+            page_size=CASE.page_size,
+            spread=plain.spread,
+            forced=False,
+        )
+        assert result.passed, result.summary()
+        from_disk += sum(record.cached_by_tier.get("disk", 0) for record in answers)
+        kill_under_load(server, prompts)
+        servers.abandon()
+    assert from_disk > 0, "no start found a page of the one before"
+    server = servers.get(spec)
+    assert pinned(settle(server)) == 0
+    servers.stop()
+
+
+def kill_under_load(server, prompts):
+    """Kill every process of a server while requests run and pages are written."""
+    requests = prompts.take(24)
+    answers = []
+    sender = threading.Thread(
+        target=lambda: answers.extend(open_loop(server, requests)), daemon=True
+    )
+    written = edge(stats(server), "host->disk")
+    sender.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while edge(stats(server), "host->disk") == written:
+        assert time.monotonic() < deadline, "nothing is written to disk"
+        time.sleep(0.02)
+    os.killpg(server.pid, signal.SIGKILL)
+    sender.join(PATIENCE_S)
+    assert not sender.is_alive(), "a request to a killed server never ended"
+    assert any(record.error is not None for record in answers), "the load was over"
