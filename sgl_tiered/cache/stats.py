@@ -42,6 +42,15 @@ class CacheStats:
     pages_adopted: Mapping[TierId, int]
     pages_dropped: Mapping[TierId, Mapping[str, int]]
 
+    def lost_writes(self) -> dict[str, int]:
+        """Return the writes that did not happen, by edge and reason, for exporters."""
+        lost = {"offload_no_room_pages": self.num_refused_offload_pages}
+        for tier, reasons in self.pages_dropped.items():
+            for reason, num_pages in reasons.items():
+                name = f"demote_{tier.label}_{reason}_pages".replace(" ", "_")
+                lost[name] = num_pages
+        return lost
+
 
 class StatsCounters:
     """The counters behind ``CacheStats``."""

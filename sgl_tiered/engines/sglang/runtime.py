@@ -372,10 +372,7 @@ class TieredRuntime:
             }
         emulated = [t.tier_id.label for t in parts.tiers if t.health().emulated]
         snapshot = self.metrics.snapshot()
-        for tier, reasons in self.cache.stats.pages_dropped.items():
-            for reason, num_pages in reasons.items():
-                name = f"demote_{tier.label}_{reason}_pages".replace(" ", "_")
-                snapshot["counters"][name] = num_pages
+        snapshot["counters"] |= self.cache.stats.lost_writes()
         return {**snapshot, "occupancy": occupancy, "emulated": emulated}
 
     def log_if_due(self) -> None:

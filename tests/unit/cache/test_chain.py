@@ -202,6 +202,10 @@ def test_a_page_that_is_worth_less_is_given_up(make_cache: MakeCache) -> None:
         assert story.demote_all() == []
         assert sum(story.dropped(DISK).values()) == num_dropped
     assert story.dropped(DISK) == {"no room": 3}
+    assert story.cache.stats.lost_writes() == {
+        "offload_no_room_pages": 0,
+        "demote_disk_no_room_pages": 3,
+    }
 
 
 def test_bad_settings_of_the_chain_are_named() -> None:

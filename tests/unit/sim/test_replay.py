@@ -204,7 +204,7 @@ def test_a_chain_hits_in_each_tier_what_lru_of_its_size_does(
 def test_no_admission_hits_more_than_writing_all(
     words: list[str], admission: str
 ) -> None:
-    """It writes at most as much and, with a disk for all, hits at most as much."""
+    """It writes at most as much, and where the disk holds everything hits so too."""
     everything = chained(words, 1, 8, 8, 999)
     picky = chained(words, 1, 8, 8, 999, disk_admission=admission)
     assert picky.stored_pages[TierId.DISK] <= everything.stored_pages[TierId.DISK]

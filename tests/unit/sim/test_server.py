@@ -167,12 +167,12 @@ def test_links_of_a_pass_are_used_side_by_side(make_config: Make) -> None:
     lower = server.lower
     assert lower is not None
     ended: list[float] = []
-    lower.load(3_000, 1_000, lambda: ended.append(server.queue.now()))
-    lower.load(1_000, 1_000, lambda: ended.append(server.queue.now()))
+    lower.load(5_000_000, 1_000_000, lambda: ended.append(server.queue.now()))
+    lower.load(1_000_000, 1_000_000, lambda: ended.append(server.queue.now()))
     server.queue.run()
-    # 2,000 B at 1 GB/s beside 1,000 B at 0.5 GB/s, which the second load then shares.
+    # 4 MB over the host's link at 1 GB/s; beside it two loads of 1 MB share 0.5 GB/s.
     assert len(ended) == 2
-    assert ended[-1] == pytest.approx(2_000 / 5e8, rel=0.01)
+    assert ended == pytest.approx([4e-3, 4e-3], rel=0.01)
 
 
 def test_on_evict_copies_less_and_what_it_saves_is_hit(
