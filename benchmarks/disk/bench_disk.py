@@ -13,9 +13,9 @@ by copies; so ``bare`` is shown as well: preadv or pwritev by as many threads be
 the file and all of that memory, without index and checksums. It does not count.
 
 Runs are interleaved in rounds of tier, bare, fio psync and fio io_uring, in changing
-order; a ratio is of two runs of one round. ``read_vs_fio`` is, for the worst page size from
-1 MiB on, the median of these ratios against the faster one of fio's engines (by its
-median bandwidth at that size), and ``write_vs_fio`` the same for writes. Every page
+order; a ratio is of two runs of one round. ``read_vs_fio`` is, for the worst page size
+from 1 MiB on, the median of these ratios against the faster one of fio's engines (by
+its median bandwidth at that size), and ``write_vs_fio`` the same for writes. Every page
 read is verified by the tier and, after the last round, byte by byte here; a page that
 is not right ends the run without figures. The last line is one JSON object.
 """

@@ -133,4 +133,6 @@ class SlotAllocator:
 def _slots_of(starts: Int64s, lengths: Int64s) -> Int64s:
     """Return the numbers in runs, run after run."""
     before = np.cumsum(lengths) - lengths
-    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+    numbers: Int64s = np.repeat(starts - before, lengths)
+    numbers += np.arange(len(numbers))
+    return numbers
