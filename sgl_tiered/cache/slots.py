@@ -133,5 +133,6 @@ class SlotAllocator:
 def _slots_of(starts: Int64s, lengths: Int64s) -> Int64s:
     """Return the numbers in runs, run after run."""
     before = np.cumsum(lengths) - lengths
-    slots: Int64s = np.repeat(starts - before, lengths)
-    return slots + np.arange(int(lengths.sum()))
+    numbers: Int64s = np.repeat(starts - before, lengths)
+    numbers += np.arange(len(numbers))
+    return numbers

@@ -137,7 +137,7 @@ class DiskTier:
             slots_per_slab=max(1, wanted_slab_bytes // slot_bytes),
         )
         clock, calls = clock or SystemClock(), calls or SystemCalls()
-        engine = make_engine(io, calls, clock, num_threads=num_threads)
+        engine = make_engine(io, path, calls, clock, num_threads=num_threads)
 
         def open_volume(direct: bool | None, device: int | None) -> DiskVolume:
             return DiskVolume(

@@ -5,6 +5,7 @@ Whatever fails, ``run`` returns only when nothing touches the batch's buffer any
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,14 @@ from typing import Protocol
 
 from sgl_tiered.core.background import give_way
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.tiers.disk_io import Extent, SystemCalls, read_extent, write_extent
+from sgl_tiered.tiers.disk_io import (
+    Extent,
+    SystemCalls,
+    read_extent,
+    read_through,
+    write_extent,
+)
+from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = ["IOEngine", "ThreadEngine", "Work"]
 
@@ -21,6 +29,9 @@ _NUM_WRITERS = 3
 """Requests wait for reads and nobody waits for writes. One writer reaches 0.90 of fio
 at 1 MiB, two 1.11, three 1.15, four 1.25: two keep a disk busy while another computes
 checksums."""
+
+BOUNCE_BYTES = 1 << 20
+"""As long as the longest I/O of small pages; one per thread fits the second cache."""
 
 
 class Work(Protocol):
@@ -82,6 +93,7 @@ class ThreadEngine:
         clock: times what is in flight.
         num_threads: reads in flight, over all batches.
         name, direct: see ``IOEngine``.
+        bounces: read by way of small buffers.
     """
 
     def __init__(
@@ -92,6 +104,7 @@ class ThreadEngine:
         num_threads: int,
         name: str = "threads",
         direct: bool = True,
+        bounces: bool = False,
     ) -> None:
         self.name = name
         self.direct = direct
@@ -105,26 +118,31 @@ class ThreadEngine:
         )
         # Thread -> when its I/O began. A plain dict: one key per thread.
         self._started_s: dict[int, float] = {}
+        self._memory = MemoryRegion(num_threads, BOUNCE_BYTES) if bounces else None
+        self._free_buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        if self._memory is not None:
+            for row in self._memory.array:
+                self._free_buffers.put(row.data)
 
     def run(self, extents: Sequence[Extent], work: Work) -> None:
         """Work the extents off with as many threads as there is use for."""
         threads, count = self._readers, self._num_threads
         if work.writes:
             threads, count = self._writers, self._num_writers
-        queue = deque(extents)
+        left = deque(extents)
 
         def work_off() -> None:
-            while queue:
+            while left:
                 try:
-                    extent = queue.popleft()
+                    extent = left.popleft()
                 except IndexError:
                     return  # another thread took the last one
                 self.move(extent, work)
 
-        if len(queue) <= 1:
+        if len(left) <= 1:
             work_off()
             return
-        count = min(count, len(queue))
+        count = min(count, len(left))
         futures = [threads.submit(work_off) for _ in range(count)]
         wait(futures)
         for future in futures:
@@ -142,7 +160,7 @@ class ThreadEngine:
                 write_extent(self._calls, fd, views, extent.offset)
                 num_bytes = sum(len(view) for view in views)
             else:
-                num_bytes = read_extent(self._calls, fd, views, extent.offset)
+                num_bytes = self._read(fd, views, extent.offset)
             work.moved(extent, num_bytes, self._clock.now() - started_s)
         except OSError as error:
             work.failed(extent, error)
@@ -160,3 +178,14 @@ class ThreadEngine:
         self._readers.shutdown(wait=True)
         self._writers.shutdown(wait=True)
         self._calls.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _read(self, fd: int, views: list[memoryview], offset: int) -> int:
+        if self._memory is None:
+            return read_extent(self._calls, fd, views, offset)
+        buffer = self._free_buffers.get()
+        try:
+            return read_through(self._calls, fd, buffer, views, offset)
+        finally:
+            self._free_buffers.put(buffer)

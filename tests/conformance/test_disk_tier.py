@@ -74,6 +74,12 @@ class TestBufferedDiskTier(TestDiskTier):
         assert "buffered" in tier.health().detail
 
 
+class TestBouncingDiskTier(TestDiskTier):
+    """Reads by way of small buffers."""
+
+    IO = "bounce"
+
+
 @pytest.mark.skipif(bool(why_not_mapped()), reason=why_not_mapped())
 class TestMappedDiskTier(TestDiskTier):
     """Mapped slabs."""

@@ -79,8 +79,9 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_disk_io: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="How the disk tier does I/O: threads (default, by auto), uring (needs "
-            "NIXL: the extra uring) or mmap; what does not work here becomes threads.",
+            help="How the disk tier does I/O: auto (default: bounce on virtual disks, "
+            "else threads), threads, bounce, uring (needs NIXL: the extra uring) or "
+            "mmap; what does not work here becomes threads.",
             choices=list(CHOICES["disk_io"]),
         ),
         _NS,

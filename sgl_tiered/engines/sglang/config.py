@@ -70,7 +70,7 @@ class TieredConfig:
         disk_paths, disk_bytes: folders and size of the disk tier, all folders
             together; empty and 0 for none.
         disk_threads: I/Os that the disk tier has in flight, per folder.
-        disk_io: how it does them: auto, threads, uring, mmap.
+        disk_io: how it does them: auto, threads, bounce, uring, mmap.
         staging_bytes: memory through which disk pages go up to the device.
         eviction_policy: which page leaves a full tier: lru, fifo, random.
         write_policy: when a page is offloaded to the host: write-through (when it is

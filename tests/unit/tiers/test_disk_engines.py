@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers import disk_engines, disk_uring
-from sgl_tiered.tiers.disk_engines import make_engine
+from sgl_tiered.tiers.disk_engines import is_virtual_disk, make_engine
 from sgl_tiered.tiers.disk_format import slab_name
 from sgl_tiered.tiers.disk_io import Extent, SystemCalls
 from sgl_tiered.tiers.disk_mmap import MappedCalls, why_not_mapped
@@ -85,16 +86,31 @@ def rings(monkeypatch):
 
 def test_unknown_engine_is_refused(tmp_path):
     """A wrong name is refused with the right ones, before anything is made."""
-    with pytest.raises(ConfigError, match="threads, uring, mmap"):
+    with pytest.raises(ConfigError, match="threads, bounce, uring, mmap"):
         open_tier(tmp_path / "tier", io="aio")
     assert not (tmp_path / "tier").exists()
 
 
-def test_auto_is_threads(tmp_path):
-    """What the benchmark recommends, and what needs nothing."""
+def test_auto_follows_the_disk(tmp_path):
+    """Threads, by way of small buffers where a hypervisor copies; no dependency."""
     tier = open_tier(tmp_path / "tier")
-    assert tier.io == "threads"
+    assert tier.io == ("bounce" if is_virtual_disk(tmp_path) else "threads")
     tier.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "is_virtual"),
+    [("pci0000:00/virtio1/block/vda/vda1", True), ("pci0000:00/nvme/nvme0n1", False)],
+)
+def test_virtual_disks_are_known_by_their_bus(tmp_path, device, is_virtual):
+    """The kernel's link from the number of the device tells."""
+    number = tmp_path.stat().st_dev
+    target = tmp_path / "devices" / device
+    target.mkdir(parents=True)
+    link = tmp_path / f"{os.major(number)}:{os.minor(number)}"
+    assert not is_virtual_disk(tmp_path, devices=tmp_path / "none")
+    link.symlink_to(target)
+    assert is_virtual_disk(tmp_path / "not" / "yet", devices=tmp_path) == is_virtual
 
 
 def test_uring_without_a_ring_falls_back(tmp_path, rings, caplog):
@@ -263,7 +279,7 @@ def test_the_oldest_io_in_flight_is_told():
         def moved(self, extent, num_bytes, seconds):
             self.seconds = seconds
 
-    engine = make_engine("threads", Hangs(), clock, num_threads=1)
+    engine = make_engine("threads", Path("/"), Hangs(), clock, num_threads=1)
     assert engine.oldest_s() == 0
     work = Reads()
     extents = [Extent(0, 0, [0])]
@@ -279,7 +295,7 @@ def test_the_oldest_io_in_flight_is_told():
     engine.close()
 
 
-@pytest.mark.parametrize("io", ["threads", "uring", "mmap"])
+@pytest.mark.parametrize("io", ["threads", "bounce", "uring", "mmap"])
 def test_engines_read_what_another_one_wrote(tmp_path, io):
     """The bytes on disk are the same, so the engine may change at every start."""
     tier = open_tier(tmp_path / "tier", io="threads")
@@ -300,8 +316,8 @@ def test_engines_read_what_another_one_wrote(tmp_path, io):
 def test_closing_an_engine_twice_does_nothing(rings):
     """Every engine may be closed again."""
     rings.append(FakeRing())
-    for io in ("threads", "uring", "mmap"):
-        engine = make_engine(io, SystemCalls(), SystemClock(), num_threads=2)
+    for io in ("threads", "bounce", "uring", "mmap"):
+        engine = make_engine(io, Path("/"), SystemCalls(), SystemClock(), num_threads=2)
         engine.close()
         engine.close()
 
@@ -310,7 +326,7 @@ def test_logging_is_quiet_when_all_is_well(tmp_path, rings, caplog):
     """No engine warns about anything while it works."""
     caplog.set_level(logging.WARNING)
     rings.append(FakeRing())
-    for number, io in enumerate(("threads", "uring", "mmap")):
+    for number, io in enumerate(("threads", "bounce", "uring", "mmap")):
         tier = open_tier(tmp_path / str(number), io=io)
         store(tier, list(PAGES), list(PAGES.values()))
         assert np.all(load(tier, list(PAGES))[1].ok)

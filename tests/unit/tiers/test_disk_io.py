@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from sgl_tiered.tiers.disk_io import SystemCalls, plan_extents, read_extent
+from sgl_tiered.tiers.disk_io import (
+    SystemCalls,
+    plan_extents,
+    read_extent,
+    read_through,
+)
 
 MIB = 1 << 20
 
@@ -69,3 +74,41 @@ def test_read_stops_at_the_end_of_the_file():
 
     views = [memoryview(bytearray(8192)), memoryview(bytearray(8192))]
     assert read_extent(Ends(), -1, views, 0) == 5000
+
+
+@pytest.mark.parametrize("sizes", [[100], [1, 2, 3], [64, 64], [10, 150, 7], [63, 65]])
+@pytest.mark.parametrize("limit", [1000, 40])
+def test_reading_through_a_small_buffer(sizes, limit):
+    """All views are filled in order, whatever the sizes and however short the reads."""
+    content = np.random.default_rng(1).integers(0, 256, 1000, np.uint8).tobytes()
+
+    class Memory(SystemCalls):
+        def preadv(self, fd, views, offset):
+            # O_DIRECT moves whole blocks; each has one value here.
+            count = min(len(views[0]), limit * 4096, 1000 * 4096 - offset)
+            first = offset // 4096
+            blocks = content[first : first + count // 4096]
+            views[0][:count] = b"".join(bytes([b]) * 4096 for b in blocks)
+            return count
+
+    views = [memoryview(bytearray(size * 4096)) for size in sizes]
+    bounce = memoryview(bytearray(64 * 4096))
+    wanted = sum(sizes)
+    assert read_through(Memory(), -1, bounce, views, 5 * 4096) == wanted * 4096
+    found = b"".join(bytes(view)[::4096] for view in views)
+    assert found == content[5 : 5 + wanted]
+
+
+def test_reading_through_stops_at_the_end():
+    """A read past the end says how much there was, and touches nothing behind it."""
+
+    class Ends(SystemCalls):
+        def preadv(self, fd, views, offset):
+            count = max(0, min(len(views[0]), 12288 - offset))
+            views[0][:count] = b"x" * count
+            return count
+
+    views = [memoryview(bytearray(8192)), memoryview(bytearray(8192))]
+    bounce = memoryview(bytearray(8192))
+    assert read_through(Ends(), -1, bounce, views, 0) == 12288
+    assert bytes(views[1]) == b"x" * 4096 + bytes(4096)
