@@ -1,9 +1,10 @@
 """The real ``TieredCache`` below the simulated device, and the transfers it plans.
 
-Does in simulated time what the engine's coordinator and pipelines do in real time:
+Does in simulated time what the engine's coordinator and pipelines do in real time: what
+waits for what is decided by the very object that the engine uses (cache/waiting.py);
 reads from disk are staged in memory before admission, loads are committed at admission
 and settled when the engine's tree has the pages, offloads run one after the other on
-their link, and one batch is demoted at a time. Waiting is bounded by the same rule.
+their link, and one batch is demoted at a time.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.tiered_cache import TieredCache
+from sgl_tiered.cache.waiting import WaitingLoad, WaitingLoads
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import (
-    Decision,
     DemotePlan,
     Int32s,
     LoadPlan,
@@ -38,10 +39,9 @@ from sgl_tiered.sim.times import StandInCost
 __all__ = ["LowerTiers", "StartedLoad"]
 
 _DEMOTE_PAGES = 128
-_MIN_PATIENCE_S = 0.25
-_PATIENCE_FACTOR = 4.0
-"""The three of engines/sglang (runtime.py and coordinator.py)."""
+"""Of engines/sglang/runtime.py."""
 _MIN_LATENCY_S = 1e-9
+_UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +53,59 @@ class StartedLoad:
     num_bytes: int
 
 
-@dataclass(slots=True, eq=False)
-class _State:
-    """One request that waits or loads; as the coordinator's ``RequestState``."""
+class _Read:
+    """A read from disk in simulated time; ``subject`` is the request that waits."""
 
-    pages: Int32s
-    decision: Decision | None = None
-    plan: LoadPlan | None = None
-    is_staging: bool = False
-    staged_pages: int = 0
-    patience_s: float = 0.0
-    give_up_at_s: float | None = None
-    waiting_since_s: float | None = None
-    memory_only: bool = False
-    is_started: bool = False
+    def __init__(self, plan: LoadPlan, positions: Int32s) -> None:
+        self.plan = plan
+        self.positions = positions
+        self.done = False
+        self.subject = -1
+
+
+_State = WaitingLoad[_Read]
+
+
+class _Staging:
+    """Rows of memory for reads from disk, and the link over which they come.
+
+    Args:
+        link: from the disk.
+        num_rows: pages that can be staged; 0 for no bound.
+        page_bytes: of a page.
+        on_end: called at the end of each read.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        num_rows: int,
+        page_bytes: int,
+        on_end: Callable[[_Read], None],
+    ) -> None:
+        self._link = link
+        self._page_bytes = page_bytes
+        self._on_end = on_end
+        self.largest_read_pages = num_rows or _UNBOUNDED
+        self.num_free_rows = self.largest_read_pages
+
+    def try_submit(self, plan: LoadPlan, positions: Int32s) -> _Read | None:
+        """Start reading; None if rows are short."""
+        if len(positions) > self.num_free_rows:
+            return None
+        self.num_free_rows -= len(positions)
+        read = _Read(plan, positions)
+        num_bytes = len(positions) * self._page_bytes
+        self._link.submit(num_bytes, lambda: self._on_end(read))
+        return read
+
+    def release(self, staged: _Read) -> None:
+        """Give the rows back.
+
+        A read that is given up goes on, but its memory counts as free: as in the
+        product its rows are freed when the reader comes to it.
+        """
+        self.num_free_rows += len(staged.positions)
 
 
 class LowerTiers:
@@ -107,14 +146,21 @@ class LowerTiers:
         self.load_link = link(name, "device", read.latency_s, read.bytes_per_s)
         self._offload_link = link("device", name, write.latency_s, write.bytes_per_s)
         self.links = [self.load_link, self._offload_link]
+        staging = None
         if self._disk is not None:
             read, write = self._disk.read, self._disk.write
-            self._stage_link = link("disk", name, read.latency_s, read.bytes_per_s)
+            stage_link = link("disk", name, read.latency_s, read.bytes_per_s)
             self._demote_link = link(name, "disk", write.latency_s, write.bytes_per_s)
-            self.links += [self._stage_link, self._demote_link]
-        self._staging_pages = config.staging_bytes // config.page_bytes
-        self._staging_used = 0
-        self._num_staging = 0
+            self.links += [stage_link, self._demote_link]
+            num_rows = config.staging_bytes // config.page_bytes
+            staging = _Staging(stage_link, num_rows, self._page_bytes, self._end_stage)
+        self._loads: WaitingLoads[_State, _Read] = WaitingLoads(
+            self.cache,
+            (self._memory,),
+            staging,
+            queue,
+            ask_again_at=self._wake_at,
+        )
         self._states: dict[int, _State] = {}
         self._offloads: deque[tuple[OffloadPlan, Callable[[], None]]] = deque()
         self._is_demoting = False
@@ -128,20 +174,18 @@ class LowerTiers:
 
     def track(self, subject: int, pages: Int32s, device_pages: int) -> None:
         """Take note of a request that is queued, and start its reads from disk."""
-        state = _State(pages)
+        state = _State(self._digest, pages, len(pages))
         self._states[subject] = state
-        if not self._has_prefetch or self._disk is None or not len(pages):
-            return
-        decision = self._decide(state, device_pages)
-        if decision.lookup is Lookup.HIT and decision.num_from(TierId.DISK):
-            self._stage(subject, state, decision)
+        if self._has_prefetch and self._disk is not None and len(pages):
+            self._loads.prefetch(state, device_pages)
+            self._note_read(subject, state)
 
     def distance(self, subject: int, device_pages: int) -> int:
         """Return where the request's next page is: 1 memory, 2 disk, 3 nowhere."""
         state = self._states[subject]
         if state.plan is not None:
-            return 2 if state.is_staging else 1
-        decision = self._decide(state, device_pages)
+            return 2 if _is_read(state) else 1
+        decision = self._loads.decide(state, device_pages)
         if decision.lookup is not Lookup.HIT:
             return 3
         return 2 if decision.num_from(TierId.DISK) else 1
@@ -149,56 +193,23 @@ class LowerTiers:
     def prepare(self, subject: int, device_pages: int) -> bool:
         """Decide and start what can be started; False while the request waits."""
         state = self._states[subject]
-        if not len(state.pages):
+        if not len(state.tokens):
             return True
-        if state.plan is not None:
-            if self._covers(state, device_pages):
-                return self._staged_or_late(state)
-            self._abandon(state)
-        decision = self._decide(state, device_pages)
-        if decision.lookup is Lookup.PENDING:
-            return self._waited_long(state, decision)
-        needs_disk = decision.num_from(TierId.DISK) > 0
-        if not needs_disk or not self._stage(subject, state, decision):
-            state.waiting_since_s = None
-            return True
-        if state.plan is not None:
-            return self._staged_or_late(state)
-        if self._waited_long(state, decision):
-            state.memory_only = True
-            return True
-        return False
+        is_ready = self._loads.prepare(state, device_pages)
+        self._note_read(subject, state)
+        return is_ready
 
     def loadable(self, subject: int, device_pages: int) -> int:
         """Return how many pages after ``device_pages`` can be loaded at once."""
-        state = self._states[subject]
-        plan = state.plan
-        if plan is not None and self._covers(state, device_pages):
-            if state.is_staging:
-                return 0
-            return plan.first_page + plan.num_pages - device_pages
-        if plan is not None:
-            self._abandon(state)
-        decision = state.decision
-        if decision is None or decision.first_page != device_pages:
-            decision = self._decide(state, device_pages)
-        if decision.lookup is not Lookup.HIT or decision.num_from(TierId.DISK):
-            return 0
-        return decision.num_pages
+        return self._loads.loadable_pages(self._states[subject], device_pages)
 
     def begin(self, subject: int, num_pages: int) -> StartedLoad:
         """Commit the load of the last ``num_pages`` pages that ``loadable`` promised.
 
         Its bytes are to be sent over ``load_link`` with the next pass.
         """
-        state = self._states[subject]
-        if state.plan is None:
-            assert state.decision is not None, "begin comes after loadable"
-            state.plan = self.cache.commit_load(state.decision)
-            state.decision = None
-        plan = state.plan
+        plan = self._loads.start(self._states[subject])
         assert plan is not None, "the decision was made at this very moment"
-        state.is_started = True
         tiers = plan.tiers[plan.num_pages - num_pages :]
         num_disk = int(np.count_nonzero(tiers == TierId.DISK))
         num_bytes = num_pages * self._page_bytes
@@ -207,14 +218,34 @@ class LowerTiers:
     def settle(self, subject: int) -> None:
         """End a started load: the engine's tree has the pages."""
         state = self._states.get(subject)
-        if state is not None and state.is_started:
-            self._end_plan(state, landed=True)
+        if state is not None and state.started:
+            self._loads.settle(state, landed=True)
 
     def forget(self, subject: int) -> None:
         """Forget a request."""
         state = self._states.pop(subject, None)
         if state is not None and state.plan is not None:
-            self._end_plan(state, landed=False)
+            self._loads.settle(state, landed=False)
+
+    def _note_read(self, subject: int, state: _State) -> None:
+        """Log a read that has just begun."""
+        read = state.staged
+        if read is not None and read.subject < 0:
+            read.subject = subject
+            self._log.add(self._queue.now(), "stage", subject, len(read.positions))
+
+    def _end_stage(self, read: _Read) -> None:
+        read.done = True
+        state = self._states.get(read.subject)
+        if state is None or state.staged is not read:
+            return
+        num_pages = len(read.positions)
+        self._loads.stage_finished(read.plan, read.positions, self._arrived(num_pages))
+        self._log.add(self._queue.now(), "staged", read.subject, num_pages)
+        self._wake(True)
+
+    def _wake_at(self, time_s: float) -> None:
+        self._queue.at(time_s, Priority.WAKE, lambda: self._wake(True))
 
     # -- Offloads and demotions ------------------------------------------------
 
@@ -277,112 +308,10 @@ class LowerTiers:
             np.ones(num_pages, np.bool_), num_pages * self._page_bytes, 0.0
         )
 
-    # -- Reads from disk -------------------------------------------------------
 
-    def _stage(self, subject: int, state: _State, decision: Decision) -> bool:
-        """Commit and start reading; False where waiting for it would be in vain.
-
-        True without a plan means that other reads hold the staging memory for now.
-        """
-        disk = np.flatnonzero(decision.tiers == TierId.DISK)
-        bound = self._staging_pages
-        if bound and len(disk) > bound:
-            # Load what fits; the rest is computed.
-            decision = self.cache.lookup(
-                self._digest,
-                state.pages,
-                decision.first_page,
-                max_pages=int(disk[bound]),
-            )
-            disk = np.flatnonzero(decision.tiers == TierId.DISK)
-            if len(disk) == 0 or len(disk) > bound:
-                state.memory_only = True
-                return False
-        if bound and self._staging_used + len(disk) > bound:
-            # Others' reads and loads free the memory, unless there are none.
-            state.memory_only = self._staging_used == 0
-            return not state.memory_only
-        plan = self.cache.commit_load(decision)
-        if plan is None:
-            return False
-        state.plan, state.decision = plan, None
-        state.is_staging, state.staged_pages = True, len(disk)
-        state.patience_s = _patience_s(decision)
-        state.give_up_at_s = None
-        self._staging_used += len(disk)
-        self._log.add(self._queue.now(), "stage", subject, len(disk))
-        num_bytes = len(disk) * self._page_bytes
-        self._stage_link.submit(num_bytes, lambda: self._end_stage(subject, plan))
-        return True
-
-    def _end_stage(self, subject: int, plan: LoadPlan) -> None:
-        state = self._states.get(subject)
-        if state is None or state.plan is not plan:
-            return
-        state.is_staging = False
-        self._log.add(self._queue.now(), "staged", subject, state.staged_pages)
-        self._wake(True)
-
-    def _staged_or_late(self, state: _State) -> bool:
-        if not state.is_staging:
-            return True
-        now_s = self._queue.now()
-        if state.give_up_at_s is None:
-            state.give_up_at_s = now_s + state.patience_s
-            self._wake_at(state.give_up_at_s)
-        if now_s < state.give_up_at_s:
-            return False
-        state.memory_only = True
-        self._abandon(state)
-        return True
-
-    def _waited_long(self, state: _State, decision: Decision) -> bool:
-        now_s = self._queue.now()
-        patience_s = _patience_s(decision)
-        if state.waiting_since_s is None:
-            state.waiting_since_s = now_s
-            self._wake_at(now_s + patience_s)
-        return now_s >= state.waiting_since_s + patience_s
-
-    def _wake_at(self, time_s: float) -> None:
-        self._queue.at(time_s, Priority.WAKE, lambda: self._wake(True))
-
-    def _decide(self, state: _State, device_pages: int) -> Decision:
-        memory_only = state.memory_only or self._disk is None
-        decision = self.cache.lookup(
-            self._digest,
-            state.pages,
-            device_pages,
-            tiers_allowed=(self._memory,) if memory_only else None,
-        )
-        state.decision = decision
-        return decision
-
-    def _covers(self, state: _State, device_pages: int) -> bool:
-        plan = state.plan
-        assert plan is not None
-        return plan.first_page <= device_pages < plan.first_page + plan.num_pages
-
-    def _abandon(self, state: _State) -> None:
-        self._end_plan(state, landed=False)
-        state.decision = None
-
-    def _end_plan(self, state: _State, *, landed: bool) -> None:
-        plan = state.plan
-        assert plan is not None
-        self.cache.finish_load(plan, landed=landed)
-        # A read that is given up goes on, but its memory counts as free: as in the
-        # product its rows are freed when the reader comes to it.
-        self._staging_used -= state.staged_pages
-        state.plan = None
-        state.is_staging = state.is_started = False
-        state.staged_pages = 0
-
-
-def _patience_s(decision: Decision) -> float:
-    return max(
-        _MIN_PATIENCE_S, decision.recompute_s, _PATIENCE_FACTOR * decision.load_s
-    )
+def _is_read(state: _State) -> bool:
+    """Return whether a read from disk is under way for the request."""
+    return state.staged is not None and not state.staged.done
 
 
 def _make_cache(config: ServerConfig, queue: EventQueue) -> TieredCache:
