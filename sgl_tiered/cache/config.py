@@ -56,6 +56,7 @@ class CacheConfig:
             they are in the first; ``on-evict`` only the coldest, once the first tier
             is fuller than ``demote_watermark``.
         demote_watermark: share of the first tier, between 0 and 1.
+        load_overlaps: loads to the device run under the pass, layer by layer.
     """
 
     layout: PageLayout
@@ -64,6 +65,7 @@ class CacheConfig:
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
     demote_watermark: float = 0.9
+    load_overlaps: bool = False
 
     def __post_init__(self) -> None:
         order = [int(tier.tier) for tier in self.tiers]

@@ -23,7 +23,7 @@ from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.demotion import Demoter
 from sgl_tiered.cache.index import Node, concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
-from sgl_tiered.cache.planner import Planner
+from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.table import LOADING
@@ -90,7 +90,9 @@ class TieredCache:
         self._store = PageStore(config, eviction, clock)
         self._table = self._store.table
         self._index = self._store.index
-        self._planner = Planner(cost, config.layout, config.load_policy)
+        self._planner = Planner(
+            cost, config.layout, config.load_policy, overlaps=config.load_overlaps
+        )
         self._demoter = Demoter(self._store, config)
         self._sources: dict[int, UInt8s] = {}
         self._all_tiers = (1 << len(self._tiers)) - 1
@@ -111,6 +113,11 @@ class TieredCache:
         """Counters since the start."""
         return self._store.counters.freeze()
 
+    @property
+    def planner(self) -> Planner:
+        """What weighs loads against computing, for those who re-plan."""
+        return self._planner
+
     def open_namespace(self, namespace: Namespace) -> bytes:
         """Make room for a namespace's pages; return its digest. Idempotent."""
         digest = namespace.digest()
@@ -127,6 +134,7 @@ class TieredCache:
         *,
         max_pages: int | None = None,
         tiers_allowed: Collection[TierId] | None = None,
+        facts: PassFacts = IDLE,
     ) -> Decision:
         """Say what to do about the prompt's pages from ``first_page`` on.
 
@@ -138,6 +146,7 @@ class TieredCache:
             first_page: pages that the device has.
             max_pages: most pages to load (``first_page`` does not count).
             tiers_allowed: tiers that may be read now; None for all.
+            facts: of the links, and of the pass that the prompt would join.
         """
         store, table = self._store, self._table
         path = self._index.walk(self._index.root(digest), _raw(tokens))
@@ -160,7 +169,7 @@ class TieredCache:
                 return self._no_pages(Lookup.PENDING, first_page, _BEING_LOADED)
             return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
         tiers = tiers[:num_found]
-        choice = self._planner.choose(tiers, first_page, len(tokens))
+        choice = self._planner.choose(tiers, first_page, len(tokens), facts)
         num_pages = choice.num_pages
         return Decision(
             lookup=Lookup.HIT if num_pages else Lookup.MISS,
@@ -174,6 +183,10 @@ class TieredCache:
             recompute_s=choice.recompute_s,
             reason=choice.reason,
             version=table.version,
+            wait_s=choice.wait_s,
+            split_at=choice.split_at,
+            total_s=choice.total_s,
+            alternative_s=choice.alternative_s,
         )
 
     def commit_load(self, decision: Decision) -> LoadPlan | None:
@@ -206,7 +219,12 @@ class TieredCache:
         return plan
 
     def finish_load(
-        self, plan: LoadPlan, *, landed: bool, bad_pages: Int32s | None = None
+        self,
+        plan: LoadPlan,
+        *,
+        landed: bool,
+        bad_pages: Int32s | None = None,
+        unused: Int32s | None = None,
     ) -> None:
         """Take note of the end of a load, whichever way it ended.
 
@@ -215,6 +233,8 @@ class TieredCache:
             landed: whether the pages are on the device.
             bad_pages: positions in the plan whose bytes were wrong or unreadable;
                 these copies are dropped.
+            unused: positions in the plan that were computed after all; they do not
+                count as loaded.
         """
         entries = self._loads.pop(plan.plan_id, None)
         assert entries is not None, f"load {plan.plan_id} is not under way"
@@ -224,6 +244,9 @@ class TieredCache:
         bad = np.zeros(len(entries), np.bool_)
         if bad_pages is not None:
             bad[bad_pages] = True
+        idle = np.zeros(len(entries), np.bool_)
+        if unused is not None:
+            idle[unused] = True
         for number, tier in enumerate(self._tiers):
             mine = plan.tiers == tier
             if not mine.any():
@@ -234,7 +257,9 @@ class TieredCache:
                 store.counters.bad[tier] += int(np.count_nonzero(mine & bad))
             store.unpin(number, entries[mine])
             if landed:
-                store.counters.loaded[tier] += int(np.count_nonzero(mine & ~bad))
+                store.counters.loaded[tier] += int(
+                    np.count_nonzero(mine & ~bad & ~idle)
+                )
         if landed:
             for node in set(table.node[plan.pages].tolist()) - {None}:
                 node.num_hits += 1
