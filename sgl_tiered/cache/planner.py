@@ -112,7 +112,7 @@ class Going:
 
     Attributes:
         way: wait for the rest, compute the front meanwhile, or go without the rest.
-        compute_pages: with ``SPLIT``, pages to compute until both are predicted to meet.
+        compute_pages: with ``SPLIT``, pages to compute until both should meet.
         wait_s, go_s: predicted time until the prompt is computed either way.
     """
 
@@ -160,6 +160,14 @@ class Planner:
         """Return the predicted time of a pass over pages."""
         page = self._layout.page_tokens
         return self._cost.recompute_s(first_page * page, num_pages * page)
+
+    def pages_within(self, first_page: int, most: int, seconds: float) -> int:
+        """Return how many pages can be computed in this time, at least one."""
+
+        def too_long(pages: int) -> bool:
+            return self.compute_s(first_page, pages) > seconds
+
+        return max(1, _first_true(too_long, 1, most + 1) - 1)
 
     def choose(
         self,
@@ -219,8 +227,8 @@ class Planner:
         Args:
             first_page: pages of the prompt before the plan.
             num_pages: pages of the plan.
-            num_ready: leading pages of the plan that can be loaded at once, or are done.
-            num_missing: pages after them up to the last one that is still to be read.
+            num_ready: leading pages of it that can be loaded at once, or are done.
+            num_missing: pages after them up to the last one that is to be read.
             num_tokens: tokens of the whole prompt.
             left_s: predicted time until the rest has been read.
             can_split: a pass over a part of the prompt may be run.

@@ -113,12 +113,10 @@ class Resume:
     Attributes:
         load_pages: pages after the computed ones that can be loaded now.
         compute_pages: without a load, how many to compute next; 0 for all that is left.
-        park: neither: the read will have ended before computing would help.
     """
 
     load_pages: int = 0
     compute_pages: int = 0
-    park: bool = False
 
 
 @dataclass(slots=True)
@@ -210,7 +208,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         self._num_holding = 0
         self._pass_compute_s = 0.0
         self._pass_load_s = 0.0
-        # Says whether a pass over a part of a prompt may be run now; the engine sets it.
+        # Whether a pass over a part of a prompt may be run now; the engine sets it.
         self.can_split: Callable[[], bool] = lambda: False
 
     @property
@@ -344,13 +342,15 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             left_s=self._left_s(state),
             can_split=True,
         )
-        if going.way is Way.WAIT and not self._is_late(state):
-            return Resume(park=True)
-        if going.way is Way.SPLIT:
-            return Resume(compute_pages=going.compute_pages)
-        state.report.replans.append(
-            "the back was late, so its missing part is computed"
-        )
+        num_next = going.compute_pages
+        if going.way is Way.WAIT:
+            # The read is nearly over. A pass of that length costs its overhead at most.
+            left_s = self._left_s(state)
+            first = plan.first_page + done
+            num_next = self._cache.planner.pages_within(first, until - done, left_s)
+        if going.way is not Way.GO:
+            return Resume(compute_pages=num_next)
+        state.report.replans.append("the back was late, so what is missing is computed")
         state.staged.cancel()
         return self._compute_on(state, until - done, until < num_pages)
 
@@ -619,9 +619,6 @@ class WaitingLoads(Generic[LoadT, StagedT]):
                 page_s = (now_s - staged.started_s) / num_arrived
                 left_s = max(left_s, num_left * page_s)
         return left_s
-
-    def _is_late(self, state: LoadT) -> bool:
-        return self._clock.now() > state.expected_s + state.patience_s
 
     def _ask_again(self, state: LoadT) -> None:
         """Ask for another look when the read should have ended, then ever later."""

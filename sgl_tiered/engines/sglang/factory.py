@@ -32,7 +32,7 @@ from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
-from sgl_tiered.pipelines.staging import StagingReader
+from sgl_tiered.pipelines.staging import StagingReader, part_pages
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.disk import DiskTier
@@ -148,6 +148,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             load_policy=config.load_policy,
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
+            # Where the model's thread copies, a load and its pass add up.
+            load_overlaps=not device.waiter_copies or host.health().emulated,
         ),
         cost=cost,
         eviction={
@@ -162,7 +164,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         _adopt(cache, disk)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         stager = StagingReader(
-            disk, num_rows, completions, clock, metrics, register=register
+            disk,
+            num_rows,
+            completions,
+            clock,
+            metrics,
+            register=register,
+            part_pages=part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes),
         )
         reader = stager
         demoter = DemoteWorker(
@@ -180,7 +188,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         disk=disk,
         metrics=metrics,
         completions=completions,
-        loader=LayerwiseLoader(device, completions, clock, metrics),
+        loader=LayerwiseLoader(
+            device,
+            completions,
+            clock,
+            metrics,
+            link=lambda: cost.link_figures(TierId.HOST),
+        ),
         offloader=OffloadWorker(device, host, completions, clock, metrics),
         demoter=demoter,
         stager=stager,

@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.http import DROP_KNOBS
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
+from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
+from sgl_tiered.engines.sglang.splitting import prefill_adder_class
 
 __all__ = ["scheduler_hooks"]
 
@@ -26,6 +28,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
     return [
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
+        (_SCHEDULER + "get_prefill_adder_class", prefill_adder_class, HookType.AROUND),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
@@ -37,11 +40,6 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
             HookType.AFTER,
         ),
     ]
-
-
-def _tiered(cache: Any) -> Any:
-    """Return the runtime of a tiered cache, None for any other cache."""
-    return getattr(cache, "tiered", None)
 
 
 def _attach_scheduler(result: Any, scheduler: Any) -> None:
@@ -70,13 +68,30 @@ def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 def _streamer_class(original: Any, scheduler: Any) -> Any:
     base = original(scheduler)
-    if _tiered(scheduler.tree_cache) is None:
+    runtime = _tiered(scheduler.tree_cache)
+    if runtime is None:
         return base
 
     class TieredOutputStreamer(base):  # type: ignore[misc, valid-type]
-        """Names the disk tier in ``cached_tokens_details``."""
+        """Names the disk tier in ``cached_tokens_details``, and tells the decisions."""
 
         __slots__ = ()
+        # SGLang's Rust front end carries no such values.
+        has_additional_customized_info = getattr(scheduler, "rust_server", None) is None
+
+        def build_additional_customized_info(self, reqs: Any) -> dict[str, Any]:
+            """Return what was decided for requests that end now, as ``tiered``."""
+            if not any(req.finished() for req in reqs):
+                return {}
+            # SGLang joins the lists of a request's outputs, so there is one with one.
+            reports = [
+                runtime.take_report(req.rid) if req.finished() else None for req in reqs
+            ]
+            return {"tiered": [[] if told is None else [told] for told in reports]}
+
+        def is_request_level_customized_info_key(self, key: str) -> bool:
+            """Tell our value once per request, not token by token."""
+            return key == "tiered" or super().is_request_level_customized_info_key(key)
 
         def get_cached_tokens_details(self, req: Any) -> dict[str, int] | None:
             """Return cached tokens by tier; None where nothing was cached.

@@ -6,6 +6,7 @@ Built by `factory.build_cache`; driven by `TieredRadixCache` on the scheduler's 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.coordinator import LoadCoordinator
+from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.completions import (
@@ -47,6 +48,8 @@ _DEMOTE_REST_S = 5.0
 """Pause after a write of which no page arrived: a full disk does not empty itself in
 the next scheduling pass. The tier's own circuit breaker rests as long."""
 _CLOSE_TIMEOUT_S = 10.0
+_MAX_REPORTS = 1024
+"""Reports of requests that ended and were not asked for: aborted ones, mostly."""
 
 
 class LayerCounter:
@@ -125,6 +128,7 @@ class TieredRuntime:
         self._demote_not_before_s = 0.0
         self._closed = False
         self._waits: dict[str, float] = {}
+        self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._logged_at_s = parts.clock.now()
         self._logged: dict[str, int] = {}
         self._evicted: dict[TierId, int] = {}
@@ -181,9 +185,10 @@ class TieredRuntime:
                         self._demote_not_before_s = (
                             self._parts.clock.now() + _DEMOTE_REST_S
                         )
-                case StageFinished(plan, positions, _, result):
+                case StageFinished(plan, positions, staged, result):
                     self.coordinator.stage_finished(plan, positions, result)
-                    if result.num_bytes:
+                    # Two reads at a time share the link: neither's time is its own.
+                    if result.num_bytes and staged.is_alone:
                         self._parts.cost.observe_load(
                             TierId.DISK, result.num_bytes, result.seconds
                         )
@@ -207,11 +212,43 @@ class TieredRuntime:
             waited_s = self._parts.clock.now() - self._waits.pop(rid)
             self.metrics.add("requests_waited_for_pages")
             self.metrics.add("wait_for_pages_s", waited_s)
+            state = self.coordinator.state(rid)
+            if state is not None:
+                state.report.waited_s += waited_s
 
     def forget_request(self, rid: str) -> None:
-        """End what is known of a request."""
+        """End what is known of a request, but for its report."""
         self._waits.pop(rid, None)
+        state = self.coordinator.state(rid)
         self.coordinator.release(rid)
+        if state is not None:
+            self._reports[rid] = state.report.as_dict()
+            if len(self._reports) > _MAX_REPORTS:
+                self._reports.popitem(last=False)
+
+    def take_report(self, rid: str) -> dict[str, Any] | None:
+        """Return what was decided for a request that ends, once; None if nothing."""
+        kept = self._reports.pop(rid, None)
+        if kept is not None:
+            return kept
+        state = self.coordinator.state(rid)
+        return None if state is None else state.report.as_dict()
+
+    def count_decision(self, state: RequestState) -> None:
+        """Count what was decided for a request that has been admitted."""
+        decision = state.report.decision
+        if decision is None or not decision.num_found:
+            return
+        if state.is_split or decision.split_at:
+            kind = "split"
+        elif decision.num_pages:
+            kind = "load"
+        else:
+            kind = "recompute"
+        self.metrics.add(f"decisions_{kind}")
+        self.metrics.add("decisions_replanned", len(state.report.replans))
+        self.metrics.add("predicted_load_s", decision.load_s)
+        self.metrics.add("predicted_recompute_s", decision.recompute_s)
 
     def count_request(self, num_tokens: int, device: int, host: int, disk: int) -> None:
         """Count where the prompt of a request came from, in tokens."""
