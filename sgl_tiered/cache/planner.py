@@ -1,11 +1,11 @@
 """Load, recompute, or compute the front while the back is read.
 
-Every choice is by predicted seconds until the request's pass has ended, over MemServe's
-factors (section 5.3): prompt length and cached ratio through the pass over what is left,
-location through each tier's link and what waits for it, batch size through the pass and
-the loads of the requests admitted before into the same pass, page size through the
-layout. SGLang admits one request after the other, so the decision for a batch is made
-as its sequence: each request sees what the ones before it take.
+Every choice is by predicted seconds until the request's pass has ended. MemServe's
+factors (section 5.3) enter so: prompt length and cached ratio through the pass over
+what is left, location through each tier's link and what waits for it, batch size
+through the pass and the loads of the requests admitted before into the same pass, page
+size through the layout. SGLang admits one request after the other, so the decision for
+a batch is made as its sequence: each request sees what the ones before it take.
 
 What is weighed, for the first ``m`` of ``n`` found pages:
 
@@ -17,8 +17,8 @@ What is weighed, for the first ``m`` of ``n`` found pages:
 - with ``can_split``, for pages on disk: a pass over the front at once, until it meets
   the back, which is read from its end; then a pass over the rest.
 
-The overhead of a pass is paid either way and cancels; a split pays it twice. No constant
-says how few pages are not worth a load: it follows from the link's latency.
+The overhead of a pass is paid either way and cancels; a split pays it twice. No
+constant says how few pages are not worth a load: it follows from the link's latency.
 """
 
 from __future__ import annotations

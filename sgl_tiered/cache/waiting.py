@@ -68,6 +68,11 @@ class Staged(Protocol):
         ...
 
     @property
+    def num_unbegun(self) -> int:
+        """Pages of it whose part of the read was not begun."""
+        ...
+
+    @property
     def started_s(self) -> float | None:
         """When it began; None before."""
         ...
@@ -600,24 +605,25 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         staged, plan = state.staged, state.plan
         assert staged is not None
         assert plan is not None
-        now_s = self._clock.now()
-        overdue_s = now_s - state.expected_s
-        num_left = staged.num_left
-        num_arrived = len(staged.arrived)
-        if overdue_s <= 0 and num_arrived == 0:
-            return -overdue_s
+        planner = self._cache.planner
         num_ahead = 0
         for plan_id, other in self._reads.items():
             if plan_id == plan.plan_id:
                 break
             num_ahead += _num_left(other)
-        left_s = self._cache.planner.load_s(TierId.DISK, num_left + num_ahead)
-        if overdue_s > 0:
-            # It is as late as it is: it may well take as long again.
-            left_s = max(left_s, overdue_s)
-            if num_arrived and staged.started_s is not None:
-                page_s = (now_s - staged.started_s) / num_arrived
-                left_s = max(left_s, num_left * page_s)
+        num_left, num_arrived = staged.num_left, len(staged.arrived)
+        left_s = planner.load_s(TierId.DISK, num_left + num_ahead)
+        now_s = self._clock.now()
+        overdue_s = now_s - state.expected_s
+        if overdue_s <= 0:
+            # Of the parts under way nobody knows how much has come: by schedule.
+            least = planner.load_s(TierId.DISK, staged.num_unbegun + num_ahead)
+            return min(left_s, max(least, -overdue_s))
+        # It is as late as it is: it may well take as long again.
+        left_s = max(left_s, overdue_s)
+        if num_arrived and staged.started_s is not None:
+            page_s = (now_s - staged.started_s) / num_arrived
+            left_s = max(left_s, num_left * page_s)
         return left_s
 
     def _ask_again(self, state: LoadT) -> None:

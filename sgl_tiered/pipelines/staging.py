@@ -27,17 +27,19 @@ NUM_READERS = 2
 """Two reads in flight: one's checksums are computed while the other's I/O runs."""
 
 
-_PART_BYTES = 8 << 20
+_MIN_PART_BYTES, _MAX_PART_BYTES = 1 << 20, 8 << 20
+_PART_S = 0.02
 _PART_LATENCIES = 8.0
 
 
 def part_pages(latency_s: float, bytes_per_s: float, page_bytes: int) -> int:
     """Return the pages of one part of a read, from the link's measured figures.
 
-    Small parts can be used sooner and given up more finely; a part pays the link's
-    latency, so it takes at least eight latencies of bytes, and 8 MiB.
+    Small parts can be used sooner and given up more finely: 20 ms of the link, between
+    1 and 8 MiB. But each pays the link's latency, so it takes eight of them at least.
     """
-    wanted = max(_PART_BYTES, _PART_LATENCIES * latency_s * bytes_per_s)
+    wanted = min(_MAX_PART_BYTES, max(_MIN_PART_BYTES, _PART_S * bytes_per_s))
+    wanted = max(wanted, _PART_LATENCIES * latency_s * bytes_per_s)
     return max(1, round(wanted / page_bytes))
 
 
@@ -117,6 +119,11 @@ class StagedRead:
     def num_left(self) -> int:
         """Pages that are still to come."""
         return 0 if self.done else len(self._tried) - int(self._tried.sum())
+
+    @property
+    def num_unbegun(self) -> int:
+        """Pages whose part was not begun."""
+        return max(self._last - self._first, 0)
 
     def turn_round(self) -> None:
         """Read what was not begun from its end on."""

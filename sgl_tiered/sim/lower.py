@@ -93,6 +93,11 @@ class _Read:
         """Pages still to come."""
         return 0 if self.done else len(self.positions) - int(self._has_come.sum())
 
+    @property
+    def num_unbegun(self) -> int:
+        """Pages that were not asked for."""
+        return max(self._last - self._first, 0)
+
     def turn_round(self) -> None:
         """Let what was not asked for come from its end on."""
         self._is_turned = True
