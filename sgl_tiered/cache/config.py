@@ -14,6 +14,7 @@ __all__ = [
     "WRITE_POLICIES",
     "CacheConfig",
     "TierConfig",
+    "check_choice",
 ]
 
 LOAD_POLICIES: tuple[str, ...] = ("auto", "always", "never")
@@ -76,9 +77,9 @@ class CacheConfig:
                 "different tiers, fastest first",
                 "list the host first and the disk second",
             )
-        _check_choice("load_policy", self.load_policy, LOAD_POLICIES)
-        _check_choice("write_policy", self.write_policy, WRITE_POLICIES)
-        _check_choice("demote_policy", self.demote_policy, DEMOTE_POLICIES)
+        check_choice("load_policy", self.load_policy, LOAD_POLICIES)
+        check_choice("write_policy", self.write_policy, WRITE_POLICIES)
+        check_choice("demote_policy", self.demote_policy, DEMOTE_POLICIES)
         if not 0.0 <= self.demote_watermark <= 1.0:
             raise ConfigError(
                 "demote_watermark",
@@ -87,7 +88,8 @@ class CacheConfig:
             )
 
 
-def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the value is one of the choices."""
     if value not in choices:
         raise ConfigError(
             setting, f"{value!r} is not known", f"choose one of {', '.join(choices)}"

@@ -148,6 +148,15 @@ class Planner:
         self._overlaps = overlaps
 
     @property
+    def load_policy(self) -> str:
+        """``auto``, ``always`` or ``never``; may be changed between two choices."""
+        return self._load_policy
+
+    @load_policy.setter
+    def load_policy(self, policy: str) -> None:
+        self._load_policy = policy
+
+    @property
     def may_leave(self) -> bool:
         """Whether predictions decide, and not a policy that always loads."""
         return self._load_policy == "auto"

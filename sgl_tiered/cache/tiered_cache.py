@@ -19,7 +19,12 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from sgl_tiered.cache.adoption import adopt_records
-from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.config import (
+    LOAD_POLICIES,
+    CacheConfig,
+    TierConfig,
+    check_choice,
+)
 from sgl_tiered.cache.demotion import Demoter
 from sgl_tiered.cache.index import Node, concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
@@ -117,6 +122,15 @@ class TieredCache:
     def planner(self) -> Planner:
         """What weighs loads against computing, for those who re-plan."""
         return self._planner
+
+    def use_load_policy(self, policy: str) -> None:
+        """Decide by another load policy from now on, for experiments.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        check_choice("load_policy", policy, LOAD_POLICIES)
+        self._planner.load_policy = policy
 
     def open_namespace(self, namespace: Namespace) -> bytes:
         """Make room for a namespace's pages; return its digest. Idempotent."""

@@ -1,10 +1,16 @@
-"""Endpoints of the HTTP process: ``GET /tiered/stats`` and ``POST /tiered/drop``."""
+"""Endpoints of the HTTP process.
+
+``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME`` and, to compare load policies on
+one server, ``POST /tiered/load-policy?policy=NAME``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["DROP_KNOBS", "http_hooks"]
+from sgl_tiered.cache.config import LOAD_POLICIES
+
+__all__ = ["DROP_KNOBS", "LOAD_POLICY_KNOB", "http_hooks"]
 
 DROP_KNOBS = {
     "device": "tiered_drop_device",
@@ -12,6 +18,8 @@ DROP_KNOBS = {
     "disk": "tiered_drop_disk",
 }
 """Tier -> key of SGLang's ``set_internal_state``, which carries numbers only."""
+LOAD_POLICY_KNOB = "tiered_load_policy"
+"""Its number is the place of the policy in ``LOAD_POLICIES``."""
 
 
 def http_hooks() -> list[tuple[str, Any, Any]]:
@@ -57,3 +65,19 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
         if not all(done):
             raise HTTPException(409, "Requests are running; try again when idle.")
         return {"dropped": tier}
+
+    @http_server.app.post("/tiered/load-policy")
+    async def tiered_load_policy(policy: str) -> Any:
+        """Load by another policy from now on: auto, always or never."""
+        if policy not in LOAD_POLICIES:
+            raise HTTPException(
+                400, f"policy: {policy!r} is unknown; use {', '.join(LOAD_POLICIES)}."
+            )
+        manager = http_server._global_state.tokenizer_manager
+        number = LOAD_POLICIES.index(policy)
+        done = await manager.set_internal_state(
+            SetInternalStateReq(server_args={LOAD_POLICY_KNOB: number})
+        )
+        if not all(done):
+            raise HTTPException(409, "Requests are running; try again when idle.")
+        return {"load_policy": policy}

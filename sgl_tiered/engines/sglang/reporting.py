@@ -6,8 +6,9 @@ import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.http import DROP_KNOBS
+from sgl_tiered.engines.sglang.http import DROP_KNOBS, LOAD_POLICY_KNOB
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
 from sgl_tiered.engines.sglang.splitting import prefill_adder_class
@@ -156,8 +157,13 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
         label = next(name for name, knob in DROP_KNOBS.items() if knob == key)
         scheduler.tree_cache.drop(TierId[label.upper()])
 
+    def use_policy(key: str, value: Any) -> None:
+        del key
+        scheduler.tree_cache.tiered.cache.use_load_policy(LOAD_POLICIES[int(value)])
+
     for knob in DROP_KNOBS.values():
         handlers[knob] = _UpdateHandler(validate, apply)
+    handlers[LOAD_POLICY_KNOB] = _UpdateHandler(validate, use_policy)
     return handlers
 
 
