@@ -30,6 +30,7 @@ __all__ = [
 
 ANSWER_TOKENS = 2
 _POLL_S = 0.2
+_IDLE_POLL_S = 0.02
 _PATIENCE_S = 120.0
 
 
@@ -59,12 +60,25 @@ def answered(record: RequestRecord) -> RequestRecord:
 def drop(server: SglangServer, *tiers: str) -> None:
     """Empty tiers of a server on which nothing runs."""
     for tier in tiers:
-        server.post(f"/tiered/drop?tier={tier}", {})
+        _when_idle(server, f"/tiered/drop?tier={tier}")
 
 
 def use_policy(server: SglangServer, policy: str) -> None:
     """Let an idle server load by another policy."""
-    server.post(f"/tiered/load-policy?policy={policy}", {})
+    _when_idle(server, f"/tiered/load-policy?policy={policy}")
+
+
+def _when_idle(server: SglangServer, path: str) -> None:
+    """Post what an idle server takes; it is one shortly after its last answer."""
+    give_up_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            server.post(path, {})
+            return
+        except RuntimeError:
+            if time.monotonic() > give_up_s:
+                raise
+        time.sleep(_IDLE_POLL_S)
 
 
 def stats(server: SglangServer) -> dict[str, Any]:
