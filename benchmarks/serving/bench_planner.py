@@ -148,21 +148,24 @@ class Bench:
             ]
         ]
 
-        async def answers(policy: str, *, in_two: bool = False) -> list[RequestRecord]:
+        async def answers(
+            policy: str, *, in_parts: bool = False
+        ) -> list[RequestRecord]:
             use_policy(server, policy)
             records = []
             for place, request in enumerate(requests):
                 await asyncio.to_thread(drop, server, "device", "host")
-                if in_two:
-                    half = len(request.prompt) // 2 // PAGE * PAGE
-                    await send(server, [replace(request, prompt=request.prompt[:half])])
+                num_pages = (len(request.prompt) - 1) // PAGE
+                for end in (num_pages // 2, num_pages) if in_parts else ():
+                    part = replace(request, prompt=request.prompt[: end * PAGE])
+                    await send(server, [part])
                 async with StreamingClient(server.url) as client:
                     records.append(answered(await client.send(request, place)))
             return records
 
         computed = await answers("never")
-        # A prompt computed in two passes is rounded otherwise, on plain SGLang too.
-        spread = measure_spread(computed, await answers("never", in_two=True))
+        # A prompt computed in several passes is rounded otherwise, without tiers too.
+        spread = measure_spread(computed, await answers("never", in_parts=True))
         for policy in ("auto", "always"):
             result = check_equality(
                 computed,
