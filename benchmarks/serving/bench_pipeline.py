@@ -2,10 +2,10 @@
 
 Load: host memory behind a throttle, set so that bringing 2,000 cached tokens takes
 0.25, 0.5, 1, 2 and 4 times as long as computing 2,000 new ones after them. Per setting,
-in turns: the forward alone (the 2,000 on the device), the load alone (16 new tokens, less
-the same with the 2,000 on the device), and both at once. The figure is the time of both
-over ``max(load, forward)`` plus the first layer's load, medians each; bytes are really
-copied, the throttle only adds the time that they would take. The links are emulated.
+in turns: the forward alone (the 2,000 on the device), the load alone (16 new tokens,
+less the same with the 2,000 on the device), and both at once. The figure is the time of
+both over ``max(load, forward)`` plus the first layer's load, medians each; bytes are
+really copied, the throttle only adds the time that they would take.
 
 Offload: prompts that never come again, on plain SGLang and with tiers, which offload
 all of them, in turns: the median of the paired ratios of throughput. No throttle.

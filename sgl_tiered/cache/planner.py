@@ -170,6 +170,14 @@ class Planner:
         page = self._layout.page_tokens
         return self._cost.recompute_s(first_page * page, num_pages * page)
 
+    def pass_s(self, compute_s: float, load_s: float) -> float:
+        """Return the time of a pass with loads to the device."""
+        if not self._overlaps:
+            return compute_s + load_s
+        # The last layer is computed once it has come; what is before that is hidden.
+        last_layer_s = compute_s / self._layout.num_layers
+        return max(compute_s, load_s + last_layer_s if load_s else 0.0)
+
     def pages_within(self, first_page: int, most: int, seconds: float) -> int:
         """Return how many pages can be computed in this time, at least one."""
 
@@ -230,6 +238,7 @@ class Planner:
         num_tokens: int,
         left_s: float,
         can_split: bool,
+        busy_s: float = 0.0,
     ) -> Going:
         """Decide what to do while a read is under way and its request could run.
 
@@ -241,25 +250,26 @@ class Planner:
             num_tokens: tokens of the whole prompt.
             left_s: predicted time until the rest has been read.
             can_split: a pass over a part of the prompt may be run.
+            busy_s: predicted time of the pass that it would join, without it.
         """
         page = self._layout.page_tokens
         first, last = first_page + num_ready, first_page + num_pages
         total = max(num_tokens, last * page + 1)
         rest_s = self._cost.recompute_s(last * page, total - last * page)
-        wait_s = left_s + rest_s
-        go_s = self._cost.recompute_s(first * page, total - first * page)
+        wait_s = max(left_s, busy_s) + rest_s
+        go_s = busy_s + self._cost.recompute_s(first * page, total - first * page)
         if num_missing < num_pages - num_ready:
             # What lies behind has come and will be loaded either way.
-            go_s = self.compute_s(first, num_missing) + rest_s
+            go_s = busy_s + self.compute_s(first, num_missing) + rest_s
         missing = num_missing
         if can_split and missing:
 
             def behind(pages: int) -> bool:
                 share = (missing - pages) / missing
-                return self.compute_s(first, pages) >= left_s * share
+                return busy_s + self.compute_s(first, pages) >= left_s * share
 
             pages = _first_true(behind, 1, missing)
-            front_s = self.compute_s(first, pages)
+            front_s = busy_s + self.compute_s(first, pages)
             split_s = max(front_s, left_s * (missing - pages) / missing) + rest_s
             if pages < missing and split_s < _MARGIN * min(wait_s, go_s):
                 return Going(Way.SPLIT, pages, wait_s, go_s)
@@ -309,9 +319,7 @@ class _Run:
         self._total = max(num_tokens, (first_page + len(tiers)) * self._page + 1)
         self._present = [TierId(tier) for tier in sorted(set(tiers.tolist()))]
         self._whole_s = self._pass_s(0)
-        self._none_s = self._whole_s
-        if planner._overlaps:
-            self._none_s = self._under(0.0, self._whole_s)
+        self._none_s = planner.pass_s(facts.compute_s + self._whole_s, facts.load_s)
 
     def choice(self, num_pages: int, reason: str) -> Choice:
         """Return the cost of loading the first pages and computing the rest."""
@@ -330,10 +338,13 @@ class _Run:
                 else:
                     direct_s += load_s
         rest_s = self._pass_s(num_pages)
-        if self._planner._overlaps:
-            pass_s = self._under(direct_s, rest_s)
-        else:
-            pass_s = direct_s + rest_s
+        busy_s, load_s = self._facts.compute_s, self._facts.load_s
+        start_s = 0.0
+        if before_s:
+            # It misses the pass that is being put together, and has one of its own.
+            start_s = max(wait_s + before_s, busy_s)
+            busy_s = load_s = 0.0
+        pass_s = self._planner.pass_s(busy_s + rest_s, load_s + direct_s)
         return Choice(
             num_pages,
             before_s + direct_s,
@@ -341,7 +352,7 @@ class _Run:
             reason,
             wait_s,
             0,
-            wait_s + before_s + pass_s,
+            start_s + pass_s,
             self._none_s,
         )
 
@@ -375,7 +386,8 @@ class _Run:
             return queue_s + planner.load_s(TierId.DISK, int(after[begin]))
 
         def meets(pages: int) -> bool:
-            return planner.compute_s(first, pages) >= read_s(lead + pages)
+            front_s = self._facts.compute_s + planner.compute_s(first, pages)
+            return front_s >= read_s(lead + pages)
 
         pages = _first_true(meets, 1, num - lead)
         begin = lead + pages
@@ -404,13 +416,6 @@ class _Run:
     def _pass_s(self, num_loaded: int) -> float:
         done = (self._first + num_loaded) * self._page
         return self._planner._cost.recompute_s(done, self._total - done)
-
-    def _under(self, direct_s: float, rest_s: float) -> float:
-        """Return the time of a pass with a load under it, layer by layer."""
-        compute_s = self._facts.compute_s + rest_s
-        load_s = self._facts.load_s + direct_s
-        last_layer_s = compute_s / self._planner._layout.num_layers
-        return max(compute_s, load_s + last_layer_s if load_s else 0.0)
 
 
 def _named(choice: Choice, num_pages: int, reason: str) -> Choice:

@@ -555,6 +555,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             num_tokens=len(state.tokens),
             left_s=self._left_s(state),
             can_split=self.can_split(),
+            busy_s=self._pass_compute_s,
         )
         if going.way is Way.WAIT:
             return False

@@ -89,9 +89,9 @@ class TieredRadixCache(UnifiedRadixCache):
     def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Start reading from disk as soon as the request is queued.
 
-        Where nothing runs it will be looked at right away, and may then be split.
+        Where nothing runs or waits it will be looked at right away, and may be split.
         """
-        if self.tiered.engine_idle():
+        if self.tiered.engine_free():
             return
         found = self._request(request.rid)
         if found is not None:

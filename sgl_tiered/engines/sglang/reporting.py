@@ -58,6 +58,7 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         return scheduler.running_batch.is_empty() and scheduler.chunked_req is None
 
     runtime.engine_idle = idle
+    runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
 
 
 def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -118,6 +118,8 @@ class TieredRuntime:
         self.completions = parts.completions
         # Says whether the engine has nothing to compute; the scheduler sets it.
         self.engine_idle: Callable[[], bool] = lambda: False
+        # And whether nobody waits either.
+        self.engine_free: Callable[[], bool] = lambda: False
         self.wait_whole = wait_whole
         self.counter = LayerCounter()
         self.coordinator = LoadCoordinator(
@@ -384,8 +386,12 @@ class TieredRuntime:
         )
 
     def _observe_load(self, event: LoadFinished) -> None:
-        """Refine the link cost; a load from staging memory runs at the host's speed."""
-        if event.landed and event.num_bytes:
+        """Refine the link cost, from loads out of the host tier alone.
+
+        Staging memory may be faster than a host tier that is slowed down.
+        """
+        staged = any((plan.tiers == TierId.DISK).any() for plan in event.plans)
+        if event.landed and event.num_bytes and not staged:
             self._parts.cost.observe_load(TierId.HOST, event.num_bytes, event.seconds)
 
     def _demote(self) -> None:
