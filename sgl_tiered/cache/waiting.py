@@ -44,6 +44,7 @@ _PATIENCE_FACTOR = 4.0
 """A read or another request's load may take this many times its predicted time, or the
 recompute's time where that is longer, before the request goes on without it, whatever
 the predictions say."""
+_CROWDING_SHARE = 0.25
 _ASK_AGAIN_SHARE = 0.1
 _LEAST_ASK_S = 1e-3
 LATE = "the disk was late, so the pages are recomputed"
@@ -227,11 +228,17 @@ class WaitingLoads(Generic[LoadT, StagedT]):
 
     def admitted(self, first_token: int, num_tokens: int) -> None:
         """Note what a request adds to the pass that is being put together."""
-        planner = self._cache.planner
+        self._pass_compute_s += self._compute_s(first_token, num_tokens)
+
+    def crowds(self, first_token: int, num_tokens: int) -> bool:
+        """Return whether a request would make the pass notably longer than it is."""
+        compute_s = self._compute_s(first_token, num_tokens)
+        return compute_s > _CROWDING_SHARE * self._pass_compute_s
+
+    def _compute_s(self, first_token: int, num_tokens: int) -> float:
         page = self._cache.config.layout.page_tokens
-        self._pass_compute_s += planner.compute_s(
-            first_token // page, -(-num_tokens // page)
-        )
+        pages = -(-num_tokens // page)
+        return self._cache.planner.compute_s(first_token // page, pages)
 
     def prefetch(self, state: LoadT, device_pages: int) -> None:
         """Start reading from disk for a request that has just arrived.

@@ -31,6 +31,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.chunked_req_limit: int | None
+            self._has_split = False
             coordinator.begin_pass()
             coordinator.can_split = self._can_split
 
@@ -48,12 +49,18 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             admission = super()._select_prefill_admission(req, **facts)
             if isinstance(admission, AddReqResult):
                 return admission
+            if self._has_split and coordinator.crowds(
+                admission.prefix_len, admission.extend_len
+            ):
+                # It would hold the split prompt up, whose back comes meanwhile.
+                return AddReqResult.OTHER
             is_taken = facts.get("has_chunked_req") or self.new_chunked_req is not None
             end = cache.split_end(req)
             extend_len = 0 if end is None else end - admission.prefix_len
             if 0 < extend_len < admission.extend_len and not is_taken:
                 if self.rem_chunk_tokens is None:
                     return admission
+                self._has_split = True
                 return type(admission)(
                     admission.prefix_len, extend_len, 0, True, admission.replay_len
                 )
@@ -71,6 +78,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
 
         def add_chunked_req(self, req: Any) -> Any:
             """Let the unfinished prompt go on, behind its back if that has come."""
+            self._has_split = cache.split_end(req) is not None
             limit = cache.resume_split(req)
             if limit:
                 # SGLang's own bound, where it has set one just before.
