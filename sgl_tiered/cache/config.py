@@ -16,6 +16,7 @@ __all__ = [
     "WRITE_POLICIES",
     "CacheConfig",
     "TierConfig",
+    "check_choice",
 ]
 
 LOAD_POLICIES: tuple[str, ...] = ("auto", "always", "never")
@@ -63,6 +64,7 @@ class CacheConfig:
         demote_rest_s: pause of an edge after a copy of which no page arrived: a full
             disk does not empty itself at once.
         disk_admission: name of a write admission: which pages are written to disk.
+        load_overlaps: loads to the device run under the pass, layer by layer.
     """
 
     layout: PageLayout
@@ -73,6 +75,7 @@ class CacheConfig:
     demote_watermark: float = 0.9
     demote_rest_s: float = 5.0
     disk_admission: str = "all"
+    load_overlaps: bool = False
 
     def __post_init__(self) -> None:
         order = [int(tier.tier) for tier in self.tiers]
@@ -83,10 +86,10 @@ class CacheConfig:
                 "different tiers, fastest first",
                 "list the host first, then CXL, then the disk",
             )
-        _check_choice("load_policy", self.load_policy, LOAD_POLICIES)
-        _check_choice("write_policy", self.write_policy, WRITE_POLICIES)
-        _check_choice("demote_policy", self.demote_policy, DEMOTE_POLICIES)
-        _check_choice("disk_admission", self.disk_admission, WRITE_ADMISSIONS)
+        check_choice("load_policy", self.load_policy, LOAD_POLICIES)
+        check_choice("write_policy", self.write_policy, WRITE_POLICIES)
+        check_choice("demote_policy", self.demote_policy, DEMOTE_POLICIES)
+        check_choice("disk_admission", self.disk_admission, WRITE_ADMISSIONS)
         if not 0.0 <= self.demote_watermark <= 1.0:
             raise ConfigError(
                 "demote_watermark",
@@ -99,7 +102,8 @@ class CacheConfig:
             )
 
 
-def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the value is one of the choices."""
     if value not in choices:
         raise ConfigError(
             setting, f"{value!r} is not known", f"choose one of {', '.join(choices)}"

@@ -21,10 +21,15 @@ import numpy as np
 
 from sgl_tiered.cache.adoption import adopt_records
 from sgl_tiered.cache.chain import Chain, Demotion
-from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.config import (
+    LOAD_POLICIES,
+    CacheConfig,
+    TierConfig,
+    check_choice,
+)
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
-from sgl_tiered.cache.planner import Planner
+from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore, Recency
 from sgl_tiered.cache.table import LOADING
@@ -90,7 +95,9 @@ class TieredCache:
         self._store = PageStore(config, eviction, clock)
         self._table = self._store.table
         self._index = self._store.index
-        self._planner = Planner(cost, config.layout, config.load_policy)
+        self._planner = Planner(
+            cost, config.layout, config.load_policy, overlaps=config.load_overlaps
+        )
         self._chain = Chain(self._store, config, clock)
         self._sources: dict[int, UInt8s] = {}
         self._awake = (1 << len(self._tiers)) - 1
@@ -109,6 +116,20 @@ class TieredCache:
         """Counters since the start."""
         return self._store.counters.freeze()
 
+    @property
+    def planner(self) -> Planner:
+        """What weighs loads against computing, for those who re-plan."""
+        return self._planner
+
+    def use_load_policy(self, policy: str) -> None:
+        """Decide by another load policy from now on, for experiments.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        check_choice("load_policy", policy, LOAD_POLICIES)
+        self._planner.load_policy = policy
+
     def open_namespace(self, namespace: Namespace) -> bytes:
         """Make room for a namespace's pages; return its digest. Idempotent."""
         digest = namespace.digest()
@@ -125,6 +146,7 @@ class TieredCache:
         *,
         max_pages: int | None = None,
         tiers_allowed: Collection[TierId] | None = None,
+        facts: PassFacts = IDLE,
     ) -> Decision:
         """Say what to do about the prompt's pages from ``first_page`` on.
 
@@ -136,6 +158,7 @@ class TieredCache:
             first_page: pages that the device has.
             max_pages: most pages to load (``first_page`` does not count).
             tiers_allowed: tiers that may be read now; None for all.
+            facts: of the links, and of the pass that the prompt would join.
         """
         store, table = self._store, self._table
         path = self._index.walk(self._index.root(digest), _raw(tokens))
@@ -158,7 +181,7 @@ class TieredCache:
                 return self._no_pages(Lookup.PENDING, first_page, _BEING_LOADED)
             return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
         tiers = tiers[:num_found]
-        choice = self._planner.choose(tiers, first_page, len(tokens))
+        choice = self._planner.choose(tiers, first_page, len(tokens), facts)
         num_pages = choice.num_pages
         return Decision(
             lookup=Lookup.HIT if num_pages else Lookup.MISS,
@@ -172,6 +195,10 @@ class TieredCache:
             recompute_s=choice.recompute_s,
             reason=choice.reason,
             version=table.version,
+            wait_s=choice.wait_s,
+            split_at=choice.split_at,
+            total_s=choice.total_s,
+            alternative_s=choice.alternative_s,
         )
 
     def commit_load(self, decision: Decision) -> LoadPlan | None:
@@ -204,7 +231,12 @@ class TieredCache:
         return plan
 
     def finish_load(
-        self, plan: LoadPlan, *, landed: bool, bad_pages: Int32s | None = None
+        self,
+        plan: LoadPlan,
+        *,
+        landed: bool,
+        bad_pages: Int32s | None = None,
+        unused: Int32s | None = None,
     ) -> None:
         """Take note of the end of a load, whichever way it ended.
 
@@ -213,6 +245,8 @@ class TieredCache:
             landed: whether the pages are on the device.
             bad_pages: positions in the plan whose bytes were wrong or unreadable;
                 these copies are dropped.
+            unused: positions in the plan that were computed after all; they do not
+                count as loaded.
         """
         entries = self._loads.pop(plan.plan_id, None)
         assert entries is not None, f"load {plan.plan_id} is not under way"
@@ -222,6 +256,9 @@ class TieredCache:
         bad = np.zeros(len(entries), np.bool_)
         if bad_pages is not None:
             bad[bad_pages] = True
+        idle = np.zeros(len(entries), np.bool_)
+        if unused is not None:
+            idle[unused] = True
         for number, tier in enumerate(self._tiers):
             mine = plan.tiers == tier
             if not mine.any():
@@ -232,7 +269,9 @@ class TieredCache:
                 store.counters.bad[tier] += int(np.count_nonzero(mine & bad))
             store.unpin(number, entries[mine])
             if landed:
-                store.counters.loaded[tier] += int(np.count_nonzero(mine & ~bad))
+                store.counters.loaded[tier] += int(
+                    np.count_nonzero(mine & ~bad & ~idle)
+                )
         if landed:
             for node in set(table.node[plan.pages].tolist()) - {None}:
                 node.num_hits += 1

@@ -18,6 +18,7 @@ __all__ = [
     "LoadPlan",
     "OffloadPlan",
     "PageRecords",
+    "Span",
     "TierOccupancy",
     "TransferResult",
 ]
@@ -51,6 +52,15 @@ class PageRecords:
     addresses: Int64s
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Pages of a prompt with one fate: loaded from ``source``, or computed (None)."""
+
+    first_page: int
+    num_pages: int
+    source: TierId | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """What the planner says about the part of a prompt that is not on the device.
@@ -67,6 +77,11 @@ class Decision:
         recompute_s: predicted time to compute the same tokens, in seconds.
         reason: one clause that says why, for reports.
         version: state of the table that it was made from.
+        wait_s: predicted time until the links are free for this load.
+        split_at: pages of the run after which the back begins that is read while those
+            before it are loaded from memory or computed; 0 for no split.
+        total_s: predicted time until the prompt's pass has ended.
+        alternative_s: the same without any load.
     """
 
     lookup: Lookup
@@ -79,6 +94,25 @@ class Decision:
     recompute_s: float
     reason: str
     version: int
+    wait_s: float = 0.0
+    split_at: int = 0
+    total_s: float = 0.0
+    alternative_s: float = 0.0
+
+    @property
+    def spans(self) -> list[Span]:
+        """Return what is to become of the found pages, in order."""
+        spans: list[Span] = []
+        for page in range(self.num_found):
+            tier = TierId(int(self.tiers[page])) if page < self.num_pages else None
+            if tier is TierId.DISK and page < self.split_at:
+                tier = None
+            if spans and spans[-1].source is tier:
+                last = spans[-1]
+                spans[-1] = Span(last.first_page, last.num_pages + 1, tier)
+            else:
+                spans.append(Span(self.first_page + page, 1, tier))
+        return spans
 
     def num_from(self, tier: TierId) -> int:
         """Return how many pages are to come from ``tier``."""

@@ -33,6 +33,11 @@ class CostModel:
         """Return the predicted time to bring bytes from a tier, in seconds."""
         return self._links[tier].seconds(num_bytes)
 
+    def link_figures(self, tier: TierId) -> tuple[float, float]:
+        """Return a link's seconds of an empty load, and bytes per second."""
+        link = self._links[tier].snapshot()
+        return link.latency_s, link.bandwidth_bytes_per_s
+
     def trial_due(self, tier: TierId) -> bool:
         """Note that a load from a tier was decided against; see ``LinkCost``."""
         return self._links[tier].trial_due()

@@ -16,6 +16,7 @@ does, and the loader's thread sees the load through to its end.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,11 @@ from sgl_tiered.pipelines.completions import CompletionQueue, LoadFinished
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
 
-__all__ = ["LayerwiseLoader", "LoadJob", "LoadTicket", "Segment"]
+__all__ = ["LayerwiseLoader", "LoadJob", "LoadTicket", "Segment", "group_layers"]
 
 Int64s = npt.NDArray[np.int64]
+LinkFigures = tuple[float, float]
+"""Seconds of an empty copy, and bytes per second."""
 
 _POLL_S = 0.001
 _LEFT_TO_WAITER_S = 0.05
@@ -52,6 +55,7 @@ class Segment:
         positions: int [m], indices of the same pages in the plan.
         charge: called with the bytes of each layer copied; None for nothing to pay.
         source: the medium of ``region``, for the metrics.
+        is_paced: ``charge`` sleeps: the copy stands for one that no core does.
     """
 
     region: npt.NDArray[np.uint8]
@@ -59,6 +63,7 @@ class Segment:
     positions: npt.NDArray[np.integer]
     charge: Callable[[int], None] | None = None
     source: TierId = TierId.HOST
+    is_paced: bool = False
 
     @classmethod
     def of_tier(
@@ -66,7 +71,63 @@ class Segment:
     ) -> Segment:
         """Return the segment of pages that lie in a memory tier."""
         region, rows = tier.read_view(addresses)
-        return cls(region, rows, positions, tier.charge, tier.tier_id)
+        is_paced = tier.health().emulated
+        return cls(region, rows, positions, tier.charge, tier.tier_id, is_paced)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """Pages of several jobs that are copied by one call per layer."""
+
+    region: npt.NDArray[np.uint8]
+    rows: Int64s
+    device_pages: Int64s
+    charge: Callable[[int], None] | None
+    source: TierId
+
+
+def _merge(jobs: Sequence[LoadJob]) -> list[_Copy]:
+    """Return the jobs' segments, those of one region and medium put together."""
+    parts: dict[tuple[int, TierId], list[tuple[Segment, Int64s]]] = {}
+    for job in jobs:
+        for segment in job.segments:
+            key = (segment.region.ctypes.data, segment.source)
+            pages = job.device_pages[segment.positions]
+            parts.setdefault(key, []).append((segment, pages))
+    merged = []
+    for found in parts.values():
+        first = found[0][0]
+        merged.append(
+            _Copy(
+                first.region,
+                np.concatenate([segment.rows for segment, _ in found]),
+                np.concatenate([pages for _, pages in found]),
+                first.charge,
+                first.source,
+            )
+        )
+    return merged
+
+
+def group_layers(num_layers: int, num_bytes: int, link: LinkFigures | None) -> int:
+    """Return how many layers to copy at a time, from the link's measured figures.
+
+    With ``n`` groups the copies take ``n * latency`` longer and the model waits for
+    ``bytes / n`` at first; the sum is least at ``n = sqrt(bytes / bandwidth /
+    latency)``. One layer at a time where the latency is not to be seen.
+
+    Args:
+        num_layers: of the model.
+        num_bytes: of the whole load.
+        link: (seconds per copy, bytes per second); None for not measured.
+    """
+    if link is None or num_bytes <= 0:
+        return 1
+    latency_s, bytes_per_s = link
+    if latency_s <= 0.0:
+        return 1
+    num_groups = math.sqrt(num_bytes / bytes_per_s / latency_s)
+    return min(num_layers, max(1, round(num_layers / max(num_groups, 1.0))))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,21 +159,29 @@ class LoadTicket:
     Made on the engine's thread: the load starts after the work queued until then.
     """
 
-    def __init__(self, jobs: Sequence[LoadJob], pool: DevicePool, clock: Clock) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[LoadJob],
+        pool: DevicePool,
+        clock: Clock,
+        link: LinkFigures | None = None,
+    ) -> None:
         self.jobs = tuple(jobs)
         self._pool = pool
         self._after = pool.mark()
-        self._waiter_copies = pool.waiter_copies
+        # A copy that sleeps for its pace would hold the model up for nothing.
+        is_paced = any(segment.is_paced for job in jobs for segment in job.segments)
+        self._waiter_copies = pool.waiter_copies and not is_paced
         self._num_layers = pool.layout.num_layers
         self._arrivals: list[list[tuple[TierId, Arrival]]] = [
             [] for _ in range(self._num_layers)
         ]
         self._clock = clock
-        self._copies = [
-            (segment, job.device_pages[segment.positions])
-            for job in jobs
-            for segment in job.segments
-        ]
+        self._copies = _merge(jobs)
+        self._group = 1
+        if not self._waiter_copies:
+            num_bytes = sum(len(c.rows) for c in self._copies) * pool.layout.page_bytes
+            self._group = group_layers(self._num_layers, num_bytes, link)
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         # A second one on the same lock: the loader need not wake up for every layer
@@ -124,7 +193,7 @@ class LoadTicket:
         self._left_to_waiter_until_s = 0.0
         if self._waiter_copies:
             self._left_to_waiter_until_s = clock.now() + _LEFT_TO_WAITER_S
-        self._seconds_by_tier = {segment.source: 0.0 for segment, _ in self._copies}
+        self._seconds_by_tier = {copy.source: 0.0 for copy in self._copies}
         self._done = False
         self._failed = ""
         self._source: TierId | None = None
@@ -143,7 +212,7 @@ class LoadTicket:
     @property
     def sources(self) -> frozenset[TierId]:
         """The tiers read in place; staging memory is none."""
-        return frozenset(s.source for s, _ in self._copies if s.charge is not None)
+        return frozenset(c.source for c in self._copies if c.charge is not None)
 
     @property
     def failed_source(self) -> TierId | None:
@@ -243,10 +312,12 @@ class LoadTicket:
         return missing
 
     def _copy(self, *, by_waiter: bool) -> None:
-        """Copy the claimed layer; a copy that raises fails the ticket."""
+        """Copy the claimed layers; a copy that raises fails the ticket."""
         error = ""
+        first = self._num_arrived
+        stop = min(first + self._group, self._num_layers)
         try:
-            self._copy_layer(self._num_arrived, by_waiter)
+            self._copy_layers(first, stop, by_waiter)
         except Exception as problem:  # noqa: BLE001 - the model thread has to live on
             error = f"{type(problem).__name__}: {problem}"
         with self._changed:
@@ -254,30 +325,33 @@ class LoadTicket:
             # A load that was ended meanwhile stays ended: its failure is not undone.
             if not self._done:
                 self._failed = error
-                self._num_arrived += not error
+                if not error:
+                    self._num_arrived = stop
             self._changed.notify_all()
             if error or self._num_arrived == self._num_layers:
                 self._loader_needed.notify_all()
 
-    def _copy_layer(self, layer: int, by_waiter: bool) -> None:
-        for segment, device_pages in self._copies:
+    def _copy_layers(self, first: int, stop: int, by_waiter: bool) -> None:
+        layer_bytes = self._pool.layout.layer_page_bytes
+        for copy in self._copies:
             before_s = self._clock.now()
-            self._source = None if segment.charge is None else segment.source
-            arrival = self._pool.load_layer(
-                layer,
-                segment.region,
-                segment.rows,
-                device_pages,
-                after=self._after,
-                by_waiter=by_waiter,
-            )
-            if arrival is not None:
-                # Its own seconds come with its end; those of queueing are nobody's.
-                self._arrivals[layer].append((segment.source, arrival))
-                before_s = self._clock.now()
-            if segment.charge is not None:
-                segment.charge(len(segment.rows) * self._pool.layout.layer_page_bytes)
-            self._seconds_by_tier[segment.source] += self._clock.now() - before_s
+            self._source = None if copy.charge is None else copy.source
+            for layer in range(first, stop):
+                arrival = self._pool.load_layer(
+                    layer,
+                    copy.region,
+                    copy.rows,
+                    copy.device_pages,
+                    after=self._after,
+                    by_waiter=by_waiter,
+                )
+                if arrival is not None:
+                    # Its own seconds come with its end; queueing's are nobody's.
+                    self._arrivals[layer].append((copy.source, arrival))
+                    before_s = self._clock.now()
+            if copy.charge is not None:
+                copy.charge((stop - first) * len(copy.rows) * layer_bytes)
+            self._seconds_by_tier[copy.source] += self._clock.now() - before_s
 
     def _land(self) -> str:
         """Block until no copy is under way any more; return what went wrong.
@@ -309,6 +383,8 @@ class LayerwiseLoader:
         completions: gets one ``LoadFinished`` per ticket.
         clock: times copies and stalls.
         metrics: counts the bytes of each edge to the device.
+        link: tells the measured figures of the link to the device, by which layers
+            are grouped; None copies one at a time.
     """
 
     def __init__(
@@ -317,7 +393,10 @@ class LayerwiseLoader:
         completions: CompletionQueue,
         clock: Clock,
         metrics: MetricsRegistry,
+        *,
+        link: Callable[[], LinkFigures] | None = None,
     ) -> None:
+        self._link = link
         self._pool = pool
         self._completions = completions
         self._clock = clock
@@ -328,7 +407,8 @@ class LayerwiseLoader:
 
     def submit(self, jobs: Sequence[LoadJob]) -> LoadTicket:
         """Start loading; the ticket tells when each layer is there. Never blocks."""
-        ticket = LoadTicket(jobs, self._pool, self._clock)
+        figures = None if self._link is None else self._link()
+        ticket = LoadTicket(jobs, self._pool, self._clock, figures)
         if not self._worker.try_put(ticket):
             self._give_up(ticket, "the loader is closed")
         return ticket

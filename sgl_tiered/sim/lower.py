@@ -34,6 +34,7 @@ from sgl_tiered.core.plans import (
     TransferResult,
 )
 from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.pipelines.staging import part_pages
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
@@ -65,13 +66,75 @@ class StartedLoad:
 
 
 class _Read:
-    """A read from disk in simulated time; ``subject`` is the request that waits."""
+    """A read from disk in simulated time; ``subject`` is the request that waits.
 
-    def __init__(self, plan: LoadPlan, positions: Int32s) -> None:
+    Parts of ``part_pages`` come one after the other, the next one asked for when one
+    has arrived; as in the product they can be turned round or left out.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        positions: Int32s,
+        part_pages: int,
+        ask: Callable[[int, Callable[[], None]], None],
+        on_end: Callable[[_Read], None],
+        now: Callable[[], float],
+    ) -> None:
         self.plan = plan
         self.positions = positions
         self.done = False
         self.subject = -1
+        self.started_s: float | None = now()
+        self._part_pages = part_pages
+        self._ask = ask
+        self._on_end = on_end
+        self._first, self._last = 0, len(positions)
+        self._is_turned = False
+        self._has_come = np.zeros(len(positions), np.bool_)
+        self._next()
+
+    @property
+    def arrived(self) -> Int32s:
+        """Positions of the plan that have come."""
+        return self.positions[self._has_come]
+
+    @property
+    def num_left(self) -> int:
+        """Pages still to come."""
+        return 0 if self.done else len(self.positions) - int(self._has_come.sum())
+
+    @property
+    def num_unbegun(self) -> int:
+        """Pages that were not asked for."""
+        return max(self._last - self._first, 0)
+
+    def turn_round(self) -> None:
+        """Let what was not asked for come from its end on."""
+        self._is_turned = True
+
+    def cancel(self) -> None:
+        """Leave out what was not asked for."""
+        self._last = self._first
+
+    def _next(self) -> None:
+        num = min(self._part_pages, self._last - self._first)
+        if num <= 0:
+            self.done = True
+            self._on_end(self)
+            return
+        if self._is_turned:
+            self._last -= num
+            part = slice(self._last, self._last + num)
+        else:
+            self._first += num
+            part = slice(self._first - num, self._first)
+
+        def come() -> None:
+            self._has_come[part] = True
+            self._next()
+
+        self._ask(num, come)
 
 
 _State = WaitingLoad[_Read]
@@ -84,6 +147,8 @@ class _Staging:
         link: from the disk.
         num_rows: pages that can be staged; 0 for no bound.
         page_bytes: of a page.
+        part_pages: pages that are asked for at a time.
+        now: tells the time.
         on_end: called at the end of each read.
     """
 
@@ -92,10 +157,14 @@ class _Staging:
         link: Link,
         num_rows: int,
         page_bytes: int,
+        part_pages: int,
+        now: Callable[[], float],
         on_end: Callable[[_Read], None],
     ) -> None:
         self._link = link
         self._page_bytes = page_bytes
+        self._part_pages = part_pages
+        self._now = now
         self._on_end = on_end
         self.largest_read_pages = num_rows or _UNBOUNDED
         self.num_free_rows = self.largest_read_pages
@@ -105,18 +174,21 @@ class _Staging:
         if len(positions) > self.num_free_rows:
             return None
         self.num_free_rows -= len(positions)
-        read = _Read(plan, positions)
-        num_bytes = len(positions) * self._page_bytes
-        self._link.submit(num_bytes, lambda: self._on_end(read))
-        return read
+        return _Read(
+            plan, positions, self._part_pages, self._ask, self._on_end, self._now
+        )
 
     def release(self, staged: _Read) -> None:
         """Give the rows back.
 
-        A read that is given up goes on, but its memory counts as free: as in the
-        product its rows are freed when the reader comes to it.
+        Of a read that is given up only the part under way goes on, and its memory
+        counts as free: as in the product its rows are freed when it has come.
         """
+        staged.cancel()
         self.num_free_rows += len(staged.positions)
+
+    def _ask(self, num_pages: int, on_end: Callable[[], None]) -> None:
+        self._link.submit(num_pages * self._page_bytes, on_end)
 
 
 class LowerTiers:
@@ -175,7 +247,14 @@ class LowerTiers:
             stage_link = link("disk", name, read.latency_s, read.bytes_per_s)
             self.links.append(stage_link)
             num_rows = config.staging_bytes // config.page_bytes
-            staging = _Staging(stage_link, num_rows, self._page_bytes, self._end_stage)
+            staging = _Staging(
+                stage_link,
+                num_rows,
+                self._page_bytes,
+                part_pages(read.latency_s, read.bytes_per_s, self._page_bytes),
+                queue.now,
+                self._end_stage,
+            )
         self._loads: WaitingLoads[_State, _Read] = WaitingLoads(
             self.cache,
             self._memory,
@@ -294,8 +373,8 @@ class LowerTiers:
         state = self._states.get(read.subject)
         if state is None or state.staged is not read:
             return
-        num_pages = len(read.positions)
-        self._loads.stage_finished(read.plan, read.positions, self._arrived(num_pages))
+        num_pages = len(read.arrived)
+        self._loads.stage_finished(read.plan, read.arrived, self._arrived(num_pages))
         self._log.add(self._queue.now(), "staged", read.subject, num_pages)
         self._wake(True)
 
@@ -461,6 +540,7 @@ def _make_cache(config: ServerConfig, queue: EventQueue) -> TieredCache:
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
+            load_overlaps=config.load_mode == "layerwise",
         ),
         cost=StandInCost(config.times, config.page_tokens, costs),
         eviction={tier: make_eviction_policy(config.eviction, rng) for tier in slots},

@@ -59,6 +59,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self._keys: dict[str, RadixKey] = {}
         self._queued: list[tuple[Any, LoadJob]] = []
         self._private: dict[str, torch.Tensor] = {}
+        self._backs: dict[str, torch.Tensor] = {}
         self._in_flight: list[Any] = []
         self._ticket: LoadTicket | None = None
         self._repaired = False
@@ -94,7 +95,12 @@ class TieredRadixCache(UnifiedRadixCache):
         )
 
     def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Start reading from disk as soon as the request is queued."""
+        """Start reading from disk as soon as the request is queued.
+
+        Where nothing runs or waits it will be looked at right away, and may be split.
+        """
+        if self.tiered.engine_free():
+            return
         found = self._request(request.rid)
         if found is not None:
             self.tiered.coordinator.prefetch(*found)
@@ -113,7 +119,7 @@ class TieredRadixCache(UnifiedRadixCache):
         state = self.tiered.coordinator.state(request.rid)
         if state is None or state.plan is None:
             return 0, None
-        tiers = state.plan.tiers[: state.num_good]
+        tiers = state.plan.tiers[: self.tiered.coordinator.ready_end(state)]
         return int(np.count_nonzero(tiers == TierId.DISK)) * self.page_size, None
 
     # -- Loading ---------------------------------------------------------------
@@ -167,12 +173,16 @@ class TieredRadixCache(UnifiedRadixCache):
         ticket, self._ticket = self._ticket, None
         landed = ticket.wait() or self._repaired
         self._repaired = False
+        self.tiered.metrics.add("load_stall_s", ticket.stall_s)
+        self.tiered.metrics.add("load_copy_s", ticket.seconds)
         failed = []
         for req in in_flight:
             self._private.pop(req.rid, None)
             state = self.tiered.coordinator.state(req.rid)
             if state is None:
                 continue
+            state.report.load_s += ticket.seconds
+            state.report.stall_s += ticket.stall_s
             if landed:
                 self.tiered.coordinator.landed(state)
                 continue
@@ -195,8 +205,11 @@ class TieredRadixCache(UnifiedRadixCache):
             state = self.tiered.coordinator.state(req.rid)
             if state is None or state.plan is None or not state.started:
                 continue
-            end = (state.plan.first_page + state.num_good) * self.page_size
-            begin = end - len(self._private[req.rid])
+            begin, end = self.tiered.coordinator.loading_pages(state)
+            begin, end = begin * self.page_size, end * self.page_size
+            private = self._private.get(req.rid)
+            if private is not None:
+                begin = end - len(private)
             end = min(end, batch.prefix_lens[index])
             if begin < end:
                 spans.append(MissingSpan(index, begin, end))
@@ -212,6 +225,71 @@ class TieredRadixCache(UnifiedRadixCache):
         self.tiered.metrics.add("tokens_repaired", num_tokens)
         self._repaired = True
         return True
+
+    # -- A prompt whose front is computed while its back is read ---------------
+
+    def split_end(self, req: Any) -> int | None:
+        """Return after which token the first pass over a split prompt should end."""
+        state = self.tiered.coordinator.state(req.rid)
+        page = None if state is None else self.tiered.coordinator.chunk_end(state)
+        return None if page is None else page * self.page_size
+
+    def resume_split(self, req: Any) -> int:
+        """Put the back of a split prompt behind what was computed, if it has come.
+
+        The request's prefix then ends behind it, and the load runs under the next pass.
+
+        Returns:
+            How many tokens to compute next instead; 0 for no bound.
+        """
+        coordinator = self.tiered.coordinator
+        state = coordinator.state(req.rid)
+        if state is None or coordinator.chunk_end(state) is None:
+            return 0
+        if req.prefix_len % self.page_size:
+            coordinator.settle(state, landed=False)
+            return 0
+        resume = coordinator.resume(state, req.prefix_len // self.page_size)
+        if not resume.load_pages:
+            return resume.compute_pages * int(self.page_size)
+        slots = self._take_slots(resume.load_pages * self.page_size)
+        if slots is None:
+            coordinator.settle(state, landed=False)
+            return 0
+        pages = slots[:: self.page_size].cpu().numpy() // self.page_size
+        job = coordinator.begin_back(state, pages.astype(np.int64))
+        end = req.prefix_len + len(slots)
+        row = (req.kv.req_pool_idx, slice(req.prefix_len, end))
+        self.req_to_token_pool.write(row, slots.to(torch.int32))
+        req.prefix_len = end
+        self._queued.append((req, job))
+        self._backs[req.rid] = slots
+        return 0
+
+    def keep_back(self, req: Any) -> None:
+        """Note that the pass with the back of a split prompt will run."""
+        slots = self._backs.pop(req.rid, None)
+        if slots is None:
+            return
+        state = self.tiered.coordinator.state(req.rid)
+        assert state is not None
+        assert state.plan is not None
+        tiers = state.plan.tiers[-(len(slots) // self.page_size) :]
+        from_disk = int(np.count_nonzero(tiers == TierId.DISK)) * self.page_size
+        req.cached_tokens_storage += from_disk
+        req.cached_tokens_host += len(slots) - from_disk
+
+    def undo_back(self, req: Any) -> None:
+        """Take the back of a split prompt away again: its pass does not run."""
+        slots = self._backs.pop(req.rid, None)
+        if slots is None:
+            return
+        self._queued = [item for item in self._queued if item[0].rid != req.rid]
+        self.token_to_kv_pool_allocator.free(slots)
+        req.prefix_len -= len(slots)
+        state = self.tiered.coordinator.state(req.rid)
+        if state is not None:
+            self.tiered.coordinator.settle(state, landed=False)
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         """Return the slots of the request's prefix, loaded private ones included."""
@@ -231,8 +309,8 @@ class TieredRadixCache(UnifiedRadixCache):
         state = self.tiered.coordinator.state(req.rid)
         if state is not None:
             self._count(req, state)
-            if state.started:
-                self.tiered.coordinator.settle(state, landed=True)
+            num_published = min(req.kv.cache_protected_len, up_to) // self.page_size
+            self.tiered.coordinator.published(state, num_published)
         if not self.disable and req.positional_embed_overrides is None:
             self._offload(req, state, min(req.kv.cache_protected_len, up_to))
 
@@ -407,6 +485,7 @@ class TieredRadixCache(UnifiedRadixCache):
         if not state.counted:
             state.counted = True
             self.tiered.count_request(len(req.origin_input_ids), cached_by_tier(req))
+            self.tiered.count_decision(state)
 
     def _unlock_offload(self, plan_id: int) -> None:
         node, lock = self._locks.pop(plan_id)
@@ -428,6 +507,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self._queued.clear()
         self._in_flight.clear()
         self._private.clear()
+        self._backs.clear()
         self._keys.clear()
         self._locks.clear()
         if self._ahead is not None:
@@ -436,6 +516,7 @@ class TieredRadixCache(UnifiedRadixCache):
     def _forget(self, rid: str) -> None:
         self._queued = [item for item in self._queued if item[0].rid != rid]
         self._private.pop(rid, None)
+        self._backs.pop(rid, None)
         self._keys.pop(rid, None)
         self.tiered.forget_request(rid)
 

@@ -85,9 +85,36 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         plan = self.start(state)
         if plan is None:
             return None
-        skip = state.num_good - len(device_pages)
-        assert 0 <= skip <= plan.num_pages, (skip, plan.num_pages, len(device_pages))
-        return LoadJob(plan, self._segments(plan, state, skip), device_pages)
+        end = self.ready_end(state)
+        skip = end - len(device_pages)
+        assert 0 <= skip <= end <= plan.num_pages, (skip, end, plan.num_pages)
+        return LoadJob(plan, self._segments(plan, state, skip, end), device_pages)
+
+    def begin_back(self, state: RequestState, device_pages: Int64s) -> LoadJob:
+        """Return the job for the back of a split prompt, after ``resume`` gave it.
+
+        Args:
+            state: of the request.
+            device_pages: int64 [n], device page for each page that ``resume`` named.
+        """
+        plan, begin = state.plan, state.back_from
+        assert plan is not None
+        assert begin is not None
+        end = plan.num_pages
+        assert end - begin == len(device_pages), (begin, end, len(device_pages))
+        return LoadJob(plan, self._segments(plan, state, begin, end), device_pages)
+
+    def loading_pages(self, state: RequestState) -> tuple[int, int]:
+        """Return between which pages of the prompt those of its load lie.
+
+        Args:
+            state: of a request whose load has been handed out.
+        """
+        plan = state.plan
+        assert plan is not None
+        if state.back_from is not None:
+            return plan.first_page + state.back_from, plan.first_page + plan.num_pages
+        return plan.first_page, plan.first_page + self.ready_end(state)
 
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""
@@ -101,11 +128,11 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
             self.release(rid)
 
     def _segments(
-        self, plan: LoadPlan, state: RequestState, skip: int
+        self, plan: LoadPlan, state: RequestState, skip: int, end: int
     ) -> tuple[Segment, ...]:
-        """Say where the bytes of each page from ``skip`` on lie in memory now."""
+        """Say where the bytes of the pages from ``skip`` to ``end`` lie in memory."""
         segments = []
-        wanted = np.arange(skip, state.num_good, dtype=np.int32)
+        wanted = np.arange(skip, end, dtype=np.int32)
         tiers = plan.tiers[wanted]
         for tier, memory in self._memory.items():
             chosen = wanted[tiers == tier]
@@ -114,7 +141,7 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
                 segments.append(Segment.of_tier(memory, addresses, chosen - skip))
         staged = state.staged
         if staged is not None:
-            kept = (staged.positions >= skip) & (staged.positions < state.num_good)
+            kept = (staged.positions >= skip) & (staged.positions < end)
             if kept.any():
                 positions = staged.positions[kept] - skip
                 segments.append(Segment(staged.region, staged.rows[kept], positions))

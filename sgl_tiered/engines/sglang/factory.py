@@ -34,7 +34,7 @@ from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
-from sgl_tiered.pipelines.staging import StagingReader
+from sgl_tiered.pipelines.staging import StagingReader, part_pages
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.cxl import CxlTier
@@ -162,6 +162,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
+            # Where the model's thread copies, a load and its pass add up.
+            load_overlaps=not device.waiter_copies or host.health().emulated,
         ),
         cost=cost,
         eviction={
@@ -171,7 +173,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         clock=clock,
     )
     completions = CompletionQueue()
-    loader = LayerwiseLoader(device, completions, clock, metrics)
+    loader = LayerwiseLoader(
+        device,
+        completions,
+        clock,
+        metrics,
+        link=lambda: cost.link_figures(TierId.HOST),
+    )
     shares = BandwidthShares(clock)
     shares.watch(Share.LOAD, lambda: loader.busy)
     stager: StagingReader | None = None
@@ -179,7 +187,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         _adopt(cache, disk)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         stager = StagingReader(
-            disk, num_rows, completions, clock, metrics, register=register
+            disk,
+            num_rows,
+            completions,
+            clock,
+            metrics,
+            register=register,
+            part_pages=part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes),
         )
         reader = stager
         shares.watch(Share.LOAD, lambda: reader.busy)

@@ -1,17 +1,19 @@
 """Endpoints of the HTTP process.
 
-``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME``, and for tests
-``POST /tiered/faults?emulate=TEXT``, where the environment allows faults.
+``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME``; to compare load policies on one
+server, ``POST /tiered/load-policy?policy=NAME``; and for tests, where the environment
+allows faults, ``POST /tiered/faults?emulate=TEXT``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.emulation import parse_emulation
 
-__all__ = ["DROP_KNOBS", "FAULTS_KEY", "http_hooks"]
+__all__ = ["DROP_KNOBS", "FAULTS_KEY", "LOAD_POLICY_KNOB", "http_hooks"]
 
 DROP_KNOBS = {
     "device": "tiered_drop_device",
@@ -22,6 +24,8 @@ DROP_KNOBS = {
 """Tier -> key of SGLang's ``set_internal_state``, which carries numbers only."""
 FAULTS_KEY = "tiered_faults:"
 """Before the text of ``POST /tiered/faults``: values are numbers, keys are texts."""
+LOAD_POLICY_KNOB = "tiered_load_policy"
+"""Its number is the place of the policy in ``LOAD_POLICIES``."""
 
 
 def http_hooks() -> list[tuple[str, Any, Any]]:
@@ -91,3 +95,19 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
         if not all(done):
             raise HTTPException(409, "Not switched; the server's log says why.")
         return {"emulated": emulate}
+
+    @http_server.app.post("/tiered/load-policy")
+    async def tiered_load_policy(policy: str) -> Any:
+        """Load by another policy from now on: auto, always or never."""
+        if policy not in LOAD_POLICIES:
+            raise HTTPException(
+                400, f"policy: {policy!r} is unknown; use {', '.join(LOAD_POLICIES)}."
+            )
+        manager = http_server._global_state.tokenizer_manager
+        number = LOAD_POLICIES.index(policy)
+        done = await manager.set_internal_state(
+            SetInternalStateReq(server_args={LOAD_POLICY_KNOB: number})
+        )
+        if not all(done):
+            raise HTTPException(409, "Requests are running; try again when idle.")
+        return {"load_policy": policy}

@@ -7,10 +7,13 @@ import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
-from sgl_tiered.engines.sglang.http import DROP_KNOBS, FAULTS_KEY
+from sgl_tiered.engines.sglang.http import DROP_KNOBS, FAULTS_KEY, LOAD_POLICY_KNOB
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
+from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
+from sgl_tiered.engines.sglang.splitting import prefill_adder_class
 
 __all__ = ["scheduler_hooks"]
 
@@ -31,6 +34,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
     return [
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
+        (_SCHEDULER + "get_prefill_adder_class", prefill_adder_class, HookType.AROUND),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
@@ -44,11 +48,6 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
             HookType.AFTER,
         ),
     ]
-
-
-def _tiered(cache: Any) -> Any:
-    """Return the runtime of a tiered cache, None for any other cache."""
-    return getattr(cache, "tiered", None)
 
 
 def _attach_scheduler(result: Any, scheduler: Any) -> None:
@@ -66,6 +65,7 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         return scheduler.running_batch.is_empty() and scheduler.chunked_req is None
 
     runtime.engine_idle = idle
+    runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
 
 
 def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -92,9 +92,25 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
     has_cxl = runtime.has_tier(TierId.CXL)
 
     class TieredOutputStreamer(base):  # type: ignore[misc, valid-type]
-        """Names our tiers in ``cached_tokens_details``."""
+        """Names our tiers in ``cached_tokens_details``, and tells the decisions."""
 
         __slots__ = ()
+        # SGLang's Rust front end carries no such values.
+        has_additional_customized_info = getattr(scheduler, "rust_server", None) is None
+
+        def build_additional_customized_info(self, reqs: Any) -> dict[str, Any]:
+            """Return what was decided for requests that end now, as ``tiered``."""
+            if not any(req.finished() for req in reqs):
+                return {}
+            # SGLang joins the lists of a request's outputs, so there is one with one.
+            reports = [
+                runtime.take_report(req.rid) if req.finished() else None for req in reqs
+            ]
+            return {"tiered": [[] if told is None else [told] for told in reports]}
+
+        def is_request_level_customized_info_key(self, key: str) -> bool:
+            """Tell our value once per request, not token by token."""
+            return key == "tiered" or super().is_request_level_customized_info_key(key)
 
         def get_cached_tokens_details(self, req: Any) -> dict[str, int] | None:
             """Return cached tokens by tier; None where nothing was cached.
@@ -164,8 +180,13 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
     def apply(key: str, value: Any) -> None:
         scheduler.tree_cache.drop(tier_of(key))
 
+    def use_policy(key: str, value: Any) -> None:
+        del key
+        scheduler.tree_cache.tiered.cache.use_load_policy(LOAD_POLICIES[int(value)])
+
     for knob in DROP_KNOBS.values():
         handlers[knob] = _UpdateHandler(validate, apply)
+    handlers[LOAD_POLICY_KNOB] = _UpdateHandler(validate, use_policy)
     return handlers
 
 

@@ -6,6 +6,7 @@ Built by `factory.build_cache`; driven by `TieredRadixCache` on the scheduler's 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.coordinator import LoadCoordinator
+from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.registry import MetricsRegistry
@@ -54,6 +55,8 @@ _STUCK_S = 5.0
 _DRAIN_TIMEOUT_S = 5.0
 """A read or write of the disk that does not end must not hold the scheduler: its memory
 and its slots stay set aside until it does."""
+_MAX_REPORTS = 1024
+"""Reports of requests that ended and were not asked for: aborted ones, mostly."""
 
 
 class LayerCounter:
@@ -138,6 +141,8 @@ class TieredRuntime:
         self.completions = parts.completions
         # Says whether the engine has nothing to compute; the scheduler sets it.
         self.engine_idle: Callable[[], bool] = lambda: False
+        # And whether nobody waits either.
+        self.engine_free: Callable[[], bool] = lambda: False
         self.wait_whole = wait_whole
         self.counter = LayerCounter()
         self.coordinator = LoadCoordinator(
@@ -153,6 +158,7 @@ class TieredRuntime:
         self._num_demoting = 0
         self._closed = False
         self._waits: dict[str, float] = {}
+        self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._logged_at_s = parts.clock.now()
         self._logged: dict[str, int] = {}
         self._evicted: dict[TierId, int] = {}
@@ -221,10 +227,11 @@ class TieredRuntime:
                 case DemoteFinished(plan, result):
                     self._num_demoting -= 1
                     self.cache.finish_demote(plan, result)
-                case StageFinished(plan, positions, _, result):
+                case StageFinished(plan, positions, staged, result):
                     self.coordinator.stage_finished(plan, positions, result)
                     self._breakers[TierId.DISK].record(_failure(result))
-                    if result.num_bytes:
+                    # Two reads at a time share the link: neither's time is its own.
+                    if result.num_bytes and staged.is_alone:
                         self._parts.cost.observe_load(
                             TierId.DISK, result.num_bytes, result.seconds
                         )
@@ -250,11 +257,43 @@ class TieredRuntime:
             waited_s = self._parts.clock.now() - self._waits.pop(rid)
             self.metrics.add("requests_waited_for_pages")
             self.metrics.add("wait_for_pages_s", waited_s)
+            state = self.coordinator.state(rid)
+            if state is not None:
+                state.report.waited_s += waited_s
 
     def forget_request(self, rid: str) -> None:
-        """End what is known of a request."""
+        """End what is known of a request, but for its report."""
         self._waits.pop(rid, None)
+        state = self.coordinator.state(rid)
         self.coordinator.release(rid)
+        if state is not None:
+            self._reports[rid] = state.report.as_dict()
+            if len(self._reports) > _MAX_REPORTS:
+                self._reports.popitem(last=False)
+
+    def take_report(self, rid: str) -> dict[str, Any] | None:
+        """Return what was decided for a request that ends, once; None if nothing."""
+        kept = self._reports.pop(rid, None)
+        if kept is not None:
+            return kept
+        state = self.coordinator.state(rid)
+        return None if state is None else state.report.as_dict()
+
+    def count_decision(self, state: RequestState) -> None:
+        """Count what was decided for a request that has been admitted."""
+        decision = state.report.decision
+        if decision is None or not decision.num_found:
+            return
+        if state.is_split or decision.split_at:
+            kind = "split"
+        elif decision.num_pages:
+            kind = "load"
+        else:
+            kind = "recompute"
+        self.metrics.add(f"decisions_{kind}")
+        self.metrics.add("decisions_replanned", len(state.report.replans))
+        self.metrics.add("predicted_load_s", decision.load_s)
+        self.metrics.add("predicted_recompute_s", decision.recompute_s)
 
     def count_request(self, num_tokens: int, hits: Mapping[TierId, int]) -> None:
         """Count where the prompt of a request came from, in tokens by tier."""
@@ -435,9 +474,16 @@ class TieredRuntime:
         self.cache.rest(resting)
 
     def _observe_load(self, event: LoadFinished) -> None:
-        """Refine the link costs; staged pages lie in the host's memory."""
-        if event.landed and event.num_bytes:
-            for tier, (num_bytes, seconds) in event.ticket.moved.items():
+        """Refine the link costs; staged pages lie in the host's memory.
+
+        Which may be faster than a host tier that is slowed down, so a load with such
+        pages tells nothing of the host's link.
+        """
+        if not event.landed or not event.num_bytes:
+            return
+        staged = any((plan.tiers == TierId.DISK).any() for plan in event.plans)
+        for tier, (num_bytes, seconds) in event.ticket.moved.items():
+            if not (staged and tier is TierId.HOST):
                 self._parts.cost.observe_load(tier, num_bytes, seconds)
 
     def _demote(self) -> None:

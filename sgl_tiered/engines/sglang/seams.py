@@ -22,6 +22,7 @@ __all__ = [
     "SeamReport",
     "check_seams",
     "require_seams",
+    "tiered_runtime",
 ]
 
 TESTED_VERSION = "0.5.23"
@@ -166,14 +167,34 @@ SEAMS: tuple[Seam, ...] = (
         attributes=(
             "init_schedule_policy",
             "get_output_streamer_class",
+            "get_prefill_adder_class",
             "flush_cache",
             "_record_step_counters",
         ),
     ),
     Seam(
+        "prefill adder",
+        _SRT + "managers.schedule_policy.PrefillAdder",
+        attributes=(
+            "_select_prefill_admission",
+            "_commit_prefill_admission",
+            "add_chunked_req",
+        ),
+    ),
+    Seam(
+        "chunk of a prompt",
+        _SRT + "managers.schedule_policy._PrefillAdmission",
+        ("prefix_len", "extend_len", "max_new_tokens", "is_chunked", "replay_len"),
+    ),
+    Seam(
         "per-tier report",
         _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
-        attributes=("get_cached_tokens_details",),
+        attributes=(
+            "get_cached_tokens_details",
+            "build_additional_customized_info",
+            "has_additional_customized_info",
+            "is_request_level_customized_info_key",
+        ),
     ),
     Seam(
         "state report",
@@ -220,6 +241,11 @@ def require_seams(*, http: bool) -> None:
             f"installed {version}: {missing[0].name} ({missing[0].detail}); install "
             f"sglang=={TESTED_VERSION} or serve without --radix-cache-backend tiered."
         )
+
+
+def tiered_runtime(cache: Any) -> Any:
+    """Return the runtime of a tiered cache, None for any other cache."""
+    return getattr(cache, "tiered", None)
 
 
 def _check(seam: Seam) -> SeamReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgl_tiered.cache.planner import Planner
+from sgl_tiered.cache.planner import PassFacts, Planner, Way
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.links import LinkCost
@@ -13,6 +13,8 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 
 LAYOUT = PageLayout(num_layers=1, page_tokens=10, token_bytes=50)  # 1,000 bytes a page
+# The same bytes in 25 layers, so that a load can run under the computation.
+LAYERED = PageLayout(num_layers=25, page_tokens=10, token_bytes=2)
 HOST, DISK = int(TierId.HOST), int(TierId.DISK)
 
 
@@ -21,11 +23,14 @@ def make_planner(
     *,
     host: tuple[float, float] = (1e-3, 1e6),
     disk: tuple[float, float] = (1e-2, 1e5),
+    overhead_s: float = 5.0,
+    overlaps: bool = False,
 ) -> Planner:
     """Return a planner; a page takes 20 ms to compute, attention next to nothing."""
-    prefill = PrefillCost(10**6, 1, 1, 1e9, overhead_s=5.0)
+    prefill = PrefillCost(10**6, 1, 1, 1e9, overhead_s=overhead_s)
     links = {TierId.HOST: LinkCost(*host), TierId.DISK: LinkCost(*disk)}
-    return Planner(CostModel(prefill, links), LAYOUT, policy)
+    layout = LAYERED if overlaps else LAYOUT
+    return Planner(CostModel(prefill, links), layout, policy, overlaps=overlaps)
 
 
 def tiers(*ids: int) -> np.ndarray:
@@ -141,3 +146,129 @@ def test_a_trial_ends_without_an_observation() -> None:
     planner = make_planner(disk=(25e-3, 1e6))
     loaded = [planner.choose(tiers(DISK), 0, 100).num_pages for _ in range(60)]
     assert sum(loaded) == 8
+
+
+def test_a_busy_link_counts() -> None:
+    """A load that pays on a free link does not pay behind half a second of others."""
+    planner = make_planner(disk=(1e-3, 1e6))
+    run = tiers(*[DISK] * 10)
+    assert planner.choose(run, 0, 200).num_pages == 10
+    busy = PassFacts(wait_s={TierId.DISK: 0.5})
+    choice = planner.choose(run, 0, 200, busy)
+    assert choice.num_pages == 0
+    assert choice.wait_s == pytest.approx(0.5)
+
+
+def test_a_load_under_the_pass_is_free_until_the_link_is_the_longer() -> None:
+    """10 ms a page against 20 ms to compute: hidden under enough tokens to compute."""
+    slow = (1e-6, 1e5)
+    run = tiers(*[HOST] * 10)
+    assert make_planner(host=(1e-6, 3e4)).choose(run, 0, 1000).num_pages == 0
+    hidden = make_planner(host=(1e-6, 3e4), overlaps=True).choose(run, 0, 1000)
+    assert hidden.num_pages == 10
+    assert make_planner(host=slow, overlaps=True).choose(run, 0, 110).num_pages == 10
+
+
+def test_where_the_link_is_the_longer_a_part_is_loaded() -> None:
+    """The first pages come while those after them are computed."""
+    planner = make_planner(host=(1e-6, 6e4), overhead_s=1e-3, overlaps=True)
+    run = tiers(*[HOST] * 50)
+    choice = planner.choose(run, 0, 501)
+    assert 20 < choice.num_pages < 50
+    whole, none = (planner.choose(run[:n], 0, 501) for n in (50, 1))
+    assert choice.total_s < 0.7 * none.alternative_s
+    # Loading lasts as long as computing what is left, but for one page or two.
+    left_s = planner.compute_s(choice.num_pages, 50 - choice.num_pages)
+    assert choice.load_s == pytest.approx(left_s, abs=0.04)
+    assert whole.num_pages == choice.num_pages
+
+
+def test_requests_of_one_pass_share_the_link() -> None:
+    """What others load under the same pass leaves less room for one's own load."""
+    planner = make_planner(host=(1e-6, 6e4), overhead_s=1e-3, overlaps=True)
+    run = tiers(*[HOST] * 50)
+    alone = planner.choose(run, 0, 501)
+    crowd = planner.choose(run, 0, 501, PassFacts(load_s=0.3))
+    covered = planner.choose(run, 0, 501, PassFacts(compute_s=2.0))
+    assert crowd.num_pages < alone.num_pages < covered.num_pages
+
+
+def test_a_front_is_computed_until_it_meets_the_read() -> None:
+    """At 20 ms a page either way half is computed; the prompt is done in half the time.
+
+    50 pages: 25 are computed in 0.5 s while the last 25 are read in 0.5 s.
+    """
+    planner = make_planner(disk=(1e-6, 5e4), overhead_s=1e-3)
+    run = tiers(*[DISK] * 50)
+    choice = planner.choose(run, 0, 501, PassFacts(can_split=True))
+    assert choice.num_pages == 50
+    assert choice.split_at == pytest.approx(25, abs=1)
+    assert choice.total_s == pytest.approx(0.5, rel=0.05)
+    assert choice.alternative_s == pytest.approx(1.0, rel=0.05)
+    assert "front" in choice.reason
+    assert planner.choose(run, 0, 501).split_at == 0, "only where the engine can"
+
+
+def test_a_split_pays_the_overhead_of_a_second_pass() -> None:
+    """Where a pass costs more than the split would save, there is none."""
+    planner = make_planner(disk=(1e-6, 5e4), overhead_s=1.2)
+    choice = planner.choose(tiers(*[DISK] * 50), 0, 501, PassFacts(can_split=True))
+    assert choice.split_at == 0
+
+
+def test_pages_in_memory_come_before_the_computed_front() -> None:
+    """What the host has is loaded; the front to compute begins after it."""
+    planner = make_planner(disk=(1e-6, 5e4), overhead_s=1e-3)
+    run = tiers(*[HOST] * 10, *[DISK] * 50)
+    choice = planner.choose(run, 0, 601, PassFacts(can_split=True))
+    assert choice.split_at == pytest.approx(35, abs=2)
+
+
+def judge(left_s: float, *, ready: int = 0, can_split: bool = False, missing: int = 50):
+    planner = make_planner(overhead_s=1e-3)
+    return planner.judge(
+        first_page=0,
+        num_pages=50,
+        num_ready=ready,
+        num_missing=missing,
+        num_tokens=501,
+        left_s=left_s,
+        can_split=can_split,
+    )
+
+
+def test_a_read_in_time_is_waited_for() -> None:
+    """0.2 s to go against 1 s of computing."""
+    assert judge(0.2).way is Way.WAIT
+
+
+def test_a_late_read_is_left_with_what_has_come() -> None:
+    """40 of 50 pages are there: computing ten takes 0.2 s, less than waiting 0.5 s."""
+    going = judge(0.5, ready=40, missing=10)
+    assert going.way is Way.GO
+    assert going.go_s < going.wait_s
+    assert judge(0.5, ready=0).way is Way.WAIT, "computing all would take longer"
+
+
+def test_a_late_read_is_met_half_way_where_that_is_possible() -> None:
+    """1 s to go, 1 s to compute: half of each."""
+    going = judge(1.0, can_split=True)
+    assert going.way is Way.SPLIT
+    assert going.compute_pages == pytest.approx(25, abs=1)
+
+
+def test_what_has_come_behind_is_loaded_either_way() -> None:
+    """10 missing pages before 40 that have come: computing them is all that is left."""
+    going = judge(0.5, missing=10)
+    assert going.way is Way.GO
+    assert going.go_s == pytest.approx(0.2, rel=0.1)
+
+
+def test_a_trial_is_small() -> None:
+    """It takes a tenth of the pass at most: the slow link is asked for few pages."""
+    planner = make_planner(disk=(1e-6, 4e4), overhead_s=1e-3)
+    run = tiers(*[DISK] * 100)
+    sizes = {planner.choose(run, 0, 1001).num_pages for _ in range(50)}
+    assert len(sizes) == 2
+    assert 0 in sizes
+    assert 0 < max(sizes) <= 10

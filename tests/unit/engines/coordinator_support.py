@@ -1,5 +1,8 @@
 """A real cache over a real host tier and a disk that can be held up."""
 
+import threading
+import time
+
 import numpy as np
 
 from sgl_tiered.cache.config import CacheConfig, TierConfig
@@ -32,14 +35,53 @@ LONG_S = 1e6
 """Longer than any patience of the coordinator's."""
 
 
+class StepTier(FakeTier):
+    """A disk of which each read ends when it is let; ``order`` has their addresses."""
+
+    def __init__(self):
+        super().__init__(SLOT, NUM_SLOTS)
+        self.steps = threading.Semaphore(0)
+        self.is_stepped = False
+        self.order = []
+
+    def load(self, io):
+        """Read, once the next step is taken."""
+        if self.is_stepped:
+            self.started.release()
+            self.steps.acquire()
+        self.order.append(io.addresses.tolist())
+        return super().load(io)
+
+    def close(self):
+        """Let everybody go."""
+        self.is_stepped = False
+        for _ in range(NUM_SLOTS):
+            self.steps.release()
+        super().close()
+
+
 class Rig:
     """A coordinator with everything below it; ``contents`` says what a page holds."""
 
-    def __init__(self, staging_rows=8):
+    def __init__(
+        self,
+        staging_rows=8,
+        *,
+        load_policy="always",
+        page_compute_s=None,
+        page_read_s=None,
+        part_pages=None,
+    ):
         self.clock = ManualClock()
         self.host = HostTier(SLOT, NUM_SLOTS)
-        self.disk = FakeTier(SLOT, NUM_SLOTS)
+        self.disk = FakeTier(SLOT, NUM_SLOTS) if part_pages is None else StepTier()
         links = {tier: LinkCost(1e-4, 1e9) for tier in (TierId.HOST, TierId.DISK)}
+        if page_read_s is not None:
+            links[TierId.DISK] = LinkCost(1e-6, LAYOUT.page_bytes / page_read_s)
+        prefill = PrefillCost(1000, 4, 64, 1e9)
+        if page_compute_s is not None:
+            token_s = page_compute_s / LAYOUT.page_tokens
+            prefill = PrefillCost.from_coefficients(1e-4, token_s, 1e-9)
         self.cache = TieredCache(
             CacheConfig(
                 layout=LAYOUT,
@@ -47,16 +89,22 @@ class Rig:
                     TierConfig(TierId.HOST, NUM_SLOTS),
                     TierConfig(TierId.DISK, NUM_SLOTS),
                 ),
-                load_policy="always",
+                load_policy=load_policy,
             ),
-            cost=CostModel(PrefillCost(1000, 4, 64, 1e9), links),
+            cost=CostModel(prefill, links),
             eviction={TierId.HOST: LRUPolicy(), TierId.DISK: LRUPolicy()},
             clock=self.clock,
         )
         self.digest = self.cache.open_namespace(Namespace("model", "bfloat16", 2))
         self.completions = CompletionQueue()
         self.stager = StagingReader(
-            self.disk, staging_rows, self.completions, SystemClock(), MetricsRegistry()
+            self.disk,
+            staging_rows,
+            self.completions,
+            SystemClock(),
+            MetricsRegistry(),
+            num_threads=1,
+            part_pages=part_pages,
         )
         self.coordinator = LoadCoordinator(
             self.cache, {TierId.HOST: self.host}, self.stager, self.clock
@@ -116,6 +164,16 @@ class Rig:
         assert self.stager.drain(PATIENCE_S)
         for event in self.completions.drain():
             self.coordinator.stage_finished(event.plan, event.positions, event.result)
+
+    def step(self, staged, num_parts=1):
+        """Let parts of a read end, and wait until they have arrived."""
+        wanted = len(staged.arrived) + num_parts
+        for _ in range(num_parts):
+            self.disk.steps.release()
+        give_up_s = time.monotonic() + PATIENCE_S
+        while len(staged.arrived) < wanted:
+            assert time.monotonic() < give_up_s, "the parts never came"
+            time.sleep(1e-3)
 
     def landed_bytes(self, job):
         """Return uint8 [n, slot_bytes]: what the job brings, in the plan's order."""

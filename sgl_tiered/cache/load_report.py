@@ -1,0 +1,74 @@
+"""What was decided for one request and what came of it, for the request's report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_tiered.core.plans import Decision
+
+__all__ = ["LoadReport"]
+
+_MICRO = 6
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """The decision in force when a request was admitted, and its outcome.
+
+    Attributes:
+        decision: the last one before the admission; None where nothing was looked up.
+        replans: what was decided anew while a read was under way, oldest first.
+        pages_loaded, pages_read: pages that came to the device, and those of them that
+            were read from disk for it.
+        read_s: time of the read from disk, from its first byte to its last.
+        load_s: time of the copies to the device, shared with the rest of its batch.
+        stall_s: time that its pass stood still for them, shared likewise.
+        waited_s: time that the request could have been admitted but for its pages.
+    """
+
+    decision: Decision | None = None
+    replans: list[str] = field(default_factory=list)
+    pages_loaded: int = 0
+    pages_read: int = 0
+    read_s: float = 0.0
+    load_s: float = 0.0
+    stall_s: float = 0.0
+    waited_s: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-able value; times in seconds."""
+        made: dict[str, Any] = {}
+        decision = self.decision
+        if decision is not None:
+            made = {
+                "reason": decision.reason,
+                "lookup": decision.lookup.name,
+                "pages_found": decision.num_found,
+                "spans": [
+                    {
+                        "first_page": span.first_page,
+                        "pages": span.num_pages,
+                        "action": "compute" if span.source is None else "load",
+                        "source": None if span.source is None else span.source.label,
+                    }
+                    for span in decision.spans
+                ],
+                "predicted": {
+                    "load_s": round(decision.load_s, _MICRO),
+                    "wait_s": round(decision.wait_s, _MICRO),
+                    "recompute_s": round(decision.recompute_s, _MICRO),
+                    "total_s": round(decision.total_s, _MICRO),
+                    "total_without_load_s": round(decision.alternative_s, _MICRO),
+                },
+            }
+        made["replans"] = list(self.replans)
+        made["actual"] = {
+            "pages_loaded": self.pages_loaded,
+            "pages_read": self.pages_read,
+            "read_s": round(self.read_s, _MICRO),
+            "load_s": round(self.load_s, _MICRO),
+            "stall_s": round(self.stall_s, _MICRO),
+            "waited_s": round(self.waited_s, _MICRO),
+        }
+        return made

@@ -1,0 +1,95 @@
+"""Passes over a part of a prompt, while the rest of its pages is read from disk.
+
+SGLang computes long prompts in chunks. A split prompt uses that: its first chunk ends
+where computing is predicted to meet the read of the back; before each further chunk the
+cache says whether the back has come, puts it behind what was computed, and the next
+chunk starts after it. SGLang keeps one unfinished prompt at a time, and so do we.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_tiered.engines.sglang.seams import tiered_runtime
+
+__all__ = ["prefill_adder_class"]
+
+
+def prefill_adder_class(original: Any, scheduler: Any) -> Any:
+    """Return SGLang's adder, or ours on it where the tiers may split prompts."""
+    base = original(scheduler)
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if runtime is None:
+        return base
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    coordinator, cache = runtime.coordinator, scheduler.tree_cache
+
+    class TieredPrefillAdder(base):  # type: ignore[misc, valid-type]
+        """Ends the chunk of a split prompt early, and lets it go on behind its back."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.chunked_req_limit: int | None
+            self._has_split = False
+            coordinator.begin_pass()
+            coordinator.can_split = self._can_split
+
+        def _can_split(self) -> bool:
+            return (
+                self.rem_chunk_tokens is not None
+                and self.rem_chunk_tokens > 0
+                and self.new_chunked_req is None
+                and scheduler.chunked_req is None
+                and self.dllm_config is None
+            )
+
+        def _select_prefill_admission(self, req: Any, **facts: Any) -> Any:
+            """End the chunk of a split prompt where its back is to begin."""
+            admission = super()._select_prefill_admission(req, **facts)
+            if isinstance(admission, AddReqResult):
+                return admission
+            if self._has_split and coordinator.crowds(
+                admission.prefix_len, admission.extend_len
+            ):
+                # It would hold the split prompt up, whose back comes meanwhile.
+                return AddReqResult.OTHER
+            is_taken = facts.get("has_chunked_req") or self.new_chunked_req is not None
+            end = cache.split_end(req)
+            extend_len = 0 if end is None else end - admission.prefix_len
+            if 0 < extend_len < admission.extend_len and not is_taken:
+                if self.rem_chunk_tokens is None:
+                    return admission
+                self._has_split = True
+                return type(admission)(
+                    admission.prefix_len, extend_len, 0, True, admission.replay_len
+                )
+            if admission.is_chunked and is_taken:
+                # A split prompt leaves room in its pass, but it is the unfinished one.
+                return AddReqResult.OTHER
+            return admission
+
+        def _commit_prefill_admission(
+            self, req: Any, admission: Any, *rest: Any
+        ) -> Any:
+            """Tell the planner what the pass has grown by."""
+            coordinator.admitted(admission.prefix_len, admission.extend_len)
+            return super()._commit_prefill_admission(req, admission, *rest)
+
+        def add_chunked_req(self, req: Any) -> Any:
+            """Let the unfinished prompt go on, behind its back if that has come."""
+            self._has_split = cache.split_end(req) is not None
+            limit = cache.resume_split(req)
+            if limit:
+                # SGLang's own bound, where it has set one just before.
+                others: int | None = self.chunked_req_limit
+                self.chunked_req_limit = limit if others is None else min(limit, others)
+            left = super().add_chunked_req(req)
+            if any(added is req for added in self.can_run_list):
+                coordinator.admitted(req.prefix_len, req.extend_len)
+                cache.keep_back(req)
+            else:
+                cache.undo_back(req)
+            return left
+
+    return TieredPrefillAdder
