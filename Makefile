@@ -39,7 +39,7 @@ doctor: install ## what this machine offers, and the flags it suggests
 
 .PHONY: test
 test: install ## lint, then all tests except the full cross product
-	@$(TEST) "lint fast e2e" $(ARGS)
+	@$(TEST) "lint fast e2e faults" $(ARGS)
 
 .PHONY: test-unit
 test-unit: install ## the tests that start no server
@@ -51,7 +51,15 @@ test-e2e: install ## the tests that start real servers
 
 .PHONY: test-full
 test-full: install ## everything, with the full cross product of configurations
-	@$(TEST) "lint fast e2e" --full $(ARGS)
+	@$(TEST) "lint fast e2e faults" --full $(ARGS)
+
+.PHONY: test-faults
+test-faults: install ## every fault of every tier under real servers, full disks, kills
+	@$(TEST) faults --faults-long $(ARGS)
+
+.PHONY: test-cxl
+test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest
+	@bash scripts/test-cxl.sh "$(VENV)" $(ARGS)
 
 .PHONY: lint
 lint: install ## ruff, mypy --strict and the import contracts
@@ -78,6 +86,18 @@ bench-chat: install ## plain SGLang and sgl-tiered on a chat, by the harness: a 
 .PHONY: bench-tree
 bench-tree: install ## LSPDojo's tree search on plain SGLang and on sgl-tiered
 	@exec $(PY) benchmarks/serving/lsp_tree.py $(ARGS)
+
+.PHONY: bench-disk
+bench-disk: install ## the disk tier against fio on the same files
+	@exec $(PY) benchmarks/disk/bench_disk.py $(ARGS)
+
+.PHONY: bench-pipeline
+bench-pipeline: install ## loads under a forward, and offloads under prefill (throttled)
+	@exec $(PY) benchmarks/serving/bench_pipeline.py $(ARGS)
+
+.PHONY: bench-planner
+bench-planner: install ## the planner against always loading and never loading (throttled)
+	@exec $(PY) benchmarks/serving/bench_planner.py $(ARGS)
 
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server
