@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.faults_long, pytest.mark.timeout(1800)]
 
 @pytest.mark.parametrize(
     ("io", "num_folders", "num_cycles"),
-    [("threads", 1, 200), ("threads", 3, 50), ("uring", 1, 50), ("mmap", 1, 50)],
+    [("auto", 1, 200), ("threads", 3, 50), ("uring", 1, 50), ("mmap", 1, 50)],
 )
 def test_killed_writers(tmp_path, io, num_folders, num_cycles):
     """After every kill each stored page is there, and nothing torn is served."""

@@ -19,7 +19,7 @@ from tests.unit.tiers.disk_support import load, open_tier, page_of
 @pytest.mark.timeout(240)
 def test_killed_writers(tmp_path):
     """After each of ten kills every stored page is there, and loads as it was."""
-    assert disk_kill.run_cycles([tmp_path / "tier"], "threads", 10) > 100
+    assert disk_kill.run_cycles([tmp_path / "tier"], "auto", 10) > 100
 
 
 @pytest.mark.timeout(120)
