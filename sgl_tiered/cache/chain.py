@@ -7,6 +7,7 @@ One batch is under way per edge, and an edge that lost a whole batch rests.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,12 +109,16 @@ class Chain:
         if tier < len(self._edges) and len(rows):
             self._edges[tier].offer(rows)
 
-    def choose(self, max_pages: int) -> tuple[Demoter, Batch] | None:
+    def choose(
+        self, max_pages: int, not_to: Collection[TierId] = ()
+    ) -> tuple[Demoter, Batch] | None:
         """Return an edge that is free and a batch for it, with room made; or None."""
         busy = {demotion.edge.source for demotion in self._under_way.values()}
         now_s = self._clock.now()
         for edge in self._edges:
-            if edge.source in busy or now_s < self._not_before_s[edge.source]:
+            if edge.source in busy or edge.target_id in not_to:
+                continue
+            if now_s < self._not_before_s[edge.source]:
                 continue
             batch = edge.choose(max_pages)
             if batch is not None:

@@ -387,16 +387,18 @@ class TieredCache:
 
     # Tier -> next tier.
 
-    def plan_demote(self, max_pages: int) -> DemotePlan | None:
+    def plan_demote(
+        self, max_pages: int, *, not_to: Collection[TierId] = ()
+    ) -> DemotePlan | None:
         """Plan copies of up to ``max_pages`` pages in the next tier of the chain.
 
         Call it until it returns None: one plan is under way per edge, and source and
         target are in the plan. Which pages follows from ``demote_policy`` and the
         write admission; room is made by evicting in the target what its policy values
-        less. Derives the page keys that are not known yet. None where there is nothing
-        to do now.
+        less. Derives the page keys that are not known yet. ``not_to`` names tiers that
+        nothing is to be written to now. None where there is nothing to do.
         """
-        chosen = self._chain.choose(max_pages)
+        chosen = self._chain.choose(max_pages, not_to)
         if chosen is None:
             self._store.settle()
             return None

@@ -160,6 +160,18 @@ def test_an_edge_that_failed_rests_and_tries_again(make_cache: MakeCache) -> Non
     assert (again.target, len(again.pages)) == (DISK, 2)
 
 
+def test_a_tier_can_be_spared(make_cache: MakeCache) -> None:
+    """Nothing goes to a disk that is shut off; the edges above it work on."""
+    story = Story(make_cache(cxl=8, disk=8))
+    story.store("ab")
+    plan = story.cache.plan_demote(9, not_to=(DISK,))
+    assert plan is not None
+    assert plan.target == CXL
+    story.cache.finish_demote(plan, arrived(2))
+    assert story.cache.plan_demote(9, not_to=(DISK,)) is None
+    assert story.plan().target == DISK
+
+
 def test_pages_that_fail_again_and_again_are_given_up(make_cache: MakeCache) -> None:
     """Three times; then they are counted, and the edge is tried with the next ones."""
     story = Story(make_cache(disk=8, demote_rest_s=0.0))
