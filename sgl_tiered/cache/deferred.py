@@ -184,6 +184,15 @@ class DeferredOffloads:
             self._shorten(prompt, num_left)
         return lost
 
+    def forget_copies(self) -> None:
+        """Count every prompt as uncopied again (the tiers below were dropped)."""
+        for prompt in self._clean:
+            if self._is_known(prompt):
+                prompt.num_clean = 0
+                self._push(prompt)
+        self._clean.clear()
+        self._clean_pages = 0
+
     def clear(self) -> None:
         """Forget all prompts."""
         self._prompts.clear()

@@ -181,6 +181,8 @@ class Bench:
 
 def story(backend: str) -> dict[str, Any]:
     """Fill the pool, copy, evict; say what happened."""
+    from sgl_tiered.core.ids import TierId
+
     bench = Bench(backend, threshold=0.75)
     out: dict[str, Any] = {"core": type(bench.tree.tree_core).__name__}
     # 48 of 64 pages in use: at the threshold, so nothing is copied.
@@ -205,6 +207,17 @@ def story(backend: str) -> dict[str, Any]:
     bench.evict(2 * PROMPT_PAGES)
     bench.advance()
     out["late_after_burst"] = bench.late_pages()
+    # A host tier that is dropped is filled again from what the device still has.
+    for seed in (7, 8, 9):
+        bench.serve(seed)
+    bench.advance()
+    bench.advance()
+    copies = bench.num_copies
+    bench.cache.drop_tier(TierId.HOST)
+    bench.tree._ahead.dropped()
+    bench.advance()
+    bench.advance()
+    out["copies_after_drop"] = bench.num_copies - copies
     out["available"] = bench.allocator.available_size()
     out["evictable"] = bench.tree.evictable_size()
     bench.cache.check()

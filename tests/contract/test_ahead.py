@@ -64,6 +64,11 @@ def test_what_goes_before_its_turn_is_counted(seen):
     assert seen["late_after_burst"] == 16
 
 
+def test_a_dropped_tier_is_filled_again(seen):
+    """What had copies in it is copied again when the device is full."""
+    assert seen["copies_after_drop"] == 1
+
+
 def test_every_slot_is_free_or_evictable(seen):
     """As SGLang's own check of its pool wants it."""
     assert seen["available"] + seen["evictable"] == 64 * 16

@@ -117,6 +117,10 @@ class OffloadAhead:
             is_last = len(plan.pages) < _MAX_PAGES
             self._copy = _Copy(plan.plan_id, prompt, num_resident, is_last)
 
+    def dropped(self) -> None:
+        """Note that copies below the device were forgotten."""
+        self._deferred.forget_copies()
+
     def clear(self) -> None:
         """Forget everything (the tree is being reset)."""
         self._deferred.clear()

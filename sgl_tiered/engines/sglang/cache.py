@@ -398,6 +398,8 @@ class TieredRadixCache(UnifiedRadixCache):
             self.evict(EvictParams(num_tokens=self.evictable_size()))
         else:
             self.tiered.drop(tier)
+            if self._ahead is not None:
+                self._ahead.dropped()
 
     def clear_storage_backend(self) -> bool:
         """Forget what is on disk: SGLang's call to clear a cache's storage."""

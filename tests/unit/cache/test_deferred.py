@@ -125,6 +125,17 @@ def test_evicted_copies_are_no_loss() -> None:
     assert device.next() == "wxyz"
 
 
+def test_copies_that_were_dropped_are_made_again() -> None:
+    """In the old order."""
+    device = Device()
+    device.note("abcd", "klmn", "wxyz")
+    device.copy()
+    device.copy()
+    device.deferred.forget_copies()
+    assert device.deferred.clean_pages == 0
+    assert [device.copy() for _ in range(2)] == ["abcd", "klmn"]
+
+
 def test_a_prompt_that_cannot_be_copied_is_given_up() -> None:
     """Settled with no page it does not come again, unless it is used again."""
     device = Device()
