@@ -85,6 +85,8 @@ class Admission:
         self._reserved = 0.0
         if not waiting and self.chunked is None:
             return plan
+        if self._lower is not None:
+            self._lower.begin_pass()
         if not self._is_vllm:
             self._reserved = self.ratio.reserved_tokens(running)
         if self.chunked is not None:
@@ -185,6 +187,8 @@ class Admission:
     ) -> None:
         seq.extend_tokens = new
         plan.parts.append((seq, prefix, new))
+        if self._lower is not None:
+            self._lower.admitted(prefix, new)
         plan.is_whole.append(is_whole)
         paged = -(-new // self._page) * self._page
         self._rem_input -= paged

@@ -212,6 +212,7 @@ class LowerTiers:
         self._log = log
         self._wake = wake
         self._page_bytes = config.page_bytes
+        self._page_tokens = config.page_tokens
         self._has_prefetch = config.prefetch
         self._max_offloads = config.max_offloads
         self.cache = _make_cache(config, queue)
@@ -290,6 +291,16 @@ class LowerTiers:
         if self._has_prefetch and self._disk is not None and len(pages):
             self._loads.prefetch(state, device_pages)
             self._note_read(subject, state)
+
+    def begin_pass(self) -> None:
+        """Note that a new pass is being put together."""
+        self._loads.begin_pass()
+
+    def admitted(self, context_tokens: int, new_tokens: int) -> None:
+        """Note what a request adds to that pass."""
+        # The cache's tokens are pages here.
+        page = self._page_tokens
+        self._loads.admitted(context_tokens // page, -(-new_tokens // page))
 
     def distance(self, subject: int, device_pages: int) -> int:
         """Return where the request's next page is: 1 memory, 2 disk, 3 nowhere."""

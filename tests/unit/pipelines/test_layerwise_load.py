@@ -14,6 +14,7 @@ from sgl_tiered.pipelines.layerwise_load import (
     LoadJob,
     LoadTicket,
     Segment,
+    group_layers,
 )
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.tier_kit import make_pages
@@ -313,3 +314,57 @@ def test_a_ticket_tells_which_tier_failed(loader, pool):
     assert whole.wait(PATIENCE_S)
     assert whole.failed_source is None
     host.close()
+
+
+def test_a_paced_copy_is_the_loader_s(pool, completions, metrics):
+    """A copy that sleeps for its pace is not done by the thread that computes."""
+    pool.waiter_copies = True
+    region = make_pages(2, SLOT, 4)
+    plan = load_plan([0, 1])
+    paced = Segment(region, plan.addresses, np.arange(2), None, is_paced=True)
+    loader = LayerwiseLoader(pool, completions, SystemClock(), metrics)
+    ticket = loader.submit([LoadJob(plan, (paced,), np.array([3, 4], np.int64))])
+    for layer in range(LAYOUT.num_layers):
+        ticket.wait_layer(layer)
+    assert ticket.wait(PATIENCE_S)
+    assert not any(pool.by_waiter)
+    loader.close(PATIENCE_S)
+
+
+def test_layers_come_in_groups_where_a_copy_has_a_fixed_cost(
+    pool, completions, metrics
+):
+    """Two layers arrive together, and their bytes are paid for together."""
+    charges = []
+    num_bytes = 3 * LAYOUT.page_bytes
+    # sqrt(bytes / bandwidth / latency) = 2 groups of the four layers.
+    loader = LayerwiseLoader(
+        pool, completions, SystemClock(), metrics, link=lambda: (num_bytes / 4, 1.0)
+    )
+    region = make_pages(3, SLOT, 4)
+    pool.close_gates()
+    ticket = loader.submit([job(region, [0, 1, 2], [1, 2, 3], charge=charges.append)])
+    pool.gates[0].set()
+    pool.gates[1].set()
+    ticket.wait_layer(0)
+    ticket.wait_layer(1)
+    assert charges == [2 * 3 * LAYOUT.layer_page_bytes]
+    pool.open_gates()
+    assert ticket.wait(PATIENCE_S)
+    assert charges == [2 * 3 * LAYOUT.layer_page_bytes] * 2
+    loader.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "link", "layers"),
+    [
+        (10**8, None, 1),
+        (10**8, (0.0, 1e9), 1),
+        (10**8, (1e-5, 1e10), 1),
+        (10**6, (1e-4, 1e9), 10),
+        (10**3, (1e-3, 1e9), 32),
+    ],
+)
+def test_the_size_of_a_group_follows_from_the_link(num_bytes, link, layers):
+    """Many layers where their copy is short beside its fixed cost, else one."""
+    assert group_layers(32, num_bytes, link) == layers

@@ -1,5 +1,7 @@
 """Reads into the staging region: rows, results, release."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, StageFinished
-from sgl_tiered.pipelines.staging import StagingReader
+from sgl_tiered.pipelines.staging import StagingReader, part_pages
 from sgl_tiered.testing.fakes import FakeTier
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.base import TierIO
@@ -188,3 +190,127 @@ def test_region_is_registered(disk, completions, metrics):
     assert calls == [(reader.region.ctypes.data, 3 * SLOT)]
     reader.close(PATIENCE_S)
     assert calls[1:] == ["undone"]
+
+
+class Stepped(FakeTier):
+    """A tier that notes which addresses each call reads, and lets one at a time."""
+
+    def __init__(self, slot_bytes, num_slots):
+        super().__init__(slot_bytes, num_slots)
+        self.calls = []
+        self.steps = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+
+    def load(self, io):
+        """Read, once a step is taken."""
+        self.calls.append(io.addresses.tolist())
+        self.begun.release()
+        self.steps.acquire()
+        return super().load(io)
+
+
+@pytest.fixture
+def stepped(completions, metrics):
+    """A reader of parts of two pages on one thread, and its tier."""
+    tier = Stepped(SLOT, NUM_PAGES)
+    rows = np.arange(NUM_PAGES, dtype=np.int64)
+    tier.pages = make_pages(NUM_PAGES, SLOT, seed=1)
+    tier.sums = tier.store(TierIO(rows, tier.pages, rows)).checksums
+    reader = StagingReader(
+        tier,
+        NUM_PAGES,
+        completions,
+        SystemClock(),
+        metrics,
+        num_threads=1,
+        part_pages=2,
+    )
+    yield reader, tier
+    for _ in range(NUM_PAGES):
+        tier.steps.release()
+    reader.close(PATIENCE_S)
+
+
+def let(tier, num):
+    """Let parts end, and wait until the one after them has begun."""
+    for _ in range(num):
+        tier.steps.release()
+        assert tier.begun.acquire(timeout=PATIENCE_S)
+
+
+def test_a_read_is_done_in_parts(stepped, completions):
+    """What has arrived is known before the end; the end is one for all parts."""
+    reader, tier = stepped
+    staged = reader.try_submit(plan_for(tier, range(7)), positions(*range(7)))
+    assert tier.begun.acquire(timeout=PATIENCE_S)
+    assert (len(staged.arrived), staged.num_left, staged.num_unbegun) == (0, 7, 5)
+    let(tier, 2)
+    assert staged.arrived.tolist() == [0, 1, 2, 3]
+    assert (staged.num_left, staged.num_unbegun) == (3, 1)
+    assert not completions.drain()
+    let(tier, 1)
+    tier.steps.release()
+    assert reader.drain(PATIENCE_S)
+    assert [len(call) for call in tier.calls] == [2, 2, 2, 1]
+    (finished,) = completions.drain()
+    assert finished.positions.tolist() == list(range(7))
+    assert finished.result.ok.all()
+    assert finished.result.num_bytes == 7 * SLOT
+    assert np.array_equal(staged.region[staged.rows], tier.pages[:7])
+
+
+def test_a_read_can_be_turned_round(stepped):
+    """What was not begun comes last pages first, and all of it comes."""
+    reader, tier = stepped
+    staged = reader.try_submit(plan_for(tier, range(8)), positions(*range(8)))
+    assert tier.begun.acquire(timeout=PATIENCE_S)
+    staged.turn_round()
+    let(tier, 3)
+    tier.steps.release()
+    assert reader.drain(PATIENCE_S)
+    assert tier.calls == [[0, 1], [6, 7], [4, 5], [2, 3]]
+    assert np.array_equal(staged.region[staged.rows], tier.pages[:8])
+
+
+def test_a_cancelled_read_ends_with_what_was_begun(stepped, completions):
+    """Pages that were never asked for are neither good nor bad."""
+    reader, tier = stepped
+    staged = reader.try_submit(plan_for(tier, range(8)), positions(*range(8)))
+    assert tier.begun.acquire(timeout=PATIENCE_S)
+    staged.cancel()
+    tier.steps.release()
+    assert reader.drain(PATIENCE_S)
+    (finished,) = completions.drain()
+    assert finished.positions.tolist() == [0, 1]
+    assert finished.result.ok.tolist() == [True, True]
+    assert staged.done
+    assert staged.num_left == 0
+    reader.release(staged)
+    assert reader.num_free_rows == NUM_PAGES
+
+
+def test_reads_that_share_the_link_say_so(disk, completions, metrics):
+    """The time of a read tells the link's speed only where no other one ran."""
+    reader = StagingReader(disk, 6, completions, SystemClock(), metrics)
+    alone = reader.try_submit(plan_for(disk, [0]), positions(0))
+    assert reader.drain(PATIENCE_S)
+    assert alone.is_alone
+    while disk.started.acquire(blocking=False):
+        pass
+    disk.hold()
+    two = [reader.try_submit(plan_for(disk, [n]), positions(0)) for n in (1, 2)]
+    for _ in two:
+        assert disk.started.acquire(timeout=PATIENCE_S)
+    disk.release()
+    assert reader.drain(PATIENCE_S)
+    assert not any(staged.is_alone for staged in two)
+    reader.close(PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "pages"),
+    [(1e-4, 30e6, 10), (1e-4, 200e6, 40), (1e-4, 7e9, 84), (0.15, 60e6, 720)],
+)
+def test_the_size_of_a_part_follows_from_the_link(latency_s, bytes_per_s, pages):
+    """1 MiB where slow, 20 ms up to 8 MiB where fast, eight latencies at least."""
+    assert part_pages(latency_s, bytes_per_s, 100_000) == pages
