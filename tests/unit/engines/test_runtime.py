@@ -5,7 +5,7 @@ import pytest
 
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.tiered_cache import TieredCache
-from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
@@ -24,6 +24,7 @@ from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.strategies import spell
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
+from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 
 LAYOUT = PageLayout(num_layers=3, page_tokens=2, token_bytes=96)
@@ -35,16 +36,14 @@ PATIENCE_S = 20.0
 class Rig:
     """A runtime over a pool of random bytes, a host tier and an emulated CXL tier."""
 
-    def __init__(self):
+    def __init__(self, clock=None):
         self.pool = FakeDevicePool(LAYOUT, 32)
         self.pool.fill(np.random.default_rng(3))
-        self.host = HostTier(LAYOUT.slot_bytes, NUM_SLOTS)
+        self.emulator = Emulator(switchable=True)
+        self.host = self.emulator.wrap(HostTier(LAYOUT.slot_bytes, NUM_SLOTS))
         self.cxl = CxlTier(CxlSource(emulated=True), LAYOUT.slot_bytes, NUM_SLOTS)
-        clock, metrics, completions = (
-            SystemClock(),
-            MetricsRegistry(),
-            CompletionQueue(),
-        )
+        clock = clock or SystemClock()
+        metrics, completions = MetricsRegistry(), CompletionQueue()
         tiers = (TierId.HOST, TierId.CXL)
         self.cost = CostModel(
             PrefillCost(1000, 3, 64, 1e9), {tier: LinkCost(1e-4, 1e9) for tier in tiers}
@@ -72,6 +71,7 @@ class Rig:
                 host=self.host,
                 cxl=self.cxl,
                 disk=None,
+                emulator=self.emulator,
                 metrics=metrics,
                 completions=completions,
                 loader=LayerwiseLoader(self.pool, *work),
@@ -98,7 +98,7 @@ class Rig:
         assert self.runtime.offload(plan, pages)
         self.settle()
 
-    def load(self, word, first_device_page):
+    def load(self, word, first_device_page, *, lands=True):
         """Load a prompt to the device; return the job."""
         digest = self.runtime.namespace(None, None)
         tokens = spell(word, LAYOUT.page_tokens, tail=1)
@@ -108,9 +108,9 @@ class Rig:
         num_pages = coordinator.loadable_pages(state, 0)
         pages = first_device_page + np.arange(num_pages, dtype=np.int64)
         job = coordinator.begin(state, pages)
-        assert self.runtime.loader.submit([job]).wait(PATIENCE_S)
+        assert self.runtime.loader.submit([job]).wait(PATIENCE_S) == lands
         self.settle()
-        coordinator.settle(state, landed=True)
+        coordinator.settle(state, landed=lands)
         coordinator.release("r")
         return job
 
@@ -157,6 +157,8 @@ def test_every_report_says_that_cxl_is_emulated(rig, caplog):
         "slot_bytes": LAYOUT.slot_bytes,
         "usable": True,
         "emulated": True,
+        "emulation": "",
+        "faults_struck": {},
         "detail": "CXL is emulated by plain memory",
     }
     assert not stats["media"]["host"]["emulated"]
@@ -200,3 +202,68 @@ def test_closing_closes_every_tier(rig):
     rig.runtime.close(rig.runtime.pump)
     assert not rig.host.health().usable
     assert not rig.cxl.health().usable
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def slow_rig(clock):
+    """A rig whose time stands still unless it is told."""
+    rig = Rig(clock)
+    yield rig
+    rig.emulator.release()
+    rig.runtime.close(rig.runtime.pump)
+
+
+def test_a_tier_whose_copies_break_rests_and_is_tried_again(slow_rig, clock):
+    """After three broken loads other copies are read; after a rest, the tier again."""
+    rig = slow_rig
+    rig.keep("abcd", 0)
+    assert rig.runtime.switch_faults("host:fault=error/load") == ""
+    for _ in range(3):
+        job = rig.load("abcd", 8, lands=False)
+        assert job.num_pages_from(TierId.HOST) == 4
+    assert rig.load("abcd", 8).num_pages_from(TierId.CXL) == 4
+    state = rig.runtime.stats()
+    assert not state["media"]["host"]["usable"]
+    assert "injected" in state["media"]["host"]["detail"]
+    assert state["media"]["host"]["emulation"] == "host:fault=error/load"
+    assert state["media"]["host"]["faults_struck"] == {"error": 3}
+    assert state["counters"]["host_rests"] == 1
+    clock.advance(5.0)
+    rig.settle()
+    rig.load("abcd", 8, lands=False)
+    assert rig.load("abcd", 8).num_pages_from(TierId.CXL) == 4, "the probe failed"
+    assert rig.runtime.switch_faults("") == ""
+    clock.advance(5.0)
+    rig.settle()
+    assert rig.load("abcd", 8).num_pages_from(TierId.HOST) == 4
+    assert rig.runtime.stats()["media"]["host"]["usable"]
+
+
+def test_offloads_that_fail_rest(slow_rig, clock):
+    """After three of them offloads are dropped at once, until a rest is over."""
+    rig = slow_rig
+    digest = rig.runtime.namespace(None, None)
+
+    def offload(word):
+        plan = rig.runtime.cache.plan_offload(digest, spell(word, LAYOUT.page_tokens))
+        taken = rig.runtime.offload(plan, plan.positions.astype(np.int64))
+        rig.settle()
+        return taken
+
+    assert rig.runtime.switch_faults("host:fault=error/store") == ""
+    assert [offload("ab") for _ in range(4)] == [True, True, True, False]
+    assert rig.runtime.switch_faults("") == ""
+    clock.advance(5.0)
+    assert offload("ab")
+    assert rig.runtime.cache.stats.pages_stored[TierId.HOST] == 2
+
+
+def test_nonsense_is_not_switched(rig):
+    """The sentence says why, and nothing is emulated."""
+    assert "not understood" in rig.runtime.switch_faults("host:fault=error/upwards")
+    assert rig.runtime.stats()["media"]["host"]["emulation"] == ""
