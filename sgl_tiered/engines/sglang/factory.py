@@ -356,8 +356,11 @@ def _cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
 def _forward_skips_layers(ctx: Any, pool: Any) -> bool:
     """Say whether a prefill may read a layer without asking whether it has arrived.
 
-    A captured graph replays without Python, so it would not wait layer by layer.
+    A captured graph replays without Python, so it would not wait layer by layer. And
+    SGLang names the batch whose loads count only where tokens are generated.
     """
+    if not getattr(ctx.model_config, "is_generation", True):
+        return True
     graphs = getattr(ctx.server_args, "cuda_graph_backend_prefill", None)
     return bool(pool.k_buffer[0].is_cuda) and graphs != "disabled"
 
