@@ -29,6 +29,7 @@ from tests.e2e.e2e_support import (
     sequential,
     settle,
     stats,
+    wait_until,
 )
 from tests.faults.fault_support import (
     CASE,
@@ -37,6 +38,7 @@ from tests.faults.fault_support import (
     assert_same,
     dropped_to,
     fault_spec,
+    faults,
     small_filesystem,
     under_fault,
     used_again,
@@ -103,6 +105,25 @@ def test_disk(server, plain, prompts, text):
     under_fault(server, plain, prompts, "disk", text)
 
 
+def test_reads_that_never_end_are_noticed(server, plain, prompts):
+    """Where no read ends the disk is left alone, until one does."""
+    server.flush_cache()
+    known = prompts.take(4)
+    cold = dropped_to(server, "disk", known)
+    with faults(server, "disk:fault=hang/load"):
+        assert_same(plain, cold[:2], open_loop(server, known[:2]))
+        wait_until(lambda: not stats(server)["media"]["disk"]["usable"], "noticed")
+        assert stats(server)["counters"]["disk_rests"] > 0
+        answers = open_loop(server, known[2:])
+        assert_same(plain, cold[2:], answers)
+        assert all("disk" not in used(record) for record in answers)
+    used_again(server, plain, prompts, "disk")
+
+
+def used(record):
+    return {tier for tier, tokens in record.cached_by_tier.items() if tokens}
+
+
 def test_two_servers_on_one_disk(server, model, folder, tmp_path):
     """A second server on the same path is refused with a clear sentence."""
     spec = fault_spec(model, folder, "second")
@@ -140,14 +161,12 @@ def test_shutdown_while_the_disk_hangs(servers, server, prompts, fault):
 
 @pytest.mark.skipif(not HAS_CXL, reason="this build has no CXL tier")
 class TestCxl:
-    """A CXL tier between a small host and the disk, in plain memory."""
+    """A CXL tier in plain memory, below the host."""
 
     @pytest.fixture
-    def server(self, servers, model, plain, tmp_path_factory):
-        folder = tmp_path_factory.getbasetemp() / "cxl-disk"
+    def server(self, servers, model, plain):
         flags = ("--tiered-cxl=emulate:memory", f"--tiered-cxl-size={HOST_BYTES}")
-        spec = fault_spec(model, folder, "faults-cxl", flags, HOST_BYTES)
-        return servers.get(spec)
+        return servers.get(fault_spec(model, None, "faults-cxl", flags))
 
     @cases(TierId.CXL)
     def test_cxl(self, server, plain, prompts, text):

@@ -62,6 +62,8 @@ class TieredRadixCache(UnifiedRadixCache):
         self._backs: dict[str, torch.Tensor] = {}
         self._in_flight: list[Any] = []
         self._ticket: LoadTicket | None = None
+        # Where in its prompt a request's load goes: begin and end, in tokens.
+        self._spans: dict[str, tuple[int, int]] = {}
         self._repaired = False
         self._locks: dict[int, tuple[Any, Any]] = {}
         super().__init__(params)
@@ -141,6 +143,10 @@ class TieredRadixCache(UnifiedRadixCache):
         note_load(req, job, self.page_size)
         self._queued.append((req, job))
         self._private[req.rid] = slots
+        assert state.plan is not None
+        end_page = state.plan.first_page + self.tiered.coordinator.ready_end(state)
+        end = end_page * self.page_size
+        self._spans[req.rid] = (end - len(slots), end)
         return len(slots), req.last_node
 
     def load_back_is_cache_owned(self) -> bool:
@@ -178,6 +184,7 @@ class TieredRadixCache(UnifiedRadixCache):
         failed = []
         for req in in_flight:
             self._private.pop(req.rid, None)
+            self._spans.pop(req.rid, None)
             state = self.tiered.coordinator.state(req.rid)
             if state is None:
                 continue
@@ -202,14 +209,7 @@ class TieredRadixCache(UnifiedRadixCache):
             return False
         spans = []
         for index, req in enumerate(batch.reqs):
-            state = self.tiered.coordinator.state(req.rid)
-            if state is None or state.plan is None or not state.started:
-                continue
-            begin, end = self.tiered.coordinator.loading_pages(state)
-            begin, end = begin * self.page_size, end * self.page_size
-            private = self._private.get(req.rid)
-            if private is not None:
-                begin = end - len(private)
+            begin, end = self._spans.get(req.rid, (0, 0))
             end = min(end, batch.prefix_lens[index])
             if begin < end:
                 spans.append(MissingSpan(index, begin, end))
@@ -261,6 +261,7 @@ class TieredRadixCache(UnifiedRadixCache):
         end = req.prefix_len + len(slots)
         row = (req.kv.req_pool_idx, slice(req.prefix_len, end))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
+        self._spans[req.rid] = (req.prefix_len, end)
         req.prefix_len = end
         self._queued.append((req, job))
         self._backs[req.rid] = slots
@@ -285,6 +286,7 @@ class TieredRadixCache(UnifiedRadixCache):
         if slots is None:
             return
         self._queued = [item for item in self._queued if item[0].rid != req.rid]
+        self._spans.pop(req.rid, None)
         self.token_to_kv_pool_allocator.free(slots)
         req.prefix_len -= len(slots)
         state = self.tiered.coordinator.state(req.rid)
@@ -510,6 +512,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self._in_flight.clear()
         self._private.clear()
         self._backs.clear()
+        self._spans.clear()
         self._keys.clear()
         self._locks.clear()
         if self._ahead is not None:
@@ -519,6 +522,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self._queued = [item for item in self._queued if item[0].rid != rid]
         self._private.pop(rid, None)
         self._backs.pop(rid, None)
+        self._spans.pop(rid, None)
         self._keys.pop(rid, None)
         self.tiered.forget_request(rid)
 

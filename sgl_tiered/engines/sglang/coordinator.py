@@ -104,18 +104,6 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         assert end - begin == len(device_pages), (begin, end, len(device_pages))
         return LoadJob(plan, self._segments(plan, state, begin, end), device_pages)
 
-    def loading_pages(self, state: RequestState) -> tuple[int, int]:
-        """Return between which pages of the prompt those of its load lie.
-
-        Args:
-            state: of a request whose load has been handed out.
-        """
-        plan = state.plan
-        assert plan is not None
-        if state.back_from is not None:
-            return plan.first_page + state.back_from, plan.first_page + plan.num_pages
-        return plan.first_page, plan.first_page + self.ready_end(state)
-
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""
         state = self._states.pop(rid, None)
