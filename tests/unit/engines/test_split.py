@@ -62,8 +62,10 @@ def test_the_back_is_read_from_its_end(rig):
     state = start(rig)
     addresses = state.plan.addresses[state.staged.positions].tolist()
     rig.step(state.staged, 3)
-    # The first part had begun when the read was turned round.
-    assert [found[0] for found in rig.disk.order[1:3]] == addresses[:-3:-1]
+    order = [found[0] for found in rig.disk.order]
+    # The first part may have begun when the read was turned round.
+    begun = order[:1] == addresses[:1]
+    assert order[begun : begun + 2] == addresses[:-3:-1]
     rig.coordinator.release("r")
 
 
