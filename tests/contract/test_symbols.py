@@ -62,7 +62,11 @@ def test_what_we_override_exists(symbols):
         "drop",
         "has_pending_cache_operations",
         "finish_offloads",
+<<<<<<< ours
         "submit_offload",
+=======
+        "repair_loads",
+>>>>>>> theirs
     }
     assert set(symbols["defined"]) - set(symbols["overridden"]) <= own
 
