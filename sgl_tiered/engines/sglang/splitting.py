@@ -21,6 +21,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
     runtime = tiered_runtime(scheduler.tree_cache)
     if runtime is None:
         return base
+    from sglang.srt.disaggregation.utils import DisaggregationMode
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     coordinator, cache = runtime.coordinator, scheduler.tree_cache
@@ -42,6 +43,8 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
                 and self.new_chunked_req is None
                 and scheduler.chunked_req is None
                 and self.dllm_config is None
+                # A disaggregated prefill hands its chunks on as they end.
+                and scheduler.disaggregation_mode is DisaggregationMode.NULL
             )
 
         def _select_prefill_admission(self, req: Any, **facts: Any) -> Any:

@@ -1,0 +1,108 @@
+"""Prompts whose front is computed while their back is read: a real engine, a slow disk.
+
+A disk of 40 MB/s reads 2,000 tokens of this model in about the time that two cores
+compute them, so nearly every prompt is split.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sgl_tiered_workloads.gate import check_equality, measure_spread
+from sgl_tiered_workloads.model import make_model
+from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens
+from sgl_tiered_workloads.systems import MB, Tiers, tiered_spec
+from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
+
+from tests.e2e.e2e_support import (
+    ANSWER_TOKENS,
+    MODELS,
+    Case,
+    drop,
+    open_loop,
+    pinned,
+    sequential,
+    settle,
+    stats,
+)
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+CASE = Case(16, overlap=False)
+POOL_TOKENS = 8_192
+PROMPT_TOKENS = 2_000
+NUM_PROMPTS = 3
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = np.random.default_rng(21)
+    return [
+        PlannedRequest(
+            f"s{i}",
+            random_tokens(generator, PROMPT_TOKENS, VOCAB_TOKENS),
+            ANSWER_TOKENS,
+        )
+        for i in range(NUM_PROMPTS)
+    ]
+
+
+@pytest.fixture
+def server(servers, tmp_path_factory, prompts):
+    """A server whose disk alone holds the prompts."""
+    tiers = Tiers(200 * MB, tmp_path_factory.mktemp("disk"), 500 * MB)
+    device = CASE.device(make_model("bench", MODELS), POOL_TOKENS)
+    flags = ("--tiered-emulate", "disk:bandwidth=40MB")
+    server = servers.restart(tiered_spec(device, tiers, "split", flags))
+    # Twice, so that the costs are learned.
+    sequential(server, prompts)
+    settle(server)
+    return server
+
+
+def answers(server, prompts, policy, *, in_parts=False):
+    """Return the answers when only the disk has anything, under a load policy."""
+    records = []
+    for request in prompts:
+        drop(server, "device", "host")
+        server.post(f"/tiered/load-policy?policy={policy}", {})
+        if in_parts:
+            # A prompt computed in several passes is rounded otherwise.
+            for end in (1_008, 1_984):
+                part = replace(request, prompt=request.prompt[:end])
+                sequential(server, [part])
+        records += [
+            replace(record, order=len(records))
+            for record in sequential(server, [request])
+        ]
+    return records
+
+
+def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
+    """Front computed, back loaded: the same answers, and the report says what it did;
+    several at once end as well, and leave nothing behind."""
+    computed = answers(server, prompts, "never")
+    spread = measure_spread(computed, answers(server, prompts, "never", in_parts=True))
+    split = answers(server, prompts, "auto")
+    result = check_equality(
+        computed, split, page_size=16, spread=spread, forced=False, slack=2.0
+    )
+    assert result.passed, result.summary()
+    assert all(0 < record.cached_by_tier["disk"] < PROMPT_TOKENS for record in split)
+    assert stats(server)["counters"]["decisions_split"] >= 1
+
+    drop(server, "device", "host")
+    told = server.generate(prompts[0].prompt, 2)["meta_info"]["tiered"]
+    (report,) = told
+    assert "front" in report["reason"]
+    assert [span["action"] for span in report["spans"]] == ["compute", "load"]
+    assert report["predicted"]["total_s"] < report["predicted"]["total_without_load_s"]
+    assert 0 < report["actual"]["pages_read"] <= report["spans"][1]["pages"]
+
+    for _ in range(2):
+        drop(server, "device", "host")
+        records = open_loop(server, prompts)
+        assert [record.error for record in records] == [None] * NUM_PROMPTS
+    assert pinned(settle(server)) == 0
+    server.flush_cache()
+    assert stats(server)["occupancy"]["disk"]["used"] == 0
