@@ -22,7 +22,8 @@ from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.tiered_cache import TieredCache
-from sgl_tiered.cache.waiting import WaitingLoad, WaitingLoads
+from sgl_tiered.cache.waiting import WaitingLoads
+from sgl_tiered.cache.waiting_state import WaitingLoad
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout

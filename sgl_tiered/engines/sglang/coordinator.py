@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.tiered_cache import TieredCache
-from sgl_tiered.cache.waiting import WaitingLoad, WaitingLoads
+from sgl_tiered.cache.waiting import WaitingLoads
+from sgl_tiered.cache.waiting_state import WaitingLoad
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
