@@ -238,12 +238,14 @@ class _Served:
         def num_resident(prompt: Deferred) -> int:
             return self._device.num_first(prompt.tokens)
 
-        for prompt, num_left in deferred.sweep(num_resident):
-            lost = cache.num_without_copy(digest, prompt.tokens, num_left)
-            self._late_pages += lost
         num_resident_now = self._device.num_first(pages)
         recency = cache.sight(digest, pages)
         deferred.note(digest, pages[:num_resident_now], recency, None)
+        # Only now: the sweep ends at the coldest prompt that is still there, which may
+        # have been a beginning of this one.
+        for prompt, num_left in deferred.sweep(num_resident):
+            lost = cache.num_without_copy(digest, prompt.tokens, num_left)
+            self._late_pages += lost
         # What the device could not keep of this very prompt was never noted.
         self._late_pages += cache.num_without_copy(digest, pages, num_resident_now)
         free = self._device_pages - self._device.num_resident[TierId.DEVICE]

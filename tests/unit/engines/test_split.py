@@ -62,10 +62,11 @@ def test_the_back_is_read_from_its_end(rig):
     state = start(rig)
     addresses = state.plan.addresses[state.staged.positions].tolist()
     rig.step(state.staged, 3)
-    order = [found[0] for found in rig.disk.order]
-    # The first part may have begun when the read was turned round.
-    begun = order[:1] == addresses[:1]
-    assert order[begun : begun + 2] == addresses[:-3:-1]
+    found = [part[0] for part in rig.disk.order[:3]]
+    if found[0] == addresses[0]:
+        # The first part may have begun before the read was turned round.
+        found = found[1:]
+    assert found == addresses[::-1][: len(found)]
     rig.coordinator.release("r")
 
 

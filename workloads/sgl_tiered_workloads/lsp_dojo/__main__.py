@@ -103,10 +103,11 @@ async def _search(args: argparse.Namespace, text: str) -> SearchTree:
 def _say(node: Node) -> None:
     best = min(len(sample.findings) for sample in node.samples)
     share = node.prompt_usage.cached_share
+    errors = "1 error" if best == 1 else f"{best} errors"
     cached = "" if share is None else f", {share:.0%} of the prompt from cache"
     print(
         f"node {node.index}, depth {node.depth}: {node.seconds:.1f} s, best sample "
-        f"has {best} errors{cached}",
+        f"has {errors}{cached}",
         flush=True,
     )
 
