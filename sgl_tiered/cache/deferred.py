@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from sgl_tiered.cache.store import Recency
 from sgl_tiered.core.ids import TierId
@@ -90,6 +90,9 @@ class DeferredOffloads:
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    def __iter__(self) -> Iterator[Deferred]:
+        return iter(self._prompts.values())
 
     @property
     def clean_pages(self) -> int:

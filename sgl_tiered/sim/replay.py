@@ -214,7 +214,18 @@ class _Served:
             lost_pages=lost,
             resident_pages=resident,
             stored_pages=stored,
-            late_pages=self._late_pages,
+            late_pages=self._late_pages + self._late_unseen(),
+        )
+
+    def _late_unseen(self) -> int:
+        """Return the late pages behind prompts that are still there, not yet swept."""
+        if self._deferred is None:
+            return 0
+        return sum(
+            self._cache.num_without_copy(
+                self._digest, prompt.tokens, self._device.num_first(prompt.tokens)
+            )
+            for prompt in self._deferred
         )
 
     def _load(self, pages: Int32s, device_pages: int) -> dict[TierId, int]:
