@@ -534,6 +534,9 @@ class TieredCacheMachine(RuleBasedStateMachine):
         for page, tier, address in zip(wanted, plan.tiers, plan.addresses, strict=True):
             assert self.memory[TierId(int(tier))][int(address)] == page
         self.driver.run("finish_load", plan.plan_id, landed, sorted(bad))
+        if plan.plan_id in self.reset_away:
+            # A copy of the same page that was made after the reset is another one.
+            return
         for number in bad:
             copies = contents(self.cache, TierId(int(plan.tiers[number])))
             assert not copies.get(wanted[number], (0, False))[1]
