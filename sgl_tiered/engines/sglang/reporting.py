@@ -173,6 +173,10 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
         tier = tier_of(key)
         if tier is not TierId.DEVICE and not scheduler.tree_cache.tiered.has_tier(tier):
             raise UpdateRejected(f"{key}: there is no {tier.label} tier.")
+        only_when_idle(key, value)
+
+    def only_when_idle(key: str, value: Any) -> None:
+        del value
         scheduler.tree_cache.finish_offloads()
         if not scheduler.is_fully_idle():
             raise UpdateRejected(f"{key}: requests are running.")
@@ -186,7 +190,7 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
 
     for knob in DROP_KNOBS.values():
         handlers[knob] = _UpdateHandler(validate, apply)
-    handlers[LOAD_POLICY_KNOB] = _UpdateHandler(validate, use_policy)
+    handlers[LOAD_POLICY_KNOB] = _UpdateHandler(only_when_idle, use_policy)
     return handlers
 
 
