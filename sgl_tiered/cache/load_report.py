@@ -25,6 +25,8 @@ class LoadReport:
         load_s: time of the copies to the device, shared with the rest of its batch.
         stall_s: time that its pass stood still for them, shared likewise.
         waited_s: time that the request could have been admitted but for its pages.
+        is_split: its front was computed in passes of its own while pages behind were
+            read, so that what was cached is not the beginning of the prompt.
     """
 
     decision: Decision | None = None
@@ -35,6 +37,7 @@ class LoadReport:
     load_s: float = 0.0
     stall_s: float = 0.0
     waited_s: float = 0.0
+    is_split: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-able value; times in seconds."""
@@ -62,6 +65,7 @@ class LoadReport:
                     "total_without_load_s": round(decision.alternative_s, _MICRO),
                 },
             }
+        made["split"] = self.is_split
         made["replans"] = list(self.replans)
         made["actual"] = {
             "pages_loaded": self.pages_loaded,

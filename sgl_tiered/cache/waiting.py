@@ -390,6 +390,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         assert state.staged is not None
         state.staged.turn_round()
         state.is_split, state.waits = True, False
+        state.report.is_split = True
         state.front, state.compute_to = front, compute_to
 
     def _wait_for_rows(self, state: LoadT) -> bool:

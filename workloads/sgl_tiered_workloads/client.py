@@ -244,4 +244,5 @@ def _record(
         cached_tokens=usage.cached_tokens or 0,
         cached_by_tier=usage.cached_by_tier,
         error=error,
+        is_split=any(told.get("split") for told in answer.meta.get("tiered") or ()),
     )

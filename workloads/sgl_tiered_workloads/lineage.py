@@ -66,12 +66,13 @@ def page_keys(record: RequestRecord, page_size: int) -> list[bytes]:
 
 def _alike(pair: Pair, page_size: int, tainted: set[bytes]) -> bool:
     ours, theirs = pair
-    if ours.cached_tokens != theirs.cached_tokens:
+    if ours.cached_tokens != theirs.cached_tokens or ours.is_split or theirs.is_split:
         return False
     reused = -(-ours.cached_tokens // page_size)
     return tainted.isdisjoint(page_keys(ours, page_size)[:reused])
 
 
 def _fresh_keys(record: RequestRecord, page_size: int) -> list[bytes]:
-    """Keys of the pages that the request computed itself."""
-    return page_keys(record, page_size)[record.cached_tokens // page_size :]
+    """Keys of the pages that the request computed itself; of a split one, all."""
+    first = 0 if record.is_split else record.cached_tokens // page_size
+    return page_keys(record, page_size)[first:]

@@ -46,6 +46,8 @@ class RequestRecord:
             kept or the server made the ids from text; else None.
         output_tokens: the same for the answer.
         output_text: the answer where the server gave text and no ids.
+        is_split: a tiered server computed its front in passes of its own, while pages
+            behind were read: what was cached is not the beginning of the prompt.
     """
 
     key: str
@@ -64,6 +66,7 @@ class RequestRecord:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     output_text: str = ""
+    is_split: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -150,6 +150,17 @@ def test_a_hit_on_a_page_that_was_computed_twice_is_not_exact() -> None:
     assert (result.num_exact, result.num_near) == (2, 1)
 
 
+def test_a_split_prompt_and_all_of_its_pages_are_not_exact() -> None:
+    """What was cached of it lies behind what it computed, so any page may be new."""
+    split = replace(HIT, is_split=True)
+    reference = [COLD, HIT, record("c", 2, cached=4)]
+    candidate = [COLD, split, record("c", 2, cached=4)]
+    result = check_equality(
+        reference, candidate, page_size=PAGE, spread=SPREAD, min_exact_fraction=0.0
+    )
+    assert (result.num_exact, result.num_near) == (1, 2)
+
+
 def test_hits_on_other_pages_stay_exact_beside_tainted_ones() -> None:
     """Taint follows pages, not time: an unrelated prompt is still exact."""
     other = tuple(range(200, 213))
