@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -257,6 +258,27 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _document(text: str, seconds: float, misses: int) -> str:
+    """Return the table with what its reader must know."""
+    preset = PRESETS[PRESET]
+    return f"""# The simulator against a real server
+
+Written by `make bench-fidelity ARGS="--seconds {seconds:g}"`, on {os.cpu_count()} cores
+without an accelerator. Model {PRESET!r} ({preset.kv_bytes_per_token} B of KV a token),
+pages of {PAGE_TOKENS}, a pool of {POOL_TOKENS} tokens; the tiered server also has a
+host tier of {HOST_POOLS} pools. The simulator knows the file of `sgl-tiered calibrate`,
+the prompts, and of open loops when they were sent. Saturation is the throughput of the
+closed loop of {USERS} users; an open loop of chats has more under way at a time.
+
+Each cell: seen / predicted. Wanted: mean TTFT within {LIMITS["mean TTFT"]:.0%}, P99
+within {LIMITS["P99 TTFT"]:.0%}, throughput of closed loops within
+{LIMITS["throughput"]:.0%}, hits within {LIMITS["hits"] * 100:g} points of the prompt
+tokens. Outside of that: {misses}.
+
+{text}
+"""
+
+
 async def run(args: argparse.Namespace) -> list[Row]:
     """Calibrate, play every run, and predict it."""
     model = await asyncio.to_thread(make_model, PRESET, args.models.resolve())
@@ -324,16 +346,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/fidelity"))
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument("--calibration", type=Path, help="a file made before")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of a run")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of a run")
     args = parser.parse_args()
     exit_on_signals()
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     rows = asyncio.run(run(args))
     text = table(rows)
-    print(f"\nEach cell: seen / predicted.\n\n{text}\n")
-    (args.out / "fidelity.md").write_text(text + "\n")
     misses = sum(len(row.misses()) for row in rows)
+    print(f"\nEach cell: seen / predicted.\n\n{text}\n")
+    (args.out / "FIDELITY.md").write_text(_document(text, args.seconds, misses))
     found = {"runs": len(rows), "misses": misses, "limits": LIMITS}
     print(f"{time.monotonic() - begin:.0f} s")
     print(json.dumps(found))
