@@ -25,7 +25,12 @@ import numpy as np
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.driver import run_workload
 from sgl_tiered_workloads.model import PRESETS, make_model
-from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
+from sgl_tiered_workloads.records import (
+    RequestRecord,
+    make_header,
+    read_records,
+    write_records,
+)
 from sgl_tiered_workloads.registry import make_workload
 from sgl_tiered_workloads.server import SglangServer, exit_on_signals
 from sgl_tiered_workloads.systems import (
@@ -37,6 +42,7 @@ from sgl_tiered_workloads.systems import (
 )
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
+from sgl_tiered.cli.calibrate import render
 from sgl_tiered.cost.calibration import Calibration, read_calibration
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
 from sgl_tiered.sim.server import simulate
@@ -49,6 +55,7 @@ PAGE_TOKENS = 16
 HOST_POOLS = 4
 USERS = 6
 RATES = (0.5, 0.9)
+CLOSED = "closed loop"
 SEED = 11
 LIMITS = {"mean TTFT": 0.20, "P99 TTFT": 0.35, "throughput": 0.10, "hits": 0.02}
 """Relative, but for hits: points of the prompt tokens, per tier."""
@@ -112,7 +119,7 @@ class Row:
             f"hits {tier}": abs(predicted.hits[tier] - seen.hits[tier])
             for tier in seen.hits
         }
-        if self.load == "closed loop":
+        if self.load == CLOSED:
             found["throughput"] = abs(predicted.tokens_per_s / seen.tokens_per_s - 1)
         else:
             found["mean TTFT"] = abs(predicted.mean_s / seen.mean_s - 1)
@@ -258,9 +265,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _document(text: str, seconds: float, misses: int) -> str:
+def _document(text: str, seconds: float, misses: int, calibration: Calibration) -> str:
     """Return the table with what its reader must know."""
     preset = PRESETS[PRESET]
+    fits = "\n".join(line.rstrip() for line in render(calibration, []))
     return f"""# The simulator against a real server
 
 Written by `make bench-fidelity ARGS="--seconds {seconds:g}"`, on {os.cpu_count()} cores
@@ -276,6 +284,12 @@ within {LIMITS["P99 TTFT"]:.0%}, throughput of closed loops within
 tokens. Outside of that: {misses}.
 
 {text}
+
+What the simulator was given, by `sgl-tiered calibrate`:
+
+```
+{fits}
+```
 """
 
 
@@ -319,7 +333,7 @@ async def runs_of(
         per_s = None if share is None else share * saturation
         params = workload_params(name, args.seconds, per_s)
         records = await play(server, name, params)
-        load = "closed loop" if share is None else f"{share:.0%} of saturation"
+        load = CLOSED if share is None else f"{share:.0%} of saturation"
         if share is None:
             begin = min(r.started_s for r in records)
             end = max(r.token_times_s[-1] for r in records)
@@ -331,6 +345,20 @@ async def runs_of(
         path = args.out / "records" / f"{system}.{name}.{load}.jsonl".replace(" ", "-")
         facts = {"workload": name, "params": params, "seed": SEED, "load": load}
         write_records(path, make_header(system, facts), records)
+    return rows
+
+
+def again(out: Path) -> list[Row]:
+    """Predict runs that were played before, from their records."""
+    calibration = read_calibration(out / "calibration.json")
+    rows: list[Row] = []
+    for path in sorted((out / "records").glob("*.jsonl")):
+        header, records = read_records(path)
+        name, load = str(header.facts["workload"]), str(header.facts["load"])
+        workload = sim_workload(name, records, load == CLOSED)
+        told = predicted(header.system, workload, calibration)
+        seen = measured(records)
+        rows.append(Row(header.system, name, load, len(records), seen, told))
     return rows
 
 
@@ -346,16 +374,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/fidelity"))
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument("--calibration", type=Path, help="a file made before")
+    parser.add_argument(
+        "--again", action="store_true", help="predict the runs in --out anew"
+    )
     parser.add_argument("--seconds", type=float, default=40.0, help="of a run")
     args = parser.parse_args()
     exit_on_signals()
     args.out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    rows = asyncio.run(run(args))
+    rows = again(args.out) if args.again else asyncio.run(run(args))
     text = table(rows)
     misses = sum(len(row.misses()) for row in rows)
     print(f"\nEach cell: seen / predicted.\n\n{text}\n")
-    (args.out / "FIDELITY.md").write_text(_document(text, args.seconds, misses))
+    calibration = read_calibration(args.calibration or args.out / "calibration.json")
+    document = _document(text, args.seconds, misses, calibration)
+    (args.out / "FIDELITY.md").write_text(document)
     found = {"runs": len(rows), "misses": misses, "limits": LIMITS}
     print(f"{time.monotonic() - begin:.0f} s")
     print(json.dumps(found))

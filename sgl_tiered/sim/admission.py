@@ -106,6 +106,8 @@ class Admission:
             if not self._add(plan, seq, node, num_matched):
                 break
             admitted.add(seq.index)
+        if plan.parts:
+            self._tree.make_room(self._spare_pages(plan))
         if admitted:
             waiting[:] = [seq for seq in waiting if seq.index not in admitted]
         return plan
@@ -162,10 +164,14 @@ class Admission:
             tree.unlock(node)
             return False
         num_taken = -(-(prefix + new) // page) - num_matched
-        if not tree.take_private(num_taken, self._spare_pages(plan, new)):
+        # Slots for a load are taken at once, those of the new tokens with the pass's.
+        fits = num_taken <= tree.available_pages
+        if not (fits and tree.take_private(num_loaded)):
             plan.blocked = True
             tree.unlock(node)
             return False
+        promised = tree.promise_private(num_taken - num_loaded)
+        assert promised, "it fitted a moment ago"
         seq.node, seq.tree_pages = node, num_matched
         seq.private_pages += num_taken
         first_time = seq.admitted_s < 0
@@ -197,7 +203,7 @@ class Admission:
         if not is_whole:
             self.chunked = seq
 
-    def _spare_pages(self, plan: PassPlan, new: int) -> int:
+    def _spare_pages(self, plan: PassPlan) -> int:
         """Return what SGLang keeps free beyond the pages of a pass: one per request.
 
         It counts tokens, so what the pages of a prompt are longer than the prompt is
@@ -206,7 +212,7 @@ class Admission:
         if self._is_vllm:
             return 0
         page = self._page
-        lengths = [part for _, _, part in plan.parts] + [new]
+        lengths = [new for _, _, new in plan.parts]
         unused = sum(-length % page for length in lengths)
         return -(-(page * len(lengths) - unused) // page)
 
@@ -239,7 +245,7 @@ class Admission:
             return
         num_pages = -(-(seq.kv_tokens + new) // page)
         num_taken = num_pages - seq.kv_tokens // page
-        taken = self._tree.take_private(num_taken, self._spare_pages(plan, new))
+        taken = self._tree.promise_private(num_taken)
         assert taken, "as many pages as are available were asked for"
         seq.private_pages += num_taken
         is_whole = seq.kv_tokens + new == seq.input_tokens

@@ -172,6 +172,25 @@ class DeviceTree:
         self.peak_pages = max(self.peak_pages, held)
         return True
 
+    def promise_private(self, num_pages: int) -> bool:
+        """Give pages to a request before there is room; ``make_room`` has to follow.
+
+        SGLang puts a whole pass together, and so locks the prefixes of all of its
+        requests, before it evicts anything for it.
+        """
+        if num_pages > self.available_pages:
+            return False
+        self.private_pages += num_pages
+        return True
+
+    def make_room(self, spare_pages: int) -> None:
+        """Evict for what was promised, until as many pages are free, if they can be."""
+        if self.free_pages < spare_pages:
+            self.evict(spare_pages - self.free_pages)
+        held = self.tree_pages + self.private_pages
+        assert held <= self.capacity_pages, "more was promised than can be evicted"
+        self.peak_pages = max(self.peak_pages, held)
+
     def give_private(self, num_pages: int) -> None:
         """Take private pages back."""
         assert num_pages <= self.private_pages, (num_pages, self.private_pages)
