@@ -17,21 +17,14 @@ import argparse
 import json
 
 import numpy as np
+from _caches import PAGE_TOKENS, landed, make_cache
 
 from sgl_tiered.cache.index import concat_rows
-from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
-from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
-from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import TransferResult
-from sgl_tiered.cost.links import LinkCost
-from sgl_tiered.cost.model import CostModel
-from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.disk_io import plan_extents
 
-PAGE_TOKENS = 16
 SLOT_BYTES = 196_608
 HOST_PAGES, DISK_PAGES = 2_000, 10_000
 NUM_SESSIONS = 250
@@ -40,26 +33,6 @@ DEMOTE_PAGES = 128
 MIB = 1 << 20
 MAX_IO_BYTES = 2 * MIB
 """More than the tier's own, which would hide how long the runs are."""
-
-
-def make_cache() -> TieredCache:
-    """Return an empty cache over a small host and a larger disk."""
-    tiers = (TierConfig(TierId.HOST, HOST_PAGES), TierConfig(TierId.DISK, DISK_PAGES))
-    rng = np.random.default_rng(0)
-    return TieredCache(
-        CacheConfig(PageLayout(12, PAGE_TOKENS, 512), tiers),
-        cost=CostModel(
-            PrefillCost(40_000_000, 12, 512, 1e11),
-            {TierId.HOST: LinkCost(1e-4, 8e9), TierId.DISK: LinkCost(5e-4, 1e9)},
-        ),
-        eviction={t.tier: make_eviction_policy("lru", rng) for t in tiers},
-        clock=SystemClock(),
-    )
-
-
-def landed(num_pages: int) -> TransferResult:
-    """Return the result of a transfer that succeeded."""
-    return TransferResult(np.ones(num_pages, np.bool_), 0, 1e-3)
 
 
 def io_bytes(cache: TieredCache, digest: bytes, prompt: np.ndarray) -> list[int]:
@@ -119,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--turns", type=int, default=4000)
     args = parser.parse_args()
-    cache = make_cache()
+    cache = make_cache(HOST_PAGES, DISK_PAGES)
     sizes = churn(cache, args.turns)
     full = args.turns // 10
     # The first tenth hits little: take the next one, when sessions have come back.

@@ -20,19 +20,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
+from _caches import PAGE_TOKENS, landed, make_cache
 
-from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
-from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace, page_keys
-from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import Int32s, TransferResult
-from sgl_tiered.cost.links import LinkCost
-from sgl_tiered.cost.model import CostModel
-from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.policies.eviction.registry import make_eviction_policy
+from sgl_tiered.core.plans import Int32s
 
-PAGE_TOKENS = 16
 NUM_SEQUENCES = 200
 SHARED_TOKENS = 1024
 PROMPT_TOKENS = 4096
@@ -63,26 +57,6 @@ class Stopwatch:
             p50, p99 = np.percentile(times_ns, [50, 99]) / 1e3
             rows[name] = {"p50_us": round(p50, 2), "p99_us": round(p99, 2)}
         return rows
-
-
-def make_cache(num_slots: int) -> TieredCache:
-    """Return an empty cache with the costs of a small model."""
-    tiers = (TierConfig(TierId.HOST, num_slots), TierConfig(TierId.DISK, num_slots))
-    rng = np.random.default_rng(0)
-    return TieredCache(
-        CacheConfig(PageLayout(12, PAGE_TOKENS, 512), tiers),
-        cost=CostModel(
-            PrefillCost(40_000_000, 12, 512, 1e11),
-            {TierId.HOST: LinkCost(1e-4, 8e9), TierId.DISK: LinkCost(5e-4, 1e9)},
-        ),
-        eviction={t.tier: make_eviction_policy("lru", rng) for t in tiers},
-        clock=SystemClock(),
-    )
-
-
-def landed(num_pages: int) -> TransferResult:
-    """Return the result of a transfer that succeeded."""
-    return TransferResult(np.ones(num_pages, np.bool_), 0, 1e-3)
 
 
 def fill(cache: TieredCache, digest: bytes, sequences: list[Int32s]) -> dict[str, int]:
@@ -166,7 +140,8 @@ def main() -> None:
 
     gc.collect()
     tracemalloc.start()
-    cache = make_cache(args.pages + 64 * PROMPT_PAGES)
+    num_slots = args.pages + 64 * PROMPT_PAGES
+    cache = make_cache(num_slots, num_slots)
     digest = cache.open_namespace(Namespace("bench", "bfloat16", PAGE_TOKENS))
     traced = fill(cache, digest, sequences)
     tracemalloc.stop()

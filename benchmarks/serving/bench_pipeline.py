@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from movement.ending import run_to_end
 from movement.tools import Prompts, drop, interval, send, stats, wait_for_pages
 from reuse.parts import pair_ratios, run_no_reuse
 from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.server import (
     ServerSpec,
-    ServerStartError,
     SglangServer,
-    exit_on_signals,
 )
 from sgl_tiered_workloads.sessions import PlannedRequest
 from sgl_tiered_workloads.systems import (
@@ -226,17 +223,7 @@ def main() -> int:
     args = parser.parse_args()
     args.part = args.part or list(PARTS)
     args.ratio = args.ratio or list(RATIOS)
-    exit_on_signals()
-    bench = Bench(args)
-    try:
-        result = asyncio.run(bench.run())
-    except ServerStartError as error:
-        print(error, file=sys.stderr)
-        return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    print(json.dumps(result))
-    return 0
+    return run_to_end(Bench(args).run(), args.out)
 
 
 if __name__ == "__main__":

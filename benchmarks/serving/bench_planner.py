@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from movement.ending import run_to_end
 from movement.tools import (
     Prompts,
     answered,
@@ -45,9 +44,7 @@ from sgl_tiered_workloads.harness.turns import rotated
 from sgl_tiered_workloads.model import make_model
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import (
-    ServerStartError,
     SglangServer,
-    exit_on_signals,
 )
 from sgl_tiered_workloads.sessions import PlannedRequest
 from sgl_tiered_workloads.systems import CPU_FLAGS, Device, Tiers, tiered_spec
@@ -270,17 +267,7 @@ def main() -> int:
     parser.add_argument("--warm-rounds", type=int, default=2)
     parser.add_argument("--port", type=int, help="default: any free port")
     args = parser.parse_args()
-    exit_on_signals()
-    bench = Bench(args)
-    try:
-        result = asyncio.run(bench.run())
-    except ServerStartError as error:
-        print(error, file=sys.stderr)
-        return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "result.json").write_text(json.dumps(result, indent=1))
-    print(json.dumps(result))
-    return 1 if result["problems"] else 0
+    return run_to_end(Bench(args).run(), args.out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Run by ``make test-faults``.
 """
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -17,7 +16,6 @@ from sgl_tiered_workloads.server import ServerStartError, SglangServer, free_por
 from sgl_tiered_workloads.sessions import replay
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.tiers.emulation import DISK_KINDS, MEMORY_KINDS
 from sgl_tiered.tiers.fault_switch import WRONG_BYTES
 from tests.e2e.e2e_support import (
@@ -46,7 +44,6 @@ from tests.faults.fault_support import (
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.faults_long]
 
 NUM_KILLS = 10
-HAS_CXL = any(field.name == "cxl" for field in dataclasses.fields(TieredConfig))
 
 
 def combinations(tier):
@@ -158,7 +155,6 @@ def test_shutdown_while_the_disk_hangs(servers, server, prompts, fault):
     assert not alive, [process.cmdline()[:3] for process in alive]
 
 
-@pytest.mark.skipif(not HAS_CXL, reason="this build has no CXL tier")
 class TestCxl:
     """A CXL tier in plain memory, below the host."""
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks/sim/chain.py"
 SIZES = "0.4,0.7,1.4,2.9"
 """Five, ten, twenty and 43 blocks of 512 tokens at 131,072 B, rounded."""
 
 
 @pytest.fixture
-def chain(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def chain(load_script: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("chain", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "chain", module)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("sim/chain.py")
 
 
 @pytest.fixture

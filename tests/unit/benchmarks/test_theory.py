@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "benchmarks/sim/theory.py"
-
 
 @pytest.fixture
-def theory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def theory(load_script: Callable[[str], ModuleType]) -> ModuleType:
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("theory", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "theory", module)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("sim/theory.py")
 
 
 @pytest.fixture

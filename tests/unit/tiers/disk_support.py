@@ -16,6 +16,7 @@ SLOT_BYTES = 8192
 PAGE_BYTES = 8000
 PAGE_TOKENS = 5
 SLOTS_PER_SLAB = 8
+REST_S = 5.0
 
 
 class FailingCalls(SystemCalls):

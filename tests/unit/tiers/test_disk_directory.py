@@ -11,11 +11,6 @@ from sgl_tiered.errors import ConfigError, TierUnavailableError
 from tests.unit.tiers.disk_support import open_tier, recovered, store
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "tier"
-
-
 def test_second_opener_is_refused(path):
     """A path in use is refused with one sentence that names the process."""
     tier = open_tier(path)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.disk_files import takes_direct_io
 from sgl_tiered.tiers.disk_format import slab_name
@@ -20,35 +19,12 @@ from tests.unit.tiers.disk_support import (
     ENOSPC,
     PAGE_BYTES,
     SLOT_BYTES,
-    FailingCalls,
     assert_holds,
     load,
     open_tier,
     recovered,
     store,
 )
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "tier"
-
-
-@pytest.fixture
-def calls():
-    return FailingCalls()
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
-def tier(path, calls, clock):
-    tier = open_tier(path, calls=calls, clock=clock, rest_s=5.0)
-    yield tier
-    tier.close()
 
 
 def test_full_disk_is_a_value(tier, calls, path):

@@ -14,11 +14,6 @@ from tests.unit.tiers.disk_support import (
 )
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "tier"
-
-
 def fill(path, pages):
     tier = open_tier(path)
     result = store(tier, list(pages), list(pages.values()))

@@ -8,11 +8,11 @@ import shutil
 import numpy as np
 import pytest
 
-from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.errors import TierUnavailableError
 from sgl_tiered.tiers.disk_directory import DiskDirectory
 from tests.unit.tiers.disk_support import (
     EIO,
+    REST_S,
     FailingCalls,
     assert_holds,
     load,
@@ -20,30 +20,6 @@ from tests.unit.tiers.disk_support import (
     recovered,
     store,
 )
-
-REST_S = 5.0
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "tier"
-
-
-@pytest.fixture
-def calls():
-    return FailingCalls()
-
-
-@pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
-def tier(path, calls, clock):
-    tier = open_tier(path, calls=calls, clock=clock, rest_s=REST_S)
-    yield tier
-    tier.close()
 
 
 def wear_out(action):
