@@ -332,10 +332,10 @@ class WaitingLoads(Generic[LoadT, StagedT]):
 
     def _note_load(self, plan: LoadPlan, begin: int, end: int) -> None:
         """Add a load's time to that of the pass which it will run under."""
-        in_memory = int(np.count_nonzero(plan.tiers[begin:end] != TierId.DISK))
-        if in_memory:
-            tier = self._memory_tiers[0]
-            self._pass_load_s += self._cache.planner.load_s(tier, in_memory)
+        tiers = plan.tiers[begin:end]
+        for tier in self._memory_tiers:
+            if num_pages := int(np.count_nonzero(tiers == tier)):
+                self._pass_load_s += self._cache.planner.load_s(tier, num_pages)
 
     def _stage(self, state: LoadT, decision: Decision) -> bool:
         """Commit and start reading; False where waiting for it would be in vain.

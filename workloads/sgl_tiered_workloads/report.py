@@ -16,10 +16,11 @@ from sgl_tiered_workloads.records import RequestRecord
 
 __all__ = ["Summary", "draw_demo", "format_table", "summarise", "tokens_by_source"]
 
-_SOURCES = ("device", "host", "disk", "storage", "recomputed", "new")
+_SOURCES = ("device", "host", "cxl", "disk", "storage", "recomputed", "new")
 _COLOURS = {
     "device": "#2a6f97",
     "host": "#61a5c2",
+    "cxl": "#89c2d9",
     "disk": "#a9d6e5",
     "storage": "#a9d6e5",
     "recomputed": "#e07a5f",

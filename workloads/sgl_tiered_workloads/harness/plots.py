@@ -20,6 +20,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#
 _TIER_COLOURS = {
     "device": "#0072b2",
     "host": "#56b4e9",
+    "cxl": "#e69f00",
     "disk": "#009e73",
     "storage": "#009e73",
     "unattributed": "#cc79a7",
@@ -160,7 +161,7 @@ def _colour(place: int) -> str:
 
 
 def _tier_colour(tier: str) -> str:
-    return _TIER_COLOURS.get(tier, "#e69f00")
+    return _TIER_COLOURS.get(tier, "#888888")
 
 
 def _tidy(axes: Any) -> None:
