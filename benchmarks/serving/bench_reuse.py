@@ -134,6 +134,7 @@ class Bench:
             records = await self.reference.answer(server, label, requests)
             self._write(fleet, label, "reference", records)
         await self.reference.control(server)
+        await self.reference.measure_rounding(server)
 
     def _schedules(self) -> dict[str, list[PlannedRequest]]:
         """Return all schedules that a gate needs, by label."""

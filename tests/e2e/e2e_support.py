@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from sgl_tiered_workloads.client import StreamingClient, run_chat
-from sgl_tiered_workloads.gate import Spread, measure_spread
+from sgl_tiered_workloads.gate import Spread, measure_spread, widest_spread
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import (
@@ -151,16 +151,7 @@ def record_reference(server: SglangServer) -> Reference:
     burst = sequential(server, burst_requests())
     assert all(record.error is None for record in [*chat, *cold, *halved, *burst])
     spreads = [measure_spread(chosen, other) for other in (cold, halved)]
-    return Reference(chat, burst, _widest(spreads))
-
-
-def _widest(spreads: Sequence[Spread]) -> Spread:
-    return Spread(
-        max_logprob=max(*(s.max_logprob for s in spreads), _FLOOR.max_logprob),
-        mean_logprob=max(*(s.mean_logprob for s in spreads), _FLOOR.mean_logprob),
-        max_gap=max(*(s.max_gap for s in spreads), _FLOOR.max_gap),
-        num_tokens=sum(spread.num_tokens for spread in spreads),
-    )
+    return Reference(chat, burst, widest_spread([*spreads, _FLOOR]))
 
 
 def sequential(

@@ -51,6 +51,7 @@ __all__ = [
     "measure_spread",
     "negative_control",
     "plain_spread",
+    "widest_spread",
 ]
 
 TopLogprobs = tuple[tuple[float, int], ...]
@@ -198,6 +199,16 @@ def plain_spread(
     alike = exact_orders(pairs, page_size)
     moved = [pair for pair in pairs if pair[0].order not in alike] or pairs
     return measure_spread([ours for ours, _ in moved], [other for _, other in moved])
+
+
+def widest_spread(spreads: Sequence[Spread]) -> Spread:
+    """Return what allows as much as any of several spreads, at least one."""
+    return Spread(
+        max_logprob=max(spread.max_logprob for spread in spreads),
+        mean_logprob=max(spread.mean_logprob for spread in spreads),
+        max_gap=max(spread.max_gap for spread in spreads),
+        num_tokens=sum(spread.num_tokens for spread in spreads),
+    )
 
 
 def check_equality(

@@ -13,11 +13,17 @@ from reuse.results import Findings
 from reuse.schedules import PAGE_SIZE
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.gate import (
+    Spread,
     check_equality,
+    measure_spread,
     negative_control,
     plain_spread,
+    widest_spread,
 )
-from sgl_tiered_workloads.harness.control import answer_with_swapped_pages
+from sgl_tiered_workloads.harness.control import (
+    answer_in_parts,
+    answer_with_swapped_pages,
+)
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest
@@ -25,6 +31,7 @@ from sgl_tiered_workloads.sessions import PlannedRequest
 __all__ = ["Reference"]
 
 _SWAPPED_PAGE = 4
+_IN_PARTS = 2
 
 
 class Reference:
@@ -37,6 +44,7 @@ class Reference:
 
     def __init__(self, findings: Findings, say: Callable[[str], None]) -> None:
         self.answers: dict[str, list[RequestRecord]] = {}
+        self._spread: Spread | None = None
         self._findings = findings
         self._say = say
 
@@ -72,6 +80,21 @@ class Reference:
         negative_control({"another prompt's page": caught})
         self._say(f"  negative control: caught, {caught.differences[0].reason}")
 
+    async def measure_rounding(self, server: SglangServer) -> None:
+        """Compute some prompts of each schedule in parts, for the near-tie rule."""
+        whole, parts = [], []
+        for records in self.answers.values():
+            for record in [r for r in records if not r.cached_tokens][:_IN_PARTS]:
+                await asyncio.to_thread(server.flush_cache)
+                async with StreamingClient(server.url) as client:
+                    parts.append(await answer_in_parts(client, record, PAGE_SIZE))
+                whole.append(record)
+        self._spread = measure_spread(whole, parts)
+        self._say(
+            "  plain against itself, computed in parts: top-5 logprobs move "
+            f"{self._spread.max_logprob:.4f} at most"
+        )
+
     def check(
         self,
         label: str,
@@ -88,11 +111,16 @@ class Reference:
             records: its answers.
             must_cover: tiers that must be behind an answer that was compared exactly.
             plain: plain SGLang with the small pool on the same schedule. It recomputes
-                where the reference hits, which gives the rounding that a decision to
-                recompute may rightly cause. Without it only exact requests count.
+                where the reference hits, which together with ``measure_rounding`` gives
+                what a decision to recompute may rightly cause. Without it only exact
+                requests count.
         """
         reference = self.answers[label]
-        spread = None if plain is None else plain_spread(reference, plain, PAGE_SIZE)
+        spread = None
+        if plain is not None:
+            spread = plain_spread(reference, plain, PAGE_SIZE)
+            if self._spread is not None:
+                spread = widest_spread([spread, self._spread])
         result = check_equality(
             reference,
             records,

@@ -12,6 +12,7 @@ from sgl_tiered_workloads.gate import (
     measure_spread,
     negative_control,
     plain_spread,
+    widest_spread,
 )
 from sgl_tiered_workloads.records import RequestRecord
 
@@ -283,6 +284,12 @@ def test_plain_s_spread_leaves_out_what_was_computed_alike() -> None:
 def test_plain_s_spread_of_runs_that_were_all_alike_is_that_of_all() -> None:
     """Nothing else is there to be measured."""
     assert plain_spread(RUN, RUN, PAGE) == Spread(0.0, 0.0, 0.0, 6)
+
+
+def test_the_widest_spread_allows_what_any_does() -> None:
+    """Each bound is the largest, whichever spread it comes from."""
+    spreads = [Spread(0.3, 0.01, 0.1, 5), Spread(0.2, 0.02, 0.4, 6)]
+    assert widest_spread(spreads) == Spread(0.3, 0.02, 0.4, 11)
 
 
 def test_plain_s_spread_refuses_a_run_that_failed() -> None:

@@ -1,4 +1,4 @@
-"""The gate's negative control: answers as a cache with one wrong page gives them."""
+"""Answers that calibrate the gate: with one wrong page, and rounded otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest, swap_page
 
-__all__ = ["answer_with_swapped_pages", "swappable"]
+__all__ = ["answer_in_parts", "answer_with_swapped_pages", "swappable"]
 
 
 async def answer_with_swapped_pages(
@@ -31,6 +31,23 @@ async def answer_with_swapped_pages(
         answer = await client.send(damaged, record.order)
         wrong.append(replace(answer, prompt=record.prompt))
     return wrong
+
+
+async def answer_in_parts(
+    client: StreamingClient, record: RequestRecord, page_size: int
+) -> RequestRecord:
+    """Let a server with an empty cache compute a prompt in three passes.
+
+    Matrix products of other heights round otherwise, on plain SGLang too. That is what
+    a tiered server may do to an answer when it computes a part of a prompt only.
+    """
+    num_pages = (len(record.prompt) - 1) // page_size
+    for place, end in enumerate((num_pages // 16, num_pages // 2)):
+        if end:
+            part = record.prompt[: end * page_size]
+            await client.send(PlannedRequest(f"{record.key}.part{place}", part, 1), 0)
+    request = PlannedRequest(record.key, record.prompt, len(record.output))
+    return await client.send(request, record.order)
 
 
 def swappable(
