@@ -262,11 +262,20 @@ class Demoter:
         num_pages = len(node.rows)
         if self._admission is None:
             return np.ones(num_pages, np.bool_)
-        counts, rates = np.zeros(num_pages, np.uint8), np.zeros(num_pages)
-        if self._sightings is not None:
-            counts = self._sightings.count(self._store.table.keys[node.rows])
-            rates = self._sightings.reuse_rates(node.first_page, num_pages)
-        return self._admission.admit(WriteFacts(self.target_id, counts, rates))
+        sightings, table = self._sightings, self._store.table
+        if sightings is None:
+            no_counts, no_rates = np.zeros(num_pages, np.uint8), np.zeros(num_pages)
+            facts = WriteFacts(self.target_id, no_counts, no_rates)
+        else:
+            facts = WriteFacts(
+                self.target_id,
+                sightings.count(table.keys[node.rows]),
+                sightings.reuse_rates(node.first_page, num_pages),
+                sightings.num_seen,
+                sightings.num_again,
+                sum(slots.capacity for slots in table.slots[: self.target]),
+            )
+        return self._admission.admit(facts)
 
     def _take(
         self, batch: Batch, missing: list[tuple[Node, Int64s]], max_pages: int

@@ -67,6 +67,19 @@ class Sightings:
             self._young, self._old = self._old, self._young
             self._young[:] = 0
             self._num_new = 0
+            # What was long ago counts half, and so on.
+            self._first //= 2
+            self._again //= 2
+
+    @property
+    def num_seen(self) -> int:
+        """Different pages seen; those of former generations count less and less."""
+        return int(self._first.sum())
+
+    @property
+    def num_again(self) -> int:
+        """Pages that a second request had, counted likewise."""
+        return int(self._again.sum())
 
     def count(self, keys: UInt8s) -> UInt8s:
         """Return for each page 0, 1, or 2 for two or more sightings."""

@@ -107,7 +107,7 @@ class ServerConfig:
     load_policy: str = "auto"
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
-    disk_admission: str = "all"
+    disk_admission: str = "auto"
     offload_threshold: float = 0.9
     eviction: str = "lru"
     staging_bytes: int = 0

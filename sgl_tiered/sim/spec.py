@@ -100,7 +100,7 @@ class SimSpec:
     load_policy: str = "auto"
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
-    disk_admission: str = "all"
+    disk_admission: str = "auto"
     offload_threshold: float = 0.9
     eviction: str = "lru"
     load_mode: str = ""

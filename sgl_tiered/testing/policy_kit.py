@@ -125,6 +125,9 @@ class WriteAdmissionKit:
             tier=TierId.DISK,
             num_sightings=rng.integers(0, 3, size=400).astype(np.uint8),
             reuse_rates=rng.random(400) ** 3,
+            num_seen=10_000,
+            num_again=20,
+            memory_pages=300,
         )
 
     def test_has_the_interface(self, admission: WriteAdmission) -> None:

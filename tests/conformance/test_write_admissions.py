@@ -15,6 +15,13 @@ from sgl_tiered.policies.write_admission.registry import (
 from sgl_tiered.testing.policy_kit import WriteAdmissionKit
 
 
+class TestAuto(WriteAdmissionKit):
+    """auto."""
+
+    def make_admission(self) -> WriteAdmission:
+        return make_write_admission("auto")
+
+
 class TestAll(WriteAdmissionKit):
     """all."""
 
@@ -59,6 +66,30 @@ def test_what_each_one_writes(name: str, wanted: list[bool]) -> None:
         np.array([0.0, 0.05, 0.0, 0.3]),
     )
     assert make_write_admission(name).admit(facts).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("num_seen", "num_again", "wanted"),
+    [
+        (399, 0, [True, True, True]),
+        (400, 0, [False, False, True]),
+        (400, 7, [False, False, True]),
+        (400, 8, [True, True, True]),
+    ],
+)
+def test_auto_writes_all_until_nothing_comes_again(
+    num_seen: int, num_again: int, wanted: list[bool]
+) -> None:
+    """Four memories of pages are trusted; then one page in fifty has to come again."""
+    facts = WriteFacts(
+        TierId.DISK,
+        np.array([0, 1, 2], np.uint8),
+        np.zeros(3),
+        num_seen=num_seen,
+        num_again=num_again,
+        memory_pages=100,
+    )
+    assert make_write_admission("auto").admit(facts).tolist() == wanted
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -129,9 +129,9 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_disk_admission: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="Which pages are written to disk: all (default), those that two "
-            "requests had (second-hit), or also those where prompts are often seen "
-            "again (reuse).",
+            help="Which pages are written to disk: all, those that two requests had "
+            "(second-hit), also those where prompts are often seen again (reuse), or "
+            "all unless traffic has shown that nothing comes again (auto, default).",
             choices=list(CHOICES["disk_admission"]),
         ),
         _NS,

@@ -47,7 +47,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "eviction_policy": ("lru", "fifo", "random"),
     "write_policy": ("write-through", "selective", "on-evict"),
     "demote_policy": ("write-through", "on-evict"),
-    "disk_admission": ("all", "second-hit", "reuse"),
+    "disk_admission": ("auto", "all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
@@ -80,7 +80,8 @@ class TieredConfig:
         demote_policy: when a host page is written to disk: write-through (soon after)
             or on-evict (the coldest, before room is needed).
         disk_admission: which pages may be written to disk: all, second-hit (seen by
-            two requests) or reuse (also where prompts were often seen again).
+            two requests), reuse (also where prompts were often seen again), or auto
+            (all, but second-hit while nothing comes again).
         load_policy: auto (load if cheaper than recompute), always, never.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
@@ -102,7 +103,7 @@ class TieredConfig:
     write_policy: str = "write-through"
     offload_threshold: float = 0.9
     demote_policy: str = "write-through"
-    disk_admission: str = "all"
+    disk_admission: str = "auto"
     load_policy: str = "auto"
     log_interval_s: float = 60.0
     seed: int = 0
@@ -144,7 +145,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         write_policy=_choice(settings, "write_policy", "write-through"),
         offload_threshold=_share(settings, "offload_threshold", 0.9),
         demote_policy=_choice(settings, "demote_policy", "write-through"),
-        disk_admission=_choice(settings, "disk_admission", "all"),
+        disk_admission=_choice(settings, "disk_admission", "auto"),
         load_policy=_choice(settings, "load_policy", "auto"),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),

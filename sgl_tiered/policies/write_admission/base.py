@@ -30,11 +30,17 @@ class WriteFacts:
             for two or more.
         reuse_rates: float64 [n], of the pages as far into their prompts as this one,
             the share that a second request had; 0 where none was seen yet.
+        num_seen, num_again: different pages seen so far, of whatever prompts, and those
+            of them that a second request had; both fade.
+        memory_pages: room of the tiers above.
     """
 
     tier: TierId
     num_sightings: UInt8s
     reuse_rates: npt.NDArray[np.float64]
+    num_seen: int = 0
+    num_again: int = 0
+    memory_pages: int = 0
 
 
 @runtime_checkable

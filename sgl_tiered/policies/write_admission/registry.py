@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.write_admission.all import AllAdmission
+from sgl_tiered.policies.write_admission.auto import AutoAdmission
 from sgl_tiered.policies.write_admission.base import WriteAdmission
 from sgl_tiered.policies.write_admission.reuse import ReuseAdmission
 from sgl_tiered.policies.write_admission.second_hit import SecondHitAdmission
@@ -13,6 +14,7 @@ from sgl_tiered.policies.write_admission.second_hit import SecondHitAdmission
 __all__ = ["WRITE_ADMISSIONS", "make_write_admission"]
 
 _MAKERS: dict[str, Callable[[], WriteAdmission]] = {
+    "auto": AutoAdmission,
     "all": AllAdmission,
     "second-hit": SecondHitAdmission,
     "reuse": ReuseAdmission,

@@ -247,6 +247,21 @@ def test_second_hit_writes_what_two_requests_had(make_cache: MakeCache) -> None:
     assert story.demote_all() == [("host>disk", 1)]
 
 
+def test_auto_stops_writing_what_nobody_reads(make_cache: MakeCache) -> None:
+    """After four memories of new pages none is written; those that come again are, and
+    once many do all are."""
+    story = Story(make_cache(host=4, disk=64, disk_admission="auto"))
+    written = []
+    for word in ("abcd", "efgh", "ijkl", "mnop", "qrst", "uvwx"):
+        story.store(word)
+        written.append(sum(pages for _, pages in story.demote_all()))
+    assert written == [4, 4, 4, 0, 0, 0]
+    story.store("uvwx")
+    assert story.demote_all() == [("host>disk", 4)]
+    story.store("yzAB")
+    assert story.demote_all() == [("host>disk", 4)]
+
+
 def test_a_request_counts_once(make_cache: MakeCache) -> None:
     """Pages of an earlier chunk of the same prompt are not seen a second time."""
     story = Story(make_cache(disk=16, disk_admission="second-hit"))

@@ -88,7 +88,7 @@ def test_defaults():
     assert config.eviction_policy == "lru"
     assert config.write_policy == "write-through"
     assert config.offload_threshold == 0.9
-    assert config.disk_admission == "all"
+    assert config.disk_admission == "auto"
     assert config.load_policy == "auto"
     assert config.emulate == ()
     assert not config.switchable_faults
