@@ -18,6 +18,7 @@ cost in tokens and seconds is counted.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -96,6 +97,12 @@ class LLMLengths:
     def predict(self, facts: LengthFacts, num_done: int = 0) -> LengthPrediction:
         """Return percentiles of the mixture above ``num_done``."""
         return self._online.predict(facts, num_done)
+
+    def shares(
+        self, facts: LengthFacts, edges: Sequence[int], num_done: int = 0
+    ) -> list[float]:
+        """Return how likely each class of lengths is; see ``OnlineLengths``."""
+        return self._online.shares(facts, edges, num_done)
 
     def observe(self, facts: LengthFacts, num_output_tokens: int) -> None:
         """Learn also how far the model's word was from the truth."""

@@ -11,7 +11,10 @@ from sgl_tiered.policies.length.llm import LLMLengths
 from sgl_tiered.policies.length.online import OnlineLengths
 from sgl_tiered.policies.length.oracle import OracleLength
 
-__all__ = ["LENGTH_PREDICTORS", "make_length_predictor"]
+__all__ = ["LENGTH_PREDICTORS", "NO_PREDICTOR", "make_length_predictor"]
+
+NO_PREDICTOR = "none"
+"""Nothing is predicted, and nothing is kept of answers."""
 
 _MAKERS: dict[str, Callable[[], LengthPredictor]] = {
     "online": OnlineLengths,
@@ -20,18 +23,20 @@ _MAKERS: dict[str, Callable[[], LengthPredictor]] = {
 }
 _CONSTANT = ConstantLength.name + ":"
 
-LENGTH_PREDICTORS: tuple[str, ...] = (*_MAKERS, _CONSTANT + "N")
+LENGTH_PREDICTORS: tuple[str, ...] = (NO_PREDICTOR, *_MAKERS, _CONSTANT + "N")
 
 
-def make_length_predictor(name: str) -> LengthPredictor:
-    """Return a new predictor.
+def make_length_predictor(name: str) -> LengthPredictor | None:
+    """Return a new predictor; None for ``none``.
 
     Args:
-        name: ``online``, ``oracle``, ``llm`` or ``constant:N`` with N tokens.
+        name: ``none``, ``online``, ``oracle``, ``llm``, or ``constant:N`` (N tokens).
 
     Raises:
         ConfigError: no predictor has this name.
     """
+    if name == NO_PREDICTOR:
+        return None
     maker = _MAKERS.get(name)
     if maker is not None:
         return maker()
