@@ -79,13 +79,17 @@ def measure(name: str, repeats: int, watch: Stopwatch) -> float:
     for facts, length in answers[NUM_LEARNED:]:
         done = int(rng.integers(1, length + 1)) - 1
         watch.time(f"{name} predict", lambda f=facts: predictor.predict(f))
-        watch.time(f"{name} predict later", lambda f=facts, d=done: predictor.predict(f, d))
+        watch.time(
+            f"{name} predict later", lambda f=facts, d=done: predictor.predict(f, d)
+        )
         watch.time(f"{name} observe", lambda f=facts, n=length: predictor.observe(f, n))
     book = LengthBook(predictor)
     for rid, (facts, length) in enumerate(answers[NUM_LEARNED:][:500]):
         book.entered(rid, facts)
         for done in range(1, length):
-            watch.time(f"{name} book, per token", lambda r=rid, d=done: book.prediction(r, d))
+            watch.time(
+                f"{name} book, per token", lambda r=rid, d=done: book.prediction(r, d)
+            )
         book.finished(rid, length)
     return float(num_bytes)
 

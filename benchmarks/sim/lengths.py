@@ -15,8 +15,9 @@ ServeGen (an archive of clients, from which 20,000 requests are drawn). Predicto
 Columns: `covered`, share of answers at least as long as the lower bound (wanted 0.90);
 `lower`, mean lower bound over mean length, for a bound of 1 covers everything; `error`,
 median distance of the median; `mean error`; `class`, share of answers whose class of
-five (by the quintiles so far) was foretold; `covered at 100`, of the answers longer than
-100 tokens, predicted anew when 100 are out.
+five (by the quintiles so far) was foretold; `its bound covers`, share at least as long
+as the lower bound of that class; `covered at 100`, of the answers longer than 100 tokens,
+predicted anew when 100 are out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -98,14 +100,17 @@ class PriorLengths:
 
     def edges(self) -> list[int]:
         """Return the first length of each class; equal quintiles make one class."""
-        cuts = [int(np.percentile(self.seen, 100 * i / NUM_CLASSES)) for i in range(1, NUM_CLASSES)]
+        cuts = [
+            int(np.percentile(self.seen, 100 * i / NUM_CLASSES))
+            for i in range(1, NUM_CLASSES)
+        ]
         return [0, *sorted(set(cuts))]
 
     def shares(self, edges: Sequence[int]) -> list[float]:
         """Return the share of answers in each class."""
         cuts = [bisect_right(self.seen, edge - 1) for edge in edges[1:]]
         cuts = [0, *cuts, len(self.seen)]
-        return [(b - a) / len(self.seen) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [(b - a) / len(self.seen) for a, b in pairwise(cuts)]
 
 
 @dataclass
@@ -138,7 +143,9 @@ class Score:
 Shares = Callable[[LengthFacts, Sequence[int]], Sequence[float]]
 
 
-def run(items: Sequence[Item], predictor: LengthPredictor, lag: int) -> dict[str, float]:
+def run(
+    items: Sequence[Item], predictor: LengthPredictor, lag: int
+) -> dict[str, float]:
     """Go through a trace with one predictor."""
     score, prior = Score(), PriorLengths()
     shares = _shares(predictor)
@@ -227,7 +234,10 @@ def _servegen(path: Path, num: int, rng: np.random.Generator) -> list[Item]:
     clients = read_servegen(path)
     starts = [window.start_s for window in clients[0].rates]
     rates = np.array(
-        [[c.rates[i].rate_per_s if i < len(c.rates) else 0.0 for c in clients] for i in range(len(starts))]
+        [
+            [c.rates[i].rate_per_s if i < len(c.rates) else 0.0 for c in clients]
+            for i in range(len(starts))
+        ]
     )
     counts = rng.poisson(rates * (num / rates.sum()))
     items = []
@@ -278,12 +288,14 @@ def compare(items: Sequence[Item], lag: int, seed: int) -> dict[str, dict[str, f
     return rows
 
 
-def print_table(name: str, items: Sequence[Item], rows: dict[str, dict[str, float]]) -> None:
+def print_table(
+    name: str, items: Sequence[Item], rows: dict[str, dict[str, float]]
+) -> None:
     outputs = np.array([item.num_output_tokens for item in items])
     p10, p50, p90 = np.percentile(outputs, [10, 50, 90])
     print(
-        f"\n**{name}**: {len(items):,} answers, {outputs.mean():.0f} tokens on average, "
-        f"p10 {p10:.0f}, median {p50:.0f}, p90 {p90:.0f}\n"
+        f"\n**{name}**: {len(items):,} answers, {outputs.mean():.0f} tokens on "
+        f"average, p10 {p10:.0f}, median {p50:.0f}, p90 {p90:.0f}\n"
     )
     print(
         "| predictor | covered | lower | error | mean error | class | its bound covers "
@@ -292,8 +304,8 @@ def print_table(name: str, items: Sequence[Item], rows: dict[str, dict[str, floa
     print("|---|---|---|---|---|---|---|---|")
     for label, row in rows.items():
         print(
-            f"| {label} | {row['covered']:.3f} | {row['lower']:.2f} | {row['error']:.0f} "
-            f"| {row['mean_error']:.0f} | {row['class']:.3f} "
+            f"| {label} | {row['covered']:.3f} | {row['lower']:.2f} "
+            f"| {row['error']:.0f} | {row['mean_error']:.0f} | {row['class']:.3f} "
             f"| {row['class_covered']:.3f} | {row['covered_at_100']:.3f} |"
         )
 

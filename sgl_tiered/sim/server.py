@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from sgl_tiered.sim.answers import AnswerLengths
 from sgl_tiered.sim.admission import Admission, PassPlan
+from sgl_tiered.sim.answers import AnswerLengths
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import Event, EventLog, EventQueue, Priority

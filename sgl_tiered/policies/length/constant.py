@@ -25,7 +25,9 @@ class ConstantLength:
     def __init__(self, num_tokens: int) -> None:
         if num_tokens < 1:
             raise ConfigError(
-                "length_predictor", f"{num_tokens} tokens are no answer", "give 1 or more"
+                "length_predictor",
+                f"{num_tokens} tokens are no answer",
+                "give 1 or more",
             )
         self._num_tokens = num_tokens
 

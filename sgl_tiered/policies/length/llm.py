@@ -9,7 +9,7 @@ finds it.
 A model's word about itself is no measurement. So it is one context among the others of
 ``online.py``: what the model said is a class of requests, whose real lengths are
 learned; before any is known they are taken to lie around what was said. A model that
-is wrong by a constant factor is put right, and one that says anything is not listened to.
+is wrong by a constant factor is put right, and one that guesses is not listened to.
 
 Who asks, and when, is the caller's business: a ``LengthAsker`` over any ``Ask``. Its
 cost in tokens and seconds is counted.
@@ -50,6 +50,8 @@ QUESTION = (
 MAX_REPLY_TOKENS = 12
 """A number, and a few words around it."""
 
+_TRUST = 2.0 * len(EXPERTS)
+"""Two thirds of the weights, until the first answers show what its word is worth."""
 _TRUST_SIGMA = 0.7
 """Before anything is known: two thirds lie within a factor of 2 of what was said."""
 _TOKENS_PER_WORD = 4 / 3
@@ -86,7 +88,7 @@ class LLMLengths:
 
     def __init__(self, coverage: float = 0.9) -> None:
         self._shapes: dict[int, Float64s] = {}
-        said = Expert("said", 1_000.0, _said_class, self._around)
+        said = Expert("said", 1_000.0, _said_class, self._around, _TRUST)
         self._online = OnlineLengths(coverage, (*EXPERTS, said))
 
     @property
@@ -177,7 +179,7 @@ class LengthAsker:
         self.cost = AskingCost()
 
     def length_of(self, instruction: str) -> int:
-        """Return what the model says its answer to ``instruction`` will have, in tokens.
+        """Return how many tokens the model expects in its answer to ``instruction``.
 
         0 where it says nothing of use; for ``LengthFacts.said_tokens`` either way.
         """

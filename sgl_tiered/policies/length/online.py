@@ -31,6 +31,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -71,18 +72,20 @@ class Expert:
         key: names the context of a request; None where the request has none.
         shape: what the context expects before it has seen anything, float64
             [NUM_RANGES]; without, what is known of all answers.
+        trust: weight at the start, relative to the others'.
     """
 
     name: str
     half_life: float
     key: Callable[[LengthFacts], Hashable]
     shape: Callable[[LengthFacts], Float64s] | None = None
+    trust: float = 1.0
 
 
 EXPERTS = (
     Expert("all", 5_000.0, lambda facts: True),
     Expert("recent", 200.0, lambda facts: True),
-    Expert("prompt", 1_000.0, lambda facts: range_of(facts.num_prompt_tokens) >> 3),
+    Expert("prompt", 1_000.0, lambda facts: range_of(facts.num_prompt_tokens) >> 2),
     Expert("allowance", 1_000.0, lambda facts: range_of(facts.max_new_tokens) >> 2),
     Expert("group", 500.0, lambda facts: facts.group or None),
     Expert("group's last", 4.0, lambda facts: facts.group or None),
@@ -113,7 +116,8 @@ class OnlineLengths:
             )
         self._quantiles = (1.0 - coverage, 0.5, coverage)
         self._experts = tuple(experts)
-        self._weights = [1.0 / len(self._experts)] * len(self._experts)
+        total = sum(expert.trust for expert in self._experts)
+        self._weights = [expert.trust / total for expert in self._experts]
         self._contexts: OrderedDict[tuple[int, Hashable], _Counts] = OrderedDict()
         self._prior = log_normal(_PRIOR_MEDIAN_TOKENS, _PRIOR_SIGMA)
         self._all = _Counts(self._experts[0].half_life)
@@ -160,7 +164,7 @@ class OnlineLengths:
         cuts = [max(_share_up_to(below, edge - 1), done) for edge in edges[1:]]
         cuts = [done, *cuts, max(below[-1], done)]
         left = max(cuts[-1] - done, 1e-300)
-        return [(b - a) / left for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [(b - a) / left for a, b in pairwise(cuts)]
 
     def observe(self, facts: LengthFacts, num_output_tokens: int) -> None:
         """Count the answer in each of its contexts, and weigh the experts anew."""

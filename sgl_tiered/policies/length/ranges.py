@@ -38,8 +38,7 @@ def range_of(num_tokens: int) -> int:
 def _starts() -> npt.NDArray[np.int64]:
     exact = np.arange(_EXACT)
     octaves = [
-        np.arange(1 << _BITS, _EXACT) << shift
-        for shift in range(1, _TOP_BITS - _BITS)
+        np.arange(1 << _BITS, _EXACT) << shift for shift in range(1, _TOP_BITS - _BITS)
     ]
     return np.concatenate([exact, *octaves, [MAX_LENGTH]]).astype(np.int64)
 

@@ -34,7 +34,9 @@ def test_nobody_peeks(lengths: ModuleType) -> None:
     """
     row = lengths.run(items(lengths, [50] * 20), lengths.PriorLengths(), 0)
     assert row["covered"] == 1.0
-    assert row["mean_error"] == pytest.approx((lengths.CONSTANT_TOKENS - 50) / 20, abs=0.1)
+    assert row["mean_error"] == pytest.approx(
+        (lengths.CONSTANT_TOKENS - 50) / 20, abs=0.1
+    )
     late = lengths.run(items(lengths, [50] * 20), lengths.PriorLengths(), 5)
     assert late["mean_error"] == pytest.approx(
         6 * (lengths.CONSTANT_TOKENS - 50) / 20, abs=0.1

@@ -101,8 +101,9 @@ def test_groups_are_told_apart() -> None:
 def test_prompt_lengths_are_told_apart() -> None:
     """Where long prompts get short answers, that is learned without any groups."""
     predictor = OnlineLengths()
-    short, long = replace(FREE, num_prompt_tokens=50), replace(
-        FREE, num_prompt_tokens=50_000
+    short, long = (
+        replace(FREE, num_prompt_tokens=50),
+        replace(FREE, num_prompt_tokens=50_000),
     )
     for _ in range(300):
         predictor.observe(short, 900)
@@ -167,7 +168,10 @@ def test_constant_and_oracle_say_what_they_were_told() -> None:
     assert OracleLength().predict(unsaid) == LengthPrediction(300, 300, 300)
 
 
-@pytest.mark.parametrize("name", ["", "onlin", "constant", "constant:", "constant:-1", "constant:0", "constant:x"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "onlin", "constant", "constant:", "constant:-1", "constant:0", "constant:x"],
+)
 def test_an_unknown_name_is_refused(name: str) -> None:
     """In one sentence, with what there is to choose from or to mend."""
     with pytest.raises(ConfigError, match="length_predictor"):
