@@ -16,7 +16,7 @@ Columns: `covered`, share of answers at least as long as the lower bound (wanted
 `lower`, mean lower bound over mean length, for a bound of 1 covers everything; `error`,
 median distance of the median; `mean error`; `class`, share of answers whose class of
 five (by the quintiles so far) was foretold; `its bound covers`, share at least as long
-as the lower bound of that class; `covered at 100`, of the answers longer than 100 tokens,
+as the lower bound of that class; `covered at 100`, of the answers longer than 100,
 predicted anew when 100 are out.
 """
 
