@@ -2,8 +2,9 @@
 
 Each predictor first learns from 20,000 answers of 200 groups. Then predictions (new
 requests, and answers with tokens out), observations and the book's answers for requests
-that run are timed one by one, in CPU time of the thread. Prints p50 and p99 in microseconds, and the memory of the
-online predictor; the last line is one JSON object. Wanted: at most 50 us a prediction.
+that run are timed one by one, in CPU time of the thread. Prints p50 and p99 in
+microseconds and the memory of the online predictor; the last line is one JSON object.
+Wanted: at most 50 us a prediction.
 
     python benchmarks/micro/length.py [--repeats 5000]
 """
