@@ -12,6 +12,7 @@ from sgl_tiered.cli.capacity import add_capacity_flags, run_capacity_plan
 from sgl_tiered.cli.simulate_workload import make_workload
 from sgl_tiered.cost.calibration import Calibration, read_calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.answers import LengthReport
 from sgl_tiered.sim.chrome import write_chrome_trace
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.server import simulate
@@ -141,7 +142,26 @@ def table(spec: SimSpec, summary: SimSummary) -> str:
             f"{name} {num / 1e9:.1f} GB" for name, num in summary.link_bytes.items()
         )
         lines.append(f"moved: {moved}")
+    if summary.lengths is not None:
+        lines.append(_lengths_line(summary.lengths))
     return "\n".join([*lines, "", _CAVEAT])
+
+
+def _lengths_line(report: LengthReport) -> str:
+    score, asking = report.score, report.asking
+    line = (
+        f"answer lengths ({report.predictor}): {score.coverage:.1%} reach the lower "
+        f"bound, on average {score.mean_lower_tokens:.0f} of "
+        f"{score.mean_output_tokens:.0f} tokens; the median is off by "
+        f"{score.mean_error_tokens:.0f}"
+    )
+    if asking is not None:
+        line += (
+            f"\nasking the model (emulated): {asking.num_asked} questions, "
+            f"{asking.prompt_tokens} prompt and {asking.output_tokens} output tokens, "
+            f"{asking.seconds:.1f} s"
+        )
+    return line
 
 
 def write_outputs(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.links import DISCIPLINES
 from sgl_tiered.sim.times import DeviceTimes
@@ -90,6 +91,7 @@ class ServerConfig:
         eviction: of the tiers.
         staging_bytes: memory for pages on their way from disk; 0 for no bound.
         prefetch: reads from disk start at arrival; otherwise at admission.
+        length_predictor: name in ``LENGTH_PREDICTORS``; it learns as the server runs.
         max_offloads: plans that may wait for the offload; more are dropped.
         seed: for policies that draw.
     """
@@ -112,6 +114,7 @@ class ServerConfig:
     eviction: str = "lru"
     staging_bytes: int = 0
     prefetch: bool = True
+    length_predictor: str = NO_PREDICTOR
     max_offloads: int = 64
     seed: int = 0
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.core.plans import Bools
+from sgl_tiered.sim.answers import LengthReport
 from sgl_tiered.sim.events import EventLog
 
 __all__ = ["DecodeSegment", "PrefillPass", "RequestRecord", "SimResult"]
@@ -139,6 +140,7 @@ class SimResult:
         peak_pages: most device pages held by requests and tree together.
         link_bytes: bytes moved, by link.
         cache: the cache's own counters; None without tiers.
+        lengths: how well answers were foretold; None without a predictor.
     """
 
     records: tuple[RequestRecord, ...]
@@ -150,6 +152,7 @@ class SimResult:
     peak_pages: int
     link_bytes: dict[str, int]
     cache: CacheStats | None
+    lengths: LengthReport | None = None
 
     def token_times(self, record: RequestRecord) -> Float64s:
         """Return when each token of a request came; float64 [num_output_tokens]."""

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from sgl_tiered.sim.admission import Admission, PassPlan
+from sgl_tiered.sim.answers import AnswerLengths
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import Event, EventLog, EventQueue, Priority
@@ -61,6 +62,7 @@ class SimServer:
         if config.tiers:
             self.lower = LowerTiers(config, self.queue, self.log, self._wake)
         self.admission = Admission(config, self.tree, self.lower)
+        self.lengths = AnswerLengths.make(config, workload.requests)
         self._workload = workload
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -100,6 +102,7 @@ class SimServer:
             peak_pages=self.tree.peak_pages,
             link_bytes={link.name: link.num_bytes for link in links},
             cache=self.lower.stats if self.lower is not None else None,
+            lengths=self.lengths.report() if self.lengths is not None else None,
         )
 
     # -- Arrivals --------------------------------------------------------------
@@ -113,6 +116,8 @@ class SimServer:
 
     def _plan_arrival(self, index: int, arrival_s: float) -> None:
         queued_s = arrival_s + self.config.times.request_s
+        if self.lengths is not None:
+            queued_s += self.lengths.ask(index)
 
         def arrive() -> None:
             self._arrive(index, arrival_s)
@@ -132,6 +137,8 @@ class SimServer:
             self.log.add(now_s, "aborted", index)
             self._end(seq, aborted=True)
             return
+        if self.lengths is not None:
+            self.lengths.entered(index)
         self._enqueue(seq, at_front=False)
         self._wake(True)
 
@@ -401,6 +408,8 @@ class SimServer:
         seq.release(self.tree)
         if self.lower is not None:
             self.lower.forget(seq.index)
+        if self.lengths is not None:
+            self.lengths.book.finished(seq.index, seq.outputs)
         self.log.add(now_s, "finished", seq.index, seq.outputs)
         self._end(seq, aborted=False)
 

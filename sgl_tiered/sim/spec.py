@@ -16,6 +16,7 @@ from typing import Any
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import Calibration, LinkFit
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig, TierSetup
 from sgl_tiered.sim.hardware import (
     CXL,
@@ -60,8 +61,8 @@ class SimSpec:
             host, instead of ``cxl_gb`` below it).
         page_size: tokens of a page.
         chunk_tokens ... order: of ``SchedulerConfig``.
-        load_policy ... prefetch: of ``ServerConfig``; ``load_mode`` "" for the usual
-            one (``waiter`` where a calibration says that the CPU computes).
+        load_policy ... length_predictor: of ``ServerConfig``; ``load_mode`` "" for the
+            usual one (``waiter`` where a calibration says that the CPU computes).
         staging_gb: memory for reads from disk; 0 for no bound.
         request_overhead_s: before a request is queued.
         ttft_s, tpot_s: the SLO.
@@ -106,6 +107,7 @@ class SimSpec:
     load_mode: str = ""
     link_discipline: str = "fair"
     prefetch: bool = True
+    length_predictor: str = NO_PREDICTOR
     staging_gb: float = 0.0
     request_overhead_s: float = 0.0
     ttft_s: float = 3.0
@@ -201,6 +203,7 @@ class SimSpec:
             eviction=self.eviction,
             staging_bytes=int(self.staging_gb * GB / ranks),
             prefetch=self.prefetch,
+            length_predictor=self.length_predictor,
             seed=self.seed,
         )
 

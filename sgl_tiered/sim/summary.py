@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.sim.answers import LengthReport
 from sgl_tiered.sim.records import SimResult
 
 __all__ = ["Percentiles", "SimSummary", "Slo", "summarize"]
@@ -58,7 +59,7 @@ class SimSummary:
         busy: part of the duration in which the device computed or waited for a load.
         stall_s: time in which passes waited for loads.
         num_retractions: see ``SimResult``.
-        link_bytes: see ``SimResult``.
+        link_bytes, lengths: see ``SimResult``.
     """
 
     num_requests: int
@@ -79,6 +80,7 @@ class SimSummary:
     stall_s: float
     num_retractions: int
     link_bytes: dict[str, int]
+    lengths: LengthReport | None = None
 
     @property
     def total_hit_ratio(self) -> float:
@@ -125,6 +127,7 @@ def summarize(result: SimResult, slo: Slo | None = None) -> SimSummary:
         stall_s=sum(p.stall_s for p in result.passes),
         num_retractions=result.num_retractions,
         link_bytes=dict(result.link_bytes),
+        lengths=result.lengths,
     )
 
 

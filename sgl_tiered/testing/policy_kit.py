@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.eviction.base import EvictionFacts, EvictionPolicy
+from sgl_tiered.policies.length.base import LengthFacts, LengthPredictor
 from sgl_tiered.policies.write_admission.base import WriteAdmission, WriteFacts
 
-__all__ = ["EvictionPolicyKit", "WriteAdmissionKit"]
+__all__ = ["EvictionPolicyKit", "LengthPredictorKit", "WriteAdmissionKit"]
 
 
 def _random_facts(rng: np.random.Generator) -> EvictionFacts:
@@ -191,3 +193,87 @@ class WriteAdmissionKit:
                 reuse_rates=np.zeros(400),
             )
             assert (admission.admit(nothing) == admission.admit(facts)).all()
+
+
+class LengthPredictorKit:
+    """What admission and forecasts rely on, whatever a predictor believes."""
+
+    def make_predictor(self) -> LengthPredictor:
+        """Return a new predictor; the one method to write."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def predictor(self) -> LengthPredictor:
+        """A predictor that has seen nothing."""
+        return self.make_predictor()
+
+    @pytest.fixture
+    def answers(self) -> list[tuple[LengthFacts, int]]:
+        """Requests and the lengths of their answers, some cut at their allowance."""
+        rng = np.random.default_rng(4)
+        answers = []
+        for _ in range(300):
+            length = int(rng.lognormal(5.0, 1.5)) + 1
+            facts = LengthFacts(
+                num_prompt_tokens=int(rng.integers(1, 100_000)),
+                max_new_tokens=int(rng.choice([1, 64, 512, 4096, 1 << 30])),
+                group=str(rng.choice(["", "a", "b"])),
+                said_tokens=int(rng.choice([0, 1, length, 3 * length, 1 << 40])),
+            )
+            answers.append((facts, min(length, facts.max_new_tokens)))
+        return answers
+
+    def test_has_the_interface(self, predictor: LengthPredictor) -> None:
+        """It is a LengthPredictor with a name that a flag can spell."""
+        assert isinstance(predictor, LengthPredictor)
+        assert predictor.name
+        assert predictor.name == predictor.name.lower().strip()
+
+    def test_keeps_its_bounds(
+        self, predictor: LengthPredictor, answers: list[tuple[LengthFacts, int]]
+    ) -> None:
+        """Never below what is out, never above the allowance, before and after."""
+        rng = np.random.default_rng(5)
+        for facts, length in answers:
+            for done in (0, int(rng.integers(0, length + 1)), length, 1 << 20):
+                found = predictor.predict(facts, done)
+                assert done + 1 <= found.lower <= found.median <= found.upper
+                assert found.upper <= max(facts.max_new_tokens, done + 1)
+            predictor.observe(facts, length)
+
+    def test_a_prediction_is_for_ints(
+        self, predictor: LengthPredictor, answers: list[tuple[LengthFacts, int]]
+    ) -> None:
+        """Tokens are whole numbers, and no numpy value reaches a message or a file."""
+        for facts, length in answers[:50]:
+            found = predictor.predict(facts)
+            for value in (found.lower, found.median, found.upper):
+                assert type(value) is int
+            predictor.observe(facts, length)
+
+    def test_bounds_do_not_fall_while_the_answer_grows(
+        self, predictor: LengthPredictor, answers: list[tuple[LengthFacts, int]]
+    ) -> None:
+        """More tokens out never make a shorter answer likelier."""
+        for facts, length in answers:
+            predictor.observe(facts, length)
+        for facts, _ in answers[:30]:
+            found = [predictor.predict(facts, done) for done in range(0, 600, 7)]
+            for before, after in pairwise(found):
+                assert before.lower <= after.lower
+                assert before.median <= after.median
+                assert before.upper <= after.upper
+
+    def test_asking_teaches_nothing(
+        self, predictor: LengthPredictor, answers: list[tuple[LengthFacts, int]]
+    ) -> None:
+        """Equal observations give equal predictions, however often it was asked."""
+        other = self.make_predictor()
+        for number, (facts, length) in enumerate(answers):
+            for done in range(0, length, 50):
+                other.predict(answers[number // 2][0], done)
+            predictor.observe(facts, length)
+            other.observe(facts, length)
+        for facts, length in answers:
+            for done in (0, length // 2):
+                assert predictor.predict(facts, done) == other.predict(facts, done)

@@ -22,6 +22,13 @@ from sgl_tiered.errors import (
     TierUnavailableError,
 )
 from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.policies.length.base import (
+    LengthFacts,
+    LengthPrediction,
+    LengthPredictor,
+    bounded,
+)
+from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
 
 
@@ -102,13 +109,29 @@ class ThirdPartyPool:
         """Copy nothing."""
 
 
+class ThirdPartyLengths:
+    """A length predictor by somebody else."""
+
+    name = "as-the-prompt"
+
+    def predict(self, facts: LengthFacts, num_done: int = 0) -> LengthPrediction:
+        """Expect an answer as long as the prompt."""
+        tokens = facts.num_prompt_tokens
+        return bounded(facts, num_done, tokens, tokens, tokens)
+
+    def observe(self, facts: LengthFacts, num_output_tokens: int) -> None:
+        """Learn nothing."""
+
+
 tier: Tier = ThirdPartyTier()
 memory_tier: MemoryTier = ThirdPartyMemoryTier()
 pool: DevicePool = ThirdPartyPool()
+lengths: LengthPredictor = ThirdPartyLengths()
 clocks: list[Clock] = [SystemClock(), ManualClock()]
 
 assert_type(tier.health().usable, bool)
 assert_type(pool.layout.slot_bytes, int)
+assert_type(LengthBook(lengths).prediction("rid", 3), LengthPrediction | None)
 assert_type(TierId.HOST.label, str)
 assert_type(
     page_keys(Namespace("m", "bfloat16", 16).digest(), as_tokens([1, 2]), 16),

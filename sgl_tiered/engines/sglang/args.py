@@ -145,6 +145,16 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_length_predictor: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="How answer lengths are predicted: none (default), online (learned "
+            "from the answers that end), constant:N, oracle (experiments: requests say "
+            "it in custom_params) or llm (like online, and requests carry what the "
+            "model was asked)."
+        ),
+        _NS,
+    ] = None
     tiered_log_interval: A[
         Optional[float],  # noqa: UP045
         Arg(help="Seconds between two log lines of the tiers; default 60, 0 for none."),

@@ -319,11 +319,15 @@ class TieredRadixCache(UnifiedRadixCache):
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Forget the request; called once its slots are given back."""
         super().on_release(req, checkpointed=checkpointed)
+        if self.tiered.lengths is not None:
+            self.tiered.lengths.released(req)
         self._forget(req.rid)
 
     def release_aborted_request(self, request: Any) -> None:
         """Forget a request that ended in the queue."""
         super().release_aborted_request(request)
+        if self.tiered.lengths is not None:
+            self.tiered.lengths.book.left(request.rid)
         if any(req.rid == request.rid for req in self._in_flight):
             # Its load runs: finish_external_linker_loads ends it.
             return

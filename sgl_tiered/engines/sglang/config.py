@@ -20,6 +20,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.length.registry import NO_PREDICTOR, make_length_predictor
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation
@@ -83,6 +84,8 @@ class TieredConfig:
             two requests), reuse (also where prompts were often seen again), or auto
             (all, but second-hit while nothing comes again).
         load_policy: auto (load if cheaper than recompute), always, never.
+        length_predictor: how answer lengths are predicted: none, online, constant:N,
+            oracle, llm.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
@@ -105,6 +108,7 @@ class TieredConfig:
     demote_policy: str = "write-through"
     disk_admission: str = "auto"
     load_policy: str = "auto"
+    length_predictor: str = NO_PREDICTOR
     log_interval_s: float = 60.0
     seed: int = 0
     emulate: tuple[Emulation, ...] = ()
@@ -147,6 +151,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         demote_policy=_choice(settings, "demote_policy", "write-through"),
         disk_admission=_choice(settings, "disk_admission", "auto"),
         load_policy=_choice(settings, "load_policy", "auto"),
+        length_predictor=_length_predictor(settings),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
         emulate=_emulation(settings),
@@ -389,6 +394,18 @@ def _calibration(value: object) -> Path | None:
     except ConfigError as error:
         raise ConfigError("--tiered-calibration", error.problem, error.remedy) from None
     return path
+
+
+def _length_predictor(settings: Mapping[str, Any]) -> str:
+    """Check the name by making one; the server makes its own."""
+    name = str(settings.get("length_predictor", NO_PREDICTOR))
+    try:
+        make_length_predictor(name)
+    except ConfigError as error:
+        raise ConfigError(
+            _flag("length_predictor"), error.problem, error.remedy
+        ) from None
+    return name
 
 
 def _flag(name: str) -> str:

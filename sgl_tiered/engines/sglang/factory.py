@@ -22,6 +22,7 @@ from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
+from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import measure_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
@@ -36,6 +37,8 @@ from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.staging import StagingReader, part_pages
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
+from sgl_tiered.policies.length.book import LengthBook
+from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
@@ -228,6 +231,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         deferred=_deferred(config, allocator.size // layout.page_tokens, layout, rng),
         probe=figures,
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
+        lengths=_lengths(config),
     )
     _log_start(parts, layout)
     emulator.arm()
@@ -248,6 +252,11 @@ def _deferred(
         num_device_pages,
         config.offload_threshold,
     )
+
+
+def _lengths(config: TieredConfig) -> LengthReader | None:
+    predictor = make_length_predictor(config.length_predictor)
+    return None if predictor is None else LengthReader(LengthBook(predictor))
 
 
 def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> MemoryTier:

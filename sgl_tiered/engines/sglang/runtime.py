@@ -23,6 +23,7 @@ from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
+from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.registry import MetricsRegistry
@@ -113,6 +114,7 @@ class Parts:
     deferred: DeferredOffloads | None
     probe: dict[str, float]
     served: dict[str, Any]
+    lengths: LengthReader | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -177,6 +179,11 @@ class TieredRuntime:
     def deferred(self) -> DeferredOffloads | None:
         """Offloads put off until the device is full; None for other policies."""
         return self._parts.deferred
+
+    @property
+    def lengths(self) -> LengthReader | None:
+        """Predicted answer lengths; None where nobody asked for a predictor."""
+        return self._parts.lengths
 
     @property
     def page_tokens(self) -> int:
@@ -392,6 +399,7 @@ class TieredRuntime:
             "cost": parts.cost.snapshot(),
             "probe": parts.probe,
             "served": parts.served,
+            **({} if parts.lengths is None else {"lengths": parts.lengths.stats()}),
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:

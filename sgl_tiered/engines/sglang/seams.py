@@ -187,6 +187,11 @@ SEAMS: tuple[Seam, ...] = (
         ("prefix_len", "extend_len", "max_new_tokens", "is_chunked", "replay_len"),
     ),
     Seam(
+        "end of a request",
+        _SRT + "managers.schedule_batch.Req",
+        attributes=("finished", "output_ids_through_stop"),
+    ),
+    Seam(
         "per-tier report",
         _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
         attributes=(

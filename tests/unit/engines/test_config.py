@@ -35,6 +35,7 @@ NAMES = (
     "demote_policy",
     "disk_admission",
     "load_policy",
+    "length_predictor",
     "log_interval",
     "seed",
     "emulate",
@@ -315,3 +316,13 @@ def test_a_threshold_is_a_share():
     """From 0, always ahead of need, to 1, never."""
     assert read(**HOST, offload_threshold=1).offload_threshold == 1.0
     assert read(**HOST, offload_threshold=0.75).offload_threshold == 0.75
+
+
+def test_a_length_predictor_is_checked_when_the_server_starts() -> None:
+    """None by default; a known name stays, a wrong one is one sentence on its flag."""
+    assert read(**HOST).length_predictor == "none"
+    for name in ("none", "online", "oracle", "llm", "constant:256"):
+        assert read(**HOST, length_predictor=name).length_predictor == name
+    for name in ("onlin", "constant", "constant:0"):
+        with pytest.raises(ConfigError, match="--tiered-length-predictor"):
+            read(**HOST, length_predictor=name)

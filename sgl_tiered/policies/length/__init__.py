@@ -1,0 +1,1 @@
+"""length: see README.md."""
