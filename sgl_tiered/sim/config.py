@@ -91,6 +91,7 @@ class ServerConfig:
         staging_bytes: memory for pages on their way from disk; 0 for no bound.
         prefetch: reads from disk start at arrival; otherwise at admission.
         max_offloads: plans that may wait for the offload; more are dropped.
+        explain: say of each request why it waited and what became of its pages.
         seed: for policies that draw.
     """
 
@@ -113,6 +114,7 @@ class ServerConfig:
     staging_bytes: int = 0
     prefetch: bool = True
     max_offloads: int = 64
+    explain: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
