@@ -88,9 +88,7 @@ def add_load_edges(
         add_edge(edges, name, part["pages"] * page_bytes, part["copy_s"])
 
 
-def add_edge(
-    edges: dict[str, Any], name: str, num_bytes: int, seconds: float
-) -> None:
+def add_edge(edges: dict[str, Any], name: str, num_bytes: int, seconds: float) -> None:
     """Add bytes and seconds to an edge such as ``host->device``."""
     before = edges.get(name, {"bytes": 0, "s": 0.0})
     edges[name] = {

@@ -1,14 +1,14 @@
-"""Why pages of a prompt were no hit: what is known of each when its request is admitted.
+"""Why pages of a prompt were no hit: what is known of each at its admission.
 
-Reads the index, the sightings and the tombstones of one cache, and changes nothing. Asks
-only in the request's own namespace, and in those that the request's sender could have
-asked himself (``siblings``): what he is told he could have found out by sending the same
-prompt there. See metrics/EXPLAIN.md.
+Reads the index, the sightings and the tombstones of one cache, and changes nothing.
+Asks only in the request's own namespace, and in those that the request's sender could
+have asked himself (``siblings``): what he is told he could have found out by sending
+the same prompt there. See metrics/EXPLAIN.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,12 @@ import numpy as np
 
 from sgl_tiered.cache.chain import Chain
 from sgl_tiered.cache.config import CacheConfig
-from sgl_tiered.cache.store import TOKEN_BYTES, PageStore
+from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.tombstones import Cause
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import page_keys
-from sgl_tiered.core.plans import Int32s, UInt8s
+from sgl_tiered.core.plans import Bools, Int32s, UInt8s
 
 __all__ = ["MissReader", "MissSpan"]
 
@@ -133,7 +133,7 @@ class MissReader:
         self,
         first_page: int,
         keys: UInt8s,
-        is_held: Sequence[bool] | Any,
+        is_held: Bools,
         held: str,
         elsewhere: Mapping[str, int],
     ) -> list[MissSpan]:
@@ -149,7 +149,7 @@ class MissReader:
         starts = np.concatenate([[0], ends])
         stops = np.concatenate([ends, [len(codes)]])
         now_s = self._clock.now()
-        spans = []
+        spans: list[MissSpan] = []
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             first, num = first_page + start, stop - start
             if len(spans) == _MAX_SPANS - 1 and stop < len(codes):

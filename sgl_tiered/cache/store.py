@@ -182,9 +182,7 @@ class PageStore:
         self.counters.failed[self.tiers[tier]] += len(ok) - num_ok
         return num_ok
 
-    def discard(
-        self, tier: int, entries: Int64s, cause: Cause = Cause.DROPPED
-    ) -> None:
+    def discard(self, tier: int, entries: Int64s, cause: Cause = Cause.DROPPED) -> None:
         """Drop copies now, or as soon as nobody uses them."""
         self.bury(tier, self.table.entry_row[entries], cause)
         self.note_gone(tier, self.table.discard(entries))

@@ -527,7 +527,9 @@ class TieredCache:
     def memory_bytes(self) -> int:
         """Return the bytes of all arrays (the index's objects not counted)."""
         sightings = self._chain.sightings
-        num_bytes = self._table.array_bytes() + (sightings.num_bytes if sightings else 0)
+        num_bytes = self._table.array_bytes() + (
+            sightings.num_bytes if sightings else 0
+        )
         graves = self._store.tombstones
         return num_bytes + (graves.num_bytes if graves else 0)
 

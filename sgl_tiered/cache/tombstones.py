@@ -25,6 +25,7 @@ _CELLS_PER_SLOT = 2
 _MIN_CELLS, _MAX_CELLS = 1 << 12, 1 << 21
 """From 53 kB to 27 MB: two million pages of 16 tokens are the prompts of some hours."""
 _TIER_BITS = 3
+_TIER_MASK = (1 << _TIER_BITS) - 1
 
 
 class Cause(IntEnum):
@@ -94,9 +95,7 @@ class Tombstones:
         self._causes[cells] = cause << _TIER_BITS | tier
         self._times[cells] = now_s - self._start_s
 
-    def find(
-        self, keys: UInt8s
-    ) -> tuple[UInt8s, UInt8s, npt.NDArray[np.float64]]:
+    def find(self, keys: UInt8s) -> tuple[UInt8s, UInt8s, npt.NDArray[np.float64]]:
         """Look pages up.
 
         Args:
@@ -108,10 +107,12 @@ class Tombstones:
         """
         names = _names(keys)
         cells = names & self._mask
-        codes = np.where(self._names[cells] == names, self._causes[cells], 0)
-        codes = codes.astype(np.uint8)
+        codes = self._causes[cells]
+        codes[self._names[cells] != names] = 0
         times = self._times[cells].astype(np.float64) + self._start_s
-        return codes >> _TIER_BITS, codes & ((1 << _TIER_BITS) - 1), times
+        causes = (codes >> _TIER_BITS).astype(np.uint8)
+        tiers = (codes & _TIER_MASK).astype(np.uint8)
+        return causes, tiers, times
 
     def clear(self) -> None:
         """Forget everything."""

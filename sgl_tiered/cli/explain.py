@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(told))
     else:
         # Wide where it goes into a file, so that no cell is cut.
-        console = Console(width=None if sys.stdout.isatty() else 160)
+        width = None if sys.stdout.isatty() else 160
+        # What a client named its request is text, whatever brackets are in it.
+        console = Console(width=width, markup=False, highlight=False, emoji=False)
         shown = told if isinstance(told, list) else [told]
         console.print(overview(shown))
         if not isinstance(told, list):

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from sgl_tiered.sim.admission import Admission, PassPlan
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
-from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.events import Event, EventLog, EventQueue, Priority
+from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.lower import LowerTiers
 from sgl_tiered.sim.records import (
     DecodeSegment,

@@ -177,7 +177,7 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_explain_last: A[
         Optional[int],  # noqa: UP045
         Arg(
-            help="Ended requests that GET /tiered/explain can explain, about 4 kB each; "
+            help="Ended requests that GET /tiered/explain knows, about 4 kB each; "
             "default 1000, 0 for none."
         ),
         _NS,

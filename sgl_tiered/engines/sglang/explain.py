@@ -1,9 +1,9 @@
 """Why a request waited and why its prefix was no hit: SGLang's side of the ledger.
 
 Says to ``metrics/ledger.py`` what happens to SGLang's requests, gathers what the cache
-knows of their pages when they are admitted, and answers ``GET /tiered/explain``. What an
-answer holds, and whose data it never holds, is in metrics/EXPLAIN.md. Everything runs
-on the scheduler's thread.
+knows of their pages when they are admitted, and answers ``GET /tiered/explain``. What
+an answer holds, and whose data it never holds, is in metrics/EXPLAIN.md. Everything
+runs on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -37,15 +37,20 @@ class Namespaces:
     """Which namespaces differ from each other by the adapter only.
 
     A sender is told of pages in a namespace only if he could have sent his prompt there
-    and seen for himself: with another adapter under his own salt and key, or without any
-    salt and key. So the groups are by key and salt, and nobody is told of another's.
+    and seen for himself: with another adapter under his own salt and key, or without
+    any salt and key. So they are grouped by key and salt, and nobody is told of
+    another's.
     """
 
     def __init__(self) -> None:
         self._groups: OrderedDict[tuple[str, str], dict[str, bytes]] = OrderedDict()
 
     def note(
-        self, extra_key: str | None, salt: str | None, adapter: str | None, digest: bytes
+        self,
+        extra_key: str | None,
+        salt: str | None,
+        adapter: str | None,
+        digest: bytes,
     ) -> None:
         """Take note of a request's namespace.
 
@@ -151,7 +156,7 @@ class Explainer:
     def admitted(
         self, req: Any, state: WaitingLoad[Any] | None, prefix_tokens: int
     ) -> None:
-        """Note a request that joins a pass, and why the rest of its prompt does not hit.
+        """Note a request that joins a pass, and why the rest of its prompt is no hit.
 
         Args:
             req: SGLang's request.
@@ -164,16 +169,10 @@ class Explainer:
         if state is None:
             self._ledger.note(req.rid, missing=[])
             return
-        self.namespaces.note(
-            req.extra_key, req.cache_salt, req.lora_id, state.digest
-        )
-        siblings = self.namespaces.siblings(
-            req.extra_key, req.cache_salt, req.lora_id
-        )
+        self.namespaces.note(req.extra_key, req.cache_salt, req.lora_id, state.digest)
+        siblings = self.namespaces.siblings(req.extra_key, req.cache_salt, req.lora_id)
         page = self._layout.page_tokens
-        missing = missing_spans(
-            self._cache, state, prefix_tokens // page, siblings
-        )
+        missing = missing_spans(self._cache, state, prefix_tokens // page, siblings)
         self._ledger.note(req.rid, missing=missing)
 
     def offloading(self, rid: str, plan: OffloadPlan) -> None:

@@ -1,9 +1,10 @@
 """Endpoints of the HTTP process.
 
-``GET /tiered/stats``; ``GET /tiered/explain/RID`` and ``GET /tiered/explain?last=N``
-or ``?slowest=N``, what became of requests (metrics/EXPLAIN.md); ``POST /tiered/drop?tier=NAME``; to compare load policies on one
-server, ``POST /tiered/load-policy?policy=NAME``; and for tests, where the environment
-allows faults, ``POST /tiered/faults?emulate=TEXT``.
+``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME``; what became of requests
+(metrics/EXPLAIN.md): ``GET /tiered/explain/RID`` and ``GET /tiered/explain?last=N`` or
+``?slowest=N``; to compare load policies on one server, ``POST
+/tiered/load-policy?policy=NAME``; and for tests, where the environment allows faults,
+``POST /tiered/faults?emulate=TEXT``.
 """
 
 from __future__ import annotations
