@@ -9,12 +9,12 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from sgl_tiered.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["register"]
 
@@ -62,17 +62,22 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.json:
         print(json.dumps(told))
+    elif isinstance(told, list):
+        show([overview(told)])
     else:
-        # Wide where it goes into a file, so that no cell is cut.
-        width = None if sys.stdout.isatty() else 160
-        # What a client named its request is text, whatever brackets are in it.
-        console = Console(width=width, markup=False, highlight=False, emoji=False)
-        shown = told if isinstance(told, list) else [told]
-        console.print(overview(shown))
-        if not isinstance(told, list):
-            for table in details(told):
-                console.print(table)
+        show([overview([told]), *details(told)])
     return 0
+
+
+def show(tables: Sequence[Table]) -> None:
+    """Print tables, wide where they go into a file, so that no cell is cut."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 160
+    # What a client named its request is text, whatever brackets are in it.
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    for table in tables:
+        console.print(table)
 
 
 def fetch(url: str, path: str, api_key: str | None) -> Any:
@@ -114,7 +119,7 @@ def fetch(url: str, path: str, api_key: str | None) -> Any:
 
 def overview(told: Sequence[dict[str, Any]]) -> Table:
     """Return a table with a line per request."""
-    table = Table(title="Requests")
+    table = _table("Requests")
     for name in ("id", "state", "prompt", "from", "TTFT s", "predicted s"):
         table.add_column(name, overflow="fold")
     table.add_column("waited s, for", overflow="fold")
@@ -138,7 +143,7 @@ def details(one: dict[str, Any]) -> list[Table]:
     """Return tables of what there is to say of one request besides."""
     tables = []
     if one.get("missing"):
-        table = Table(title="Why these tokens were no hit")
+        table = _table("Why these tokens were no hit")
         for name in ("from token", "tokens", "cause", "what is known"):
             table.add_column(name, overflow="fold")
         for span in one["missing"]:
@@ -146,7 +151,7 @@ def details(one: dict[str, Any]) -> list[Table]:
             table.add_row(*numbers, span["cause"], span["text"])
         tables.append(table)
     if one.get("edges"):
-        table = Table(title="What was moved for it")
+        table = _table("What was moved for it")
         for name in ("edge", "bytes", "seconds, shared with its batch"):
             table.add_column(name)
         for name, edge in one["edges"].items():
@@ -154,7 +159,7 @@ def details(one: dict[str, Any]) -> list[Table]:
         tables.append(table)
     decision = one.get("decision")
     if decision and "reason" in decision:
-        table = Table(title="What was decided about its pages")
+        table = _table("What was decided about its pages")
         table.add_column("what")
         table.add_column("value", overflow="fold")
         table.add_row("reason", decision["reason"])
@@ -164,6 +169,21 @@ def details(one: dict[str, Any]) -> list[Table]:
             table.add_row(f"change {number}", replan)
         tables.append(table)
     return tables
+
+
+def _table(title: str) -> Table:
+    """Return an empty table; the base installation has no package for them.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        from rich.table import Table
+    except ImportError:
+        raise ConfigError(
+            "explain", "its tables need the package rich", "install it, or give --json"
+        ) from None
+    return Table(title=title)
 
 
 def _pairs(values: dict[str, Any], form: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -150,3 +151,15 @@ def test_what_is_wrong_is_said_in_a_sentence(
     """Exit code 2, and what to do about it."""
     assert main(["explain", "--url", url, "--api-key", "k", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_the_package_for_tables_there_is_json(
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The base installation has no rich: tables are refused in a sentence, JSON not."""
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert explain(url, "--last", "2") == 2
+    assert "give --json" in capsys.readouterr().err
+    assert explain(url, "--last", "2", "--json") == 0
