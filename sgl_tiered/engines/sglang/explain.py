@@ -102,6 +102,7 @@ class Explainer:
         # Whether an adder looked at the queue in this pass, and its last verdict.
         self._has_looked = False
         self._verdict: str | None = None
+        self._own_reason: WaitReason | None = None
         self._reason = WaitReason.PASS
         # Offloads under way: plan -> request.
         self._offloads: dict[int, str] = {}
@@ -115,6 +116,8 @@ class Explainer:
 
     def queued(self, req: Any, state: WaitingLoad[Any] | None) -> None:
         """Note a request that SGLang has put into its queue."""
+        if not self.is_on:
+            return
         num_tokens = len(req.origin_input_ids)
         decision = None if state is None else state.report.decision
         all_tokens = num_tokens + len(req.output_ids)
@@ -124,10 +127,15 @@ class Explainer:
     def begin_pass(self) -> None:
         """Note that SGLang begins to look at its queue."""
         self._has_looked, self._verdict = True, None
+        self._own_reason = None
 
     def looked_at(self, verdict: str) -> None:
         """Note what the adder said of a request: the name of an ``AddReqResult``."""
         self._verdict = verdict
+
+    def stops_for(self, reason: WaitReason) -> None:
+        """Note that this search ends for a reason of ours, whatever SGLang calls it."""
+        self._own_reason = reason
 
     def end_pass(self, *, is_full: bool) -> None:
         """Note why the search has ended.
@@ -142,6 +150,8 @@ class Explainer:
                 self._reason = WaitReason.PASS
             elif not was_full:
                 self._reason = WaitReason.SLOT
+        elif self._own_reason is not None:
+            self._reason = self._own_reason
         elif self._verdict == "NO_TOKEN":
             self._reason = WaitReason.BUDGET
         elif self._verdict != "OTHER" and is_full:

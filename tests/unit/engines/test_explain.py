@@ -21,7 +21,7 @@ from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.explain import Explainer, Namespaces, wants_explanation
-from sgl_tiered.metrics.ledger import RequestLedger
+from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.testing.strategies import spell
 
@@ -119,6 +119,20 @@ def test_the_end_of_a_search_is_understood(rig, searches, reason):
     """No tokens is the pool, a full batch without that is the running requests, and a
     search that SGLang leaves out has the reason of the one before."""
     assert rig.reason_after(*searches) == reason
+
+
+def test_a_reason_of_ours_wins_for_one_search(rig):
+    """Who ends a search on purpose says why; the next search is SGLang's again."""
+    req, state = rig.request("w", "zz")
+    rig.explainer.queued(req, state)
+    rig.explainer.begin_pass()
+    rig.explainer.stops_for(WaitReason.SLO)
+    rig.explainer.looked_at("OTHER")
+    rig.explainer.end_pass(is_full=False)
+    rig.clock.advance(1.0)
+    rig.search("NO_TOKEN")
+    rig.clock.advance(2.0)
+    assert rig.ledger.get("w")["wait"]["by_reason_s"] == {"budget": 2.0, "slo": 1.0}
 
 
 def test_a_request_is_followed_to_its_end(rig):
