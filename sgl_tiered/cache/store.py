@@ -27,6 +27,7 @@ from sgl_tiered.core.plans import (
     Bools,
     Int32s,
     Int64s,
+    TierOccupancy,
     UInt64s,
 )
 from sgl_tiered.policies.eviction.base import EvictionPolicy
@@ -248,6 +249,19 @@ class PageStore:
             table.discard(column[column >= 0].astype(np.int64))
         idle = live[table.copies[live] == 0]
         table.free_rows(idle.astype(np.int32))
+
+    def occupancy(self, tier: int, slot_bytes: int) -> TierOccupancy:
+        """Return the use of a tier's slots; pinned ones include those in flight."""
+        slots, table = self.table.slots[tier], self.table
+        column = table.entry_of[tier]
+        pinned = table.busy(column[column >= 0])
+        return TierOccupancy(
+            capacity_slots=slots.capacity,
+            used_slots=slots.used_slots,
+            free_slots=slots.free_slots,
+            pinned_slots=int(np.count_nonzero(pinned)),
+            slot_bytes=slot_bytes,
+        )
 
     # Keys.
 

@@ -493,17 +493,8 @@ class TieredCache:
 
     def occupancy(self, tier: TierId) -> TierOccupancy:
         """Return the use of a tier's slots; pinned ones include those in flight."""
-        number = self._tiers.index(tier)
-        slots, table = self._table.slots[number], self._table
-        column = table.entry_of[number]
-        pinned = table.busy(column[column >= 0])
-        return TierOccupancy(
-            capacity_slots=slots.capacity,
-            used_slots=slots.used_slots,
-            free_slots=slots.free_slots,
-            pinned_slots=int(np.count_nonzero(pinned)),
-            slot_bytes=self._config.layout.slot_bytes,
-        )
+        slot_bytes = self._config.layout.slot_bytes
+        return self._store.occupancy(self._tiers.index(tier), slot_bytes)
 
     # Laws.
 
