@@ -17,12 +17,12 @@ from sgl_tiered.policies.eviction.registry import make_eviction_policy
 PAGE_TOKENS = 16
 
 
-def make_cache(host_pages: int, disk_pages: int) -> TieredCache:
+def make_cache(host_pages: int, disk_pages: int, tombstones: int = 0) -> TieredCache:
     """Return an empty cache of so many pages per tier."""
     tiers = (TierConfig(TierId.HOST, host_pages), TierConfig(TierId.DISK, disk_pages))
     rng = np.random.default_rng(0)
     return TieredCache(
-        CacheConfig(PageLayout(12, PAGE_TOKENS, 512), tiers),
+        CacheConfig(PageLayout(12, PAGE_TOKENS, 512), tiers, tombstones=tombstones),
         cost=CostModel(
             PrefillCost(40_000_000, 12, 512, 1e11),
             {TierId.HOST: LinkCost(1e-4, 8e9), TierId.DISK: LinkCost(5e-4, 1e9)},

@@ -65,6 +65,8 @@ class CacheConfig:
             disk does not empty itself at once.
         disk_admission: name of a write admission: which pages are written to disk.
         load_overlaps: loads to the device run under the pass, layer by layer.
+        tombstones: pages of which it is remembered why they are gone, a power of two;
+            0 for none (``tombstones.cells_for`` gives a fitting number).
     """
 
     layout: PageLayout
@@ -76,6 +78,7 @@ class CacheConfig:
     demote_rest_s: float = 5.0
     disk_admission: str = "all"
     load_overlaps: bool = False
+    tombstones: int = 0
 
     def __post_init__(self) -> None:
         order = [int(tier.tier) for tier in self.tiers]

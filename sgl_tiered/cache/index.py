@@ -155,6 +155,28 @@ class RadixIndex:
             break
         return path
 
+    def rows_of(self, digest: bytes, raw: bytes) -> Int32s:
+        """Return the rows of the pages that ``raw`` begins with; changes nothing.
+
+        Other than ``walk`` it cuts no run, so what is only asked about leaves no trace.
+        Empty for a namespace that is not open.
+        """
+        page_bytes = self._page_bytes
+        stop = len(raw) - len(raw) % page_bytes
+        node, position = self._roots.get(digest), 0
+        found: list[Int32s] = []
+        while node is not None and position < stop:
+            node = node.children.get(raw[position : position + page_bytes])
+            if node is None:
+                break
+            if not raw.startswith(node.raw, position):
+                equal = self._num_equal(node.raw, raw[position:stop])
+                found.append(node.rows[:equal])
+                break
+            found.append(node.rows)
+            position += len(node.raw)
+        return np.concatenate(found) if found else _NO_ROWS
+
     def add(self, parent: Node, raw: bytes, rows: Int32s) -> Node:
         """Add a run after ``parent``; its rows have no copies yet."""
         first = raw[: self._page_bytes]

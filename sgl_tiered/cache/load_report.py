@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Decision
 
 __all__ = ["LoadReport"]
@@ -21,6 +23,9 @@ class LoadReport:
         replans: what was decided anew while a read was under way, oldest first.
         pages_loaded, pages_read: pages that came to the device, and those of them that
             were read from disk for it.
+        pages_by_tier: pages that came to the device, by the tier that had them.
+        copy_s_by_tier: ``load_s`` by the tier that was copied from; what was read from
+            disk is copied from the host's memory.
         read_s: time of the read from disk, from its first byte to its last.
         load_s: time of the copies to the device, shared with the rest of its batch.
         stall_s: time that its pass stood still for them, shared likewise.
@@ -33,11 +38,18 @@ class LoadReport:
     replans: list[str] = field(default_factory=list)
     pages_loaded: int = 0
     pages_read: int = 0
+    pages_by_tier: dict[TierId, int] = field(default_factory=dict)
+    copy_s_by_tier: dict[TierId, float] = field(default_factory=dict)
     read_s: float = 0.0
     load_s: float = 0.0
     stall_s: float = 0.0
     waited_s: float = 0.0
     is_split: bool = False
+
+    def add_copies(self, seconds: Mapping[TierId, float]) -> None:
+        """Add the time of copies to the device, by the tier copied from."""
+        for tier, copy_s in seconds.items():
+            self.copy_s_by_tier[tier] = self.copy_s_by_tier.get(tier, 0.0) + copy_s
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-able value; times in seconds."""
@@ -74,5 +86,12 @@ class LoadReport:
             "load_s": round(self.load_s, _MICRO),
             "stall_s": round(self.stall_s, _MICRO),
             "waited_s": round(self.waited_s, _MICRO),
+            "by_tier": {
+                tier.label: {
+                    "pages": self.pages_by_tier.get(tier, 0),
+                    "copy_s": round(self.copy_s_by_tier.get(tier, 0.0), _MICRO),
+                }
+                for tier in sorted(self.pages_by_tier.keys() | self.copy_s_by_tier)
+            },
         }
         return made

@@ -17,10 +17,19 @@ from sgl_tiered.cache.evictor import Evictor
 from sgl_tiered.cache.index import Node, RadixIndex
 from sgl_tiered.cache.stats import StatsCounters
 from sgl_tiered.cache.table import CacheTable
+from sgl_tiered.cache.tombstones import Cause, Tombstones
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import page_keys
-from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt64s
+from sgl_tiered.core.plans import (
+    QUEUE_FULL,
+    WRITES_REST,
+    Bools,
+    Int32s,
+    Int64s,
+    TierOccupancy,
+    UInt64s,
+)
 from sgl_tiered.policies.eviction.base import EvictionPolicy
 
 __all__ = ["PageStore", "Recency"]
@@ -61,6 +70,9 @@ class PageStore:
             for number, tier in enumerate(self.tiers)
         ]
         self.counters = StatsCounters(self.tiers)
+        self.tombstones: Tombstones | None = None
+        if config.tombstones:
+            self.tombstones = Tombstones(config.tombstones, clock.now())
         self._clock = clock
         self._sequence = 0
         self._unsettled: list[Node] = []
@@ -116,6 +128,7 @@ class PageStore:
         victims = self.evictors[tier].select(missing, protected=protected, below=below)
         column = self.table.entry_of[tier]
         for victim in victims:
+            self.bury(tier, victim.rows, Cause.EVICTED)
             gone = self.table.discard(column[victim.rows].astype(np.int64))
             assert len(gone) == len(victim.rows), "a victim was in use"
             self.index.change_node(tier, victim.node, -len(gone))
@@ -132,7 +145,13 @@ class PageStore:
         return addresses
 
     def land_copies(
-        self, tier: int, rows: Int32s, entries: Int64s, ok: Bools, sums: UInt64s
+        self,
+        tier: int,
+        rows: Int32s,
+        entries: Int64s,
+        ok: Bools,
+        sums: UInt64s,
+        error: str = "",
     ) -> int:
         """End the flight of copies, some of which may have failed.
 
@@ -142,6 +161,7 @@ class PageStore:
             entries: their entries, from when the flight began.
             ok: which arrived.
             sums: their checksums, empty where none were computed.
+            error: why some did not.
 
         Returns:
             How many arrived.
@@ -155,13 +175,17 @@ class PageStore:
                 checksums = sums if whole else sums[ok]
             self.note_gone(tier, self.table.mark_ready(good, checksums))
         if not whole:
+            was_dropped = error in (QUEUE_FULL, WRITES_REST)
+            cause = Cause.BACK_PRESSURE if was_dropped else Cause.NOT_WRITTEN
+            self.bury(tier, rows[~ok], cause)
             self.note_gone(tier, self.table.fail_flight(entries[~ok]))
         self.counters.stored[self.tiers[tier]] += num_ok
         self.counters.failed[self.tiers[tier]] += len(ok) - num_ok
         return num_ok
 
-    def discard(self, tier: int, entries: Int64s) -> None:
+    def discard(self, tier: int, entries: Int64s, cause: Cause = Cause.DROPPED) -> None:
         """Drop copies now, or as soon as nobody uses them."""
+        self.bury(tier, self.table.entry_row[entries], cause)
         self.note_gone(tier, self.table.discard(entries))
 
     def unpin(self, tier: int, entries: Int64s) -> None:
@@ -179,6 +203,30 @@ class PageStore:
         if detached.any():
             table.free_rows(rows[detached])
 
+    def bury(self, tier: int, rows: Int32s, cause: Cause) -> None:
+        """Remember why pages have no copy in a tier any more, where that is kept.
+
+        Derives their keys; once per page.
+        """
+        if self.tombstones is None or not len(rows):
+            return
+        table = self.table
+        rows = rows[table.in_index[rows]]
+        for row in rows[~table.key_known[rows]]:
+            if not table.key_known[row]:
+                self.derive_keys(self.index.path_to(table.node[row]))
+        now_s = self._clock.now()
+        self.tombstones.add(table.keys[rows], cause, self.tiers[tier], now_s)
+
+    def refuse(self, digest: bytes, tokens: Int32s, positions: Int64s) -> None:
+        """Note pages of a prompt for which the first tier has no room."""
+        self.counters.num_refused_offload_pages += len(positions)
+        if self.tombstones is not None and len(positions):
+            end = (int(positions[-1]) + 1) * self.page_tokens
+            keys = page_keys(digest, tokens[:end], self.page_tokens)[positions]
+            now_s = self._clock.now()
+            self.tombstones.add(keys, Cause.NO_ROOM, self.tiers[0], now_s)
+
     def settle(self) -> None:
         """Let pages without copies go; the end of every public operation."""
         while self._unsettled:
@@ -191,6 +239,8 @@ class PageStore:
         table.bind(live, None)
         table.flags[live] = 0
         self._unsettled.clear()
+        if self.tombstones is not None:
+            self.tombstones.clear()
         self.index.clear()
         for evictor in self.evictors:
             evictor.clear()
@@ -199,6 +249,19 @@ class PageStore:
             table.discard(column[column >= 0].astype(np.int64))
         idle = live[table.copies[live] == 0]
         table.free_rows(idle.astype(np.int32))
+
+    def occupancy(self, tier: int, slot_bytes: int) -> TierOccupancy:
+        """Return the use of a tier's slots; pinned ones include those in flight."""
+        slots, table = self.table.slots[tier], self.table
+        column = table.entry_of[tier]
+        pinned = table.busy(column[column >= 0])
+        return TierOccupancy(
+            capacity_slots=slots.capacity,
+            used_slots=slots.used_slots,
+            free_slots=slots.free_slots,
+            pinned_slots=int(np.count_nonzero(pinned)),
+            slot_bytes=slot_bytes,
+        )
 
     # Keys.
 

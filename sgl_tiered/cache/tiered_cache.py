@@ -29,10 +29,12 @@ from sgl_tiered.cache.config import (
 )
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
+from sgl_tiered.cache.misses import MissReader
 from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore, Recency
 from sgl_tiered.cache.table import LOADING
+from sgl_tiered.cache.tombstones import Cause
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.keys import Namespace
@@ -99,6 +101,7 @@ class TieredCache:
             cost, config.layout, config.load_policy, overlaps=config.load_overlaps
         )
         self._chain = Chain(self._store, config, clock)
+        self.misses = MissReader(self._store, self._chain, config, clock)
         self._sources: dict[int, UInt8s] = {}
         self._awake = (1 << len(self._tiers)) - 1
         self._next_plan_id = 1
@@ -265,7 +268,7 @@ class TieredCache:
                 continue
             if bad_pages is not None:
                 # Doomed while still pinned, so that unpinning drops them.
-                store.discard(number, entries[mine & bad])
+                store.discard(number, entries[mine & bad], Cause.FAILED_CHECK)
                 store.counters.bad[tier] += int(np.count_nonzero(mine & bad))
             store.unpin(number, entries[mine])
             if landed:
@@ -341,10 +344,10 @@ class TieredCache:
             positions = positions[:max_pages]
         if not len(positions):
             return None
-        wanted = len(positions)
         # The prompt's own pages are not evicted for its later ones.
-        positions = positions[: store.make_room(0, wanted, protected=set(path))]
-        store.counters.num_refused_offload_pages += wanted - len(positions)
+        room = store.make_room(0, len(positions), protected=set(path))
+        store.refuse(digest, tokens, positions[room:])
+        positions = positions[:room]
         if not len(positions):
             store.settle()
             return None
@@ -381,7 +384,8 @@ class TieredCache:
         """Make the copies that arrived hits, and drop the others."""
         entries = self._offloads.pop(plan.plan_id, None)
         assert entries is not None, f"offload {plan.plan_id} is not under way"
-        self._store.land_copies(0, plan.pages, entries, result.ok, result.checksums)
+        found = (plan.pages, entries, result.ok, result.checksums, result.error)
+        self._store.land_copies(0, *found)
         self._chain.arrived(0, plan.pages[result.ok])
         self._store.settle()
 
@@ -427,9 +431,8 @@ class TieredCache:
         """Make the copies that arrived hits, drop the others, release the sources."""
         demotion = self._chain.end(plan.plan_id)
         edge, store = demotion.edge, self._store
-        store.land_copies(
-            edge.target, plan.pages, demotion.writes, result.ok, result.checksums
-        )
+        found = (plan.pages, demotion.writes, result.ok, result.checksums)
+        store.land_copies(edge.target, *found, result.error)
         self._chain.landed(edge, plan.pages, result.ok)
         store.unpin(edge.source, demotion.reads)
         store.settle()
@@ -490,17 +493,8 @@ class TieredCache:
 
     def occupancy(self, tier: TierId) -> TierOccupancy:
         """Return the use of a tier's slots; pinned ones include those in flight."""
-        number = self._tiers.index(tier)
-        slots, table = self._table.slots[number], self._table
-        column = table.entry_of[number]
-        pinned = table.busy(column[column >= 0])
-        return TierOccupancy(
-            capacity_slots=slots.capacity,
-            used_slots=slots.used_slots,
-            free_slots=slots.free_slots,
-            pinned_slots=int(np.count_nonzero(pinned)),
-            slot_bytes=self._config.layout.slot_bytes,
-        )
+        slot_bytes = self._config.layout.slot_bytes
+        return self._store.occupancy(self._tiers.index(tier), slot_bytes)
 
     # Laws.
 
@@ -524,7 +518,11 @@ class TieredCache:
     def memory_bytes(self) -> int:
         """Return the bytes of all arrays (the index's objects not counted)."""
         sightings = self._chain.sightings
-        return self._table.array_bytes() + (sightings.num_bytes if sightings else 0)
+        num_bytes = self._table.array_bytes() + (
+            sightings.num_bytes if sightings else 0
+        )
+        graves = self._store.tombstones
+        return num_bytes + (graves.num_bytes if graves else 0)
 
     # Private.
 

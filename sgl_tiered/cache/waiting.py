@@ -271,10 +271,13 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             if landed:
                 used = np.ones(plan.num_pages, np.bool_)
                 used[unused] = False
-                state.report.pages_loaded += int(used.sum())
-                state.report.pages_read += int(
-                    (used & (plan.tiers == TierId.DISK)).sum()
-                )
+                report = state.report
+                report.pages_loaded += int(used.sum())
+                for number, num_pages in enumerate(np.bincount(plan.tiers[used])):
+                    if num_pages:
+                        tier, by_tier = TierId(number), report.pages_by_tier
+                        by_tier[tier] = by_tier.get(tier, 0) + int(num_pages)
+                report.pages_read = report.pages_by_tier.get(TierId.DISK, 0)
             self._cache.finish_load(plan, landed=landed, bad_pages=bad, unused=unused)
         state.bad_pages = []
         state.num_good = state.front = state.compute_to = 0

@@ -15,7 +15,7 @@ from sgl_tiered.errors import ConfigError
 from sgl_tiered.sim.answers import LengthReport
 from sgl_tiered.sim.chrome import write_chrome_trace
 from sgl_tiered.sim.records import SimResult
-from sgl_tiered.sim.server import simulate
+from sgl_tiered.sim.server import SimServer
 from sgl_tiered.sim.spec import SimSpec, read_spec
 from sgl_tiered.sim.summary import Percentiles, SimSummary, Slo, summarize
 
@@ -40,6 +40,11 @@ def register(subparsers: Any) -> None:
         help="SPEC.toml, or a trace (Mooncake or WEKA JSON lines, gzipped or not)",
     )
     parser.add_argument("--out", help="folder for records, summary and Chrome trace")
+    parser.add_argument(
+        "--explain",
+        metavar="OUT.jsonl",
+        help="write what became of each request: its waits by reason, its misses",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for field in fields(SimSpec):
         if field.name == "trace":
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             spec = replace(spec, page_size=calibration.model.page_tokens)
     if arguments.capacity_plan:
         return run_capacity_plan(arguments, spec, calibration)
-    result, summary = simulate_spec(spec, calibration)
+    result, summary = simulate_spec(spec, calibration, arguments.explain)
     if arguments.json:
         print(json.dumps(asdict(summary)))
     else:
@@ -92,14 +97,29 @@ def spec_of(arguments: argparse.Namespace) -> SimSpec:
 
 
 def simulate_spec(
-    spec: SimSpec, calibration: Calibration | None
+    spec: SimSpec, calibration: Calibration | None, explain: str | None = None
 ) -> tuple[SimResult, SimSummary]:
-    """Run one spec."""
+    """Run one spec; write what became of its requests to the file ``explain``."""
     workload = make_workload(spec)
     if not workload.requests:
         raise ConfigError("trace", "it holds no requests", "give another one")
-    result = simulate(spec.server(calibration), workload)
+    config = replace(spec.server(calibration), explain=explain is not None)
+    server = SimServer(config, workload)
+    result = server.run()
+    if explain is not None:
+        _write_explanations(Path(explain), server)
     return result, summarize(result, Slo(spec.ttft_s, spec.tpot_s))
+
+
+def _write_explanations(path: Path, server: SimServer) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            for told in server.ledger.explanations():
+                file.write(json.dumps(told) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            "explain", f"{path} cannot be written ({error.strerror})", "give another"
+        ) from None
 
 
 def table(spec: SimSpec, summary: SimSummary) -> str:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from sgl_tiered.core.ids import Lookup, TierId
 
 __all__ = [
+    "QUEUE_FULL",
+    "WRITES_REST",
     "Decision",
     "DemotePlan",
     "LoadPlan",
@@ -23,6 +25,10 @@ __all__ = [
     "TransferResult",
 ]
 
+QUEUE_FULL = "the queue is full"
+"""The error of a transfer that was dropped because too many waited."""
+WRITES_REST = "writes rest after failures"
+"""And of one that was dropped because those before it failed."""
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]

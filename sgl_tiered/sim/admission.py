@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sgl_tiered.metrics.ledger import WaitReason
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
+from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.lower import LowerTiers
 from sgl_tiered.sim.order import WaitingFacts, make_order
 from sgl_tiered.sim.sequence import CLIP_NEW_TOKENS, NewTokenRatio, Sequence
@@ -49,11 +51,17 @@ class Admission:
         config: of the server.
         tree: the device's pages.
         lower: the tiers, or None.
+        ledger: told why who waits.
     """
 
     def __init__(
-        self, config: ServerConfig, tree: DeviceTree, lower: LowerTiers | None
+        self,
+        config: ServerConfig,
+        tree: DeviceTree,
+        lower: LowerTiers | None,
+        ledger: SimLedger,
     ) -> None:
+        self._ledger = ledger
         self._config = config
         self._page = config.page_tokens
         self._tree = tree
@@ -92,20 +100,26 @@ class Admission:
         if self.chunked is not None:
             self._continue_chunked(plan)
         admitted: set[int] = set()
+        reason = WaitReason.PASS
         for seq in self._in_order(waiting, now_s):
             # A chunked prompt takes the rest of the pass; only one is under way.
             full = len(running) + len(plan.parts) >= scheduler.max_running
             if full or self.chunked is not None or self._rem_input <= 0:
+                reason = WaitReason.SLOT if full else reason
                 break
             if self._rem_chunk is not None and self._rem_chunk < self._page:
                 break
             node, num_matched = self._match(seq)
             ready = self._lower is None or self._lower.prepare(seq.index, num_matched)
             if not ready:
+                self._ledger.waits(seq, WaitReason.LOAD)
                 continue
             if not self._add(plan, seq, node, num_matched):
+                reason = WaitReason.BUDGET if plan.blocked else reason
                 break
             admitted.add(seq.index)
+            self._ledger.admitted(seq, num_matched)
+        self._ledger.pass_ended(reason)
         if plan.parts:
             self._tree.make_room(self._spare_pages(plan))
         if admitted:

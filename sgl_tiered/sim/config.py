@@ -93,6 +93,7 @@ class ServerConfig:
         prefetch: reads from disk start at arrival; otherwise at admission.
         length_predictor: name in ``LENGTH_PREDICTORS``; it learns as the server runs.
         max_offloads: plans that may wait for the offload; more are dropped.
+        explain: say of each request why it waited and what became of its pages.
         seed: for policies that draw.
     """
 
@@ -116,6 +117,7 @@ class ServerConfig:
     prefetch: bool = True
     length_predictor: str = NO_PREDICTOR
     max_offloads: int = 64
+    explain: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

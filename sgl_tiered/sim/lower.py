@@ -22,12 +22,14 @@ from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.tiered_cache import TieredCache
+from sgl_tiered.cache.tombstones import cells_for
 from sgl_tiered.cache.waiting import WaitingLoads
 from sgl_tiered.cache.waiting_state import WaitingLoad
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import (
+    QUEUE_FULL,
     DemotePlan,
     Int32s,
     LoadPlan,
@@ -386,12 +388,20 @@ class LowerTiers:
         if state is None or state.staged is not read:
             return
         num_pages = len(read.arrived)
-        self._loads.stage_finished(read.plan, read.arrived, self._arrived(num_pages))
+        started_s = read.started_s
+        result = self._arrived(num_pages, self._queue.now() - (started_s or 0.0))
+        self._loads.stage_finished(read.plan, read.arrived, result)
         self._log.add(self._queue.now(), "staged", read.subject, num_pages)
         self._wake(True)
 
     def _wake_at(self, time_s: float) -> None:
         self._queue.at(time_s, Priority.WAKE, lambda: self._wake(True))
+
+    # -- What is told ----------------------------------------------------------
+
+    def state(self, subject: int) -> WaitingLoad[_Read] | None:
+        """Return what is known of a request's load; None if it is not tracked."""
+        return self._states.get(subject)
 
     # -- Offloads and demotions ------------------------------------------------
 
@@ -417,6 +427,7 @@ class LowerTiers:
                 self.late_pages += self.cache.num_without_copy(
                     self._digest, lost.tokens, num_left
                 )
+                self.cache.misses.lost(self._digest, lost.tokens, num_left)
         while not self._offloads:
             prompt = deferred.next(tree.free_pages)
             if prompt is None:
@@ -468,7 +479,7 @@ class LowerTiers:
         if plan is None:
             return False
         if len(self._offloads) > self._max_offloads:
-            lost = TransferResult.failed(len(plan.pages), 0.0, "the queue is full")
+            lost = TransferResult.failed(len(plan.pages), 0.0, QUEUE_FULL)
             self.cache.finish_offload(plan, lost)
             self._log.add(self._queue.now(), "offload_lost", subject, len(plan.pages))
             return False
@@ -514,9 +525,9 @@ class LowerTiers:
         self._log.add(self._queue.now(), "demoted", plan.plan_id, len(plan.pages))
         self._demote()
 
-    def _arrived(self, num_pages: int) -> TransferResult:
+    def _arrived(self, num_pages: int, seconds: float = 0.0) -> TransferResult:
         return TransferResult(
-            np.ones(num_pages, np.bool_), num_pages * self._page_bytes, 0.0
+            np.ones(num_pages, np.bool_), num_pages * self._page_bytes, seconds
         )
 
 
@@ -553,6 +564,7 @@ def _make_cache(config: ServerConfig, queue: EventQueue) -> TieredCache:
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
             load_overlaps=config.load_mode == "layerwise",
+            tombstones=cells_for(sum(slots.values())) if config.explain else 0,
         ),
         cost=StandInCost(config.times, config.page_tokens, costs),
         eviction={tier: make_eviction_policy(config.eviction, rng) for tier in slots},

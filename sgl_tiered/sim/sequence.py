@@ -38,6 +38,7 @@ class Sequence:
         "index",
         "kv_tokens",
         "load_bytes",
+        "load_s",
         "node",
         "num_retractions",
         "offloaded_pages",
@@ -60,6 +61,7 @@ class Sequence:
         self.kv_tokens = 0
         self.extend_tokens = 0
         self.load_bytes = 0
+        self.load_s = 0.0
         self.cxl_bytes = 0
         self.node: TreeNode | None = None
         self.tree_pages = 0

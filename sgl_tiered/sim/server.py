@@ -17,6 +17,7 @@ from sgl_tiered.sim.answers import AnswerLengths
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import Event, EventLog, EventQueue, Priority
+from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.lower import LowerTiers
 from sgl_tiered.sim.records import (
     DecodeSegment,
@@ -61,8 +62,9 @@ class SimServer:
         self.lower: LowerTiers | None = None
         if config.tiers:
             self.lower = LowerTiers(config, self.queue, self.log, self._wake)
-        self.admission = Admission(config, self.tree, self.lower)
         self.lengths = AnswerLengths.make(config, workload.requests)
+        self.ledger = SimLedger(config, self.queue, self.lower, len(workload.requests))
+        self.admission = Admission(config, self.tree, self.lower, self.ledger)
         self._workload = workload
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -135,6 +137,7 @@ class SimServer:
         self.log.add(now_s, "queued", index, seq.request.num_prompt_tokens)
         if not self.admission.can_ever_run(seq):
             self.log.add(now_s, "aborted", index)
+            self.ledger.queued(seq)
             self._end(seq, aborted=True)
             return
         if self.lengths is not None:
@@ -149,6 +152,7 @@ class SimServer:
             pages = seq.request.page_ids[:num_pages]
             _, num_matched = self.tree.match(seq.page_raw[: num_pages * 4])
             self.lower.track(seq.index, pages, num_matched)
+        self.ledger.queued(seq)
 
     # -- The scheduler's loop --------------------------------------------------
 
@@ -185,6 +189,7 @@ class SimServer:
         self._in_pass = True
         now_s = self.queue.now()
         num_bytes = cxl_bytes = 0
+        loading = [seq for seq, _, _ in plan.parts if seq.load_bytes]
         for seq, context, new in plan.parts:
             if seq.admitted_s < 0:
                 seq.admitted_s = now_s
@@ -208,6 +213,8 @@ class SimServer:
         after_s = compute_s / num_layers if overlapped else compute_s
 
         def loaded() -> None:
+            for seq in loading:
+                seq.load_s += self.queue.now() - now_s
             end_s = self.queue.now() + after_s
             self.queue.at(max(end_s, now_s + compute_s), Priority.PASS, end)
 
@@ -234,6 +241,7 @@ class SimServer:
 
     def _first_token(self, seq: Sequence, now_s: float) -> None:
         seq.outputs += 1
+        self.ledger.first_token(seq)
         if seq.first_token_s < 0:
             seq.first_token_s = now_s
         else:
@@ -406,6 +414,7 @@ class SimServer:
         now_s = self.queue.now()
         self._publish(seq)
         seq.release(self.tree)
+        self.ledger.finished(seq)
         if self.lower is not None:
             self.lower.forget(seq.index)
         if self.lengths is not None:
@@ -415,6 +424,8 @@ class SimServer:
 
     def _end(self, seq: Sequence, *, aborted: bool) -> None:
         now_s = self.queue.now()
+        if aborted:
+            self.ledger.aborted(seq)
         self._records[seq.index] = seq.record(now_s, aborted=aborted)
         followers = self._followers.pop(seq.index, [])
         if not followers and self._workload.num_clients:

@@ -30,6 +30,7 @@ GOOD = {
         "--tiered-load-policy=always",
         "--tiered-log-interval=5",
         "--tiered-seed=3",
+        "--tiered-explain-last=50",
         "--tiered-emulate=host:latency=0.001",
     ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
@@ -54,6 +55,7 @@ BAD = {
     "interval": ([*ON, "--tiered-log-interval=-1"], "--tiered-log-interval"),
     "interval nan": ([*ON, "--tiered-log-interval=nan"], "--tiered-log-interval"),
     "seed": ([*ON, "--tiered-seed=-1"], "--tiered-seed"),
+    "explain": ([*ON, "--tiered-explain-last=-1"], "--tiered-explain-last"),
     "threshold": (
         [*ON, "--tiered-offload-threshold=90"],
         "--tiered-offload-threshold",

@@ -132,10 +132,10 @@ class OffloadAhead:
             return self._find(prompt)[0]
 
         for prompt, num_left in self._deferred.sweep(num_resident):
-            num_lost = self._tiered.cache.num_without_copy(
-                prompt.digest, prompt.tokens, num_left
-            )
+            cache = self._tiered.cache
+            num_lost = cache.num_without_copy(prompt.digest, prompt.tokens, num_left)
             self._tiered.metrics.add("offload_late_pages", num_lost)
+            cache.misses.lost(prompt.digest, prompt.tokens, num_left)
 
     def _find(self, prompt: Deferred) -> tuple[int, Any]:
         """Return how many of a prompt's pages the tree has, and the last node.

@@ -184,6 +184,14 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_explain_last: A[
+        Optional[int],  # noqa: UP045
+        Arg(
+            help="Ended requests that GET /tiered/explain knows, about 4 kB each; "
+            "default 1000, 0 for none."
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(

@@ -190,6 +190,8 @@ class TieredRadixCache(UnifiedRadixCache):
                 continue
             state.report.load_s += ticket.seconds
             state.report.stall_s += ticket.stall_s
+            moved = {tier: seconds for tier, (_, seconds) in ticket.moved.items()}
+            state.report.add_copies(moved)
             if landed:
                 self.tiered.coordinator.landed(state)
                 continue
@@ -308,6 +310,8 @@ class TieredRadixCache(UnifiedRadixCache):
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Publish the request's pages in the tree, then offload the new ones."""
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        if up_to >= len(req.origin_input_ids):
+            self.tiered.ledger.first_token(req.rid)
         state = self.tiered.coordinator.state(req.rid)
         if state is not None:
             self._count(req, state)
@@ -332,6 +336,7 @@ class TieredRadixCache(UnifiedRadixCache):
             # Its load runs: finish_external_linker_loads ends it.
             return
         self._forget(request.rid)
+        self.tiered.explainer.aborted(request.rid)
 
     def evict(self, params: EvictParams) -> Any:
         """Let the tree evict, and remember to look what was lost."""
@@ -486,6 +491,7 @@ class TieredRadixCache(UnifiedRadixCache):
         firsts = torch.from_numpy(plan.positions.astype(np.int64) * self.page_size)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         slots = row[firsts.to(row.device)].cpu().numpy().astype(np.int64)
+        self.tiered.explainer.offloading(req.rid, plan)
         self.submit_offload(plan, slots // self.page_size, req.last_node)
 
     def _count(self, req: Any, state: RequestState) -> None:

@@ -90,6 +90,8 @@ class TieredConfig:
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
         switchable_faults: delays and faults may be switched while serving (tests).
+        explain_last: ended requests that can be explained; 0 for none, which saves the
+            bookkeeping as well.
         calibration: file of ``sgl-tiered calibrate`` from which the planner's costs
             start; None to measure at start-up.
     """
@@ -114,6 +116,7 @@ class TieredConfig:
     emulate: tuple[Emulation, ...] = ()
     switchable_faults: bool = False
     calibration: Path | None = None
+    explain_last: int = 1_000
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -157,6 +160,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         emulate=_emulation(settings),
         switchable_faults=faults_allowed(),
         calibration=_calibration(settings.get("calibration")),
+        explain_last=_whole(settings, "explain_last", 1_000, low=0, high=1_000_000),
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")

@@ -13,6 +13,7 @@ import torch
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import DeferredOffloads
 from sgl_tiered.cache.tiered_cache import TieredCache
+from sgl_tiered.cache.tombstones import cells_for
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
@@ -167,6 +168,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             disk_admission=config.disk_admission,
             # Where the model's thread copies, a load and its pass add up.
             load_overlaps=not device.waiter_copies or host.health().emulated,
+            tombstones=cells_for(sum(tier.num_slots for tier in tiers))
+            if config.explain_last
+            else 0,
         ),
         cost=cost,
         eviction={

@@ -1,19 +1,22 @@
 """Endpoints of the HTTP process.
 
-``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME``; to compare load policies on one
-server, ``POST /tiered/load-policy?policy=NAME``; and for tests, where the environment
-allows faults, ``POST /tiered/faults?emulate=TEXT``.
+``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME``; what became of requests
+(metrics/EXPLAIN.md): ``GET /tiered/explain/RID`` and ``GET /tiered/explain?last=N`` or
+``?slowest=N``; to compare load policies on one server, ``POST
+/tiered/load-policy?policy=NAME``; and for tests, where the environment allows faults,
+``POST /tiered/faults?emulate=TEXT``.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.emulation import parse_emulation
 
-__all__ = ["DROP_KNOBS", "FAULTS_KEY", "LOAD_POLICY_KNOB", "http_hooks"]
+__all__ = ["DROP_KNOBS", "EXPLAIN_KEY", "FAULTS_KEY", "LOAD_POLICY_KNOB", "http_hooks"]
 
 DROP_KNOBS = {
     "device": "tiered_drop_device",
@@ -22,6 +25,8 @@ DROP_KNOBS = {
     "disk": "tiered_drop_disk",
 }
 """Tier -> key of SGLang's ``set_internal_state``, which carries numbers only."""
+EXPLAIN_KEY = "tiered_explain:"
+"""Before our question in the ``rid`` of SGLang's request for its state."""
 FAULTS_KEY = "tiered_faults:"
 """Before the text of ``POST /tiered/faults``: values are numbers, keys are texts."""
 LOAD_POLICY_KNOB = "tiered_load_policy"
@@ -53,7 +58,35 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
         return
     from fastapi import HTTPException
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
+
+    async def ask(question: dict[str, Any]) -> list[Any]:
+        """Ask every scheduler; SGLang's question for the state carries ours as rid."""
+        manager = http_server._global_state.tokenizer_manager
+        manager.auto_create_handle_loop()
+        request = GetInternalStateReq(rid=EXPLAIN_KEY + json.dumps(question))
+        answers = await manager.get_internal_state_communicator(request)
+        return [answer.internal_state.get("tiered_explain") for answer in answers]
+
+    @http_server.app.get("/tiered/explain/{rid:path}")
+    async def tiered_explain(rid: str) -> Any:
+        """Return what became of one request."""
+        found = [told for told in await ask({"rid": rid}) if told is not None]
+        if not found:
+            raise HTTPException(
+                404,
+                f"{rid!r} is not known: it is not here, or ended too long ago "
+                "(--tiered-explain-last).",
+            )
+        return found[0]
+
+    @http_server.app.get("/tiered/explain")
+    async def tiered_explain_some(last: int = 20, slowest: int = 0) -> Any:
+        """Return what became of the last requests, or of the slowest of those kept."""
+        if min(last, slowest) < 0:
+            raise HTTPException(400, "last and slowest are numbers of requests.")
+        question = {"slowest": slowest} if slowest else {"last": last}
+        return [told for answer in await ask(question) for told in answer or []]
 
     @http_server.app.get("/tiered/stats")
     async def tiered_stats() -> Any:

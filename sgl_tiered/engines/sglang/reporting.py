@@ -10,7 +10,12 @@ from weakref import WeakKeyDictionary
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
-from sgl_tiered.engines.sglang.http import DROP_KNOBS, FAULTS_KEY, LOAD_POLICY_KNOB
+from sgl_tiered.engines.sglang.http import (
+    DROP_KNOBS,
+    EXPLAIN_KEY,
+    FAULTS_KEY,
+    LOAD_POLICY_KNOB,
+)
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
 from sgl_tiered.engines.sglang.splitting import prefill_adder_class
@@ -35,6 +40,8 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
         (_SCHEDULER + "get_prefill_adder_class", prefill_adder_class, HookType.AROUND),
+        (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
+        (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
@@ -66,6 +73,23 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
 
     runtime.engine_idle = idle
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
+
+
+def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:
+    """Follow a request from the queue on; one that was refused is not in it."""
+    del result, args, kw
+    runtime = _tiered(scheduler.tree_cache)
+    waiting = scheduler.waiting_queue
+    if runtime is not None and waiting and waiting[-1] is req:
+        runtime.explainer.queued(req, runtime.coordinator.state(req.rid))
+
+
+def _note_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Note why the search for a pass has ended."""
+    del args, kwargs
+    runtime = _tiered(scheduler.tree_cache)
+    if runtime is not None and runtime.explainer.is_on:
+        runtime.explainer.end_pass(is_full=result[1].batch_is_full)
 
 
 def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -104,7 +128,10 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
                 return {}
             # SGLang joins the lists of a request's outputs, so there is one with one.
             reports = [
-                runtime.take_report(req.rid) if req.finished() else None for req in reqs
+                runtime.explainer.finished(req, runtime.take_report(req.rid))
+                if req.finished()
+                else None
+                for req in reqs
             ]
             return {"tiered": [[] if told is None else [told] for told in reports]}
 
@@ -147,9 +174,12 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
 
 
 def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
-    del recv_req
     runtime = _tiered(controller.scheduler.tree_cache)
-    if runtime is not None:
+    question = recv_req.rid or ""
+    if runtime is not None and question.startswith(EXPLAIN_KEY):
+        asked = question.removeprefix(EXPLAIN_KEY)
+        out.internal_state = {"tiered_explain": runtime.explainer.answer(asked)}
+    elif runtime is not None:
         out.internal_state["tiered"] = runtime.stats()
     return out
 

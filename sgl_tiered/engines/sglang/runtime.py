@@ -19,13 +19,20 @@ from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
-from sgl_tiered.core.plans import OffloadPlan, TransferResult
+from sgl_tiered.core.plans import (
+    QUEUE_FULL,
+    WRITES_REST,
+    OffloadPlan,
+    TransferResult,
+)
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
+from sgl_tiered.engines.sglang.explain import Explainer
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.completions import (
@@ -150,6 +157,8 @@ class TieredRuntime:
         self.coordinator = LoadCoordinator(
             parts.cache, parts.memory, parts.stager, parts.clock
         )
+        self.ledger = RequestLedger(parts.config.explain_last, parts.clock)
+        self.explainer = Explainer(self.ledger, parts.cache)
         self.namespaces: dict[tuple[str, str], bytes] = {}
         # Of loads, one per tier; of offloads.
         self._breakers = {
@@ -217,9 +226,10 @@ class TieredRuntime:
         ):
             return True
         self.metrics.add("offload_dropped_pages", len(plan.pages))
-        reason = "offloads rest" if self._offloads.is_open else "the queue is full"
+        reason = WRITES_REST if self._offloads.is_open else QUEUE_FULL
         failed = TransferResult.failed(len(plan.pages), 0.0, reason)
         self.cache.finish_offload(plan, failed)
+        self.explainer.offloaded(plan, failed)
         return False
 
     def pump(self) -> list[int]:
@@ -229,6 +239,7 @@ class TieredRuntime:
             match event:
                 case OffloadFinished(plan, result):
                     self.cache.finish_offload(plan, result)
+                    self.explainer.offloaded(plan, result)
                     self._offloads.record(_failure(result))
                     offloaded.append(plan.plan_id)
                 case DemoteFinished(plan, result):
@@ -259,6 +270,7 @@ class TieredRuntime:
     def note_wait(self, rid: str, *, waiting: bool) -> None:
         """Measure how long a request is held back for pages on their way."""
         if waiting:
+            self.ledger.waits(rid, WaitReason.LOAD)
             self._waits.setdefault(rid, self._parts.clock.now())
         elif rid in self._waits:
             waited_s = self._parts.clock.now() - self._waits.pop(rid)
@@ -346,6 +358,7 @@ class TieredRuntime:
         """
         self.coordinator.release_all()
         self._waits.clear()
+        self.explainer.reset()
         # The weights may have changed, which is why SGLang resets.
         parts = self._parts
         parts.namespace = replace(

@@ -172,10 +172,17 @@ SEAMS: tuple[Seam, ...] = (
             "_record_step_counters",
         ),
     ),
+    Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
+    Seam(
+        "search for a pass",
+        _SCHEDULER + "._get_new_batch_prefill_raw",
+        ("running_batch",),
+    ),
     Seam(
         "prefill adder",
         _SRT + "managers.schedule_policy.PrefillAdder",
         attributes=(
+            "add_one_req",
             "_select_prefill_admission",
             "_commit_prefill_admission",
             "add_chunked_req",
@@ -206,6 +213,11 @@ SEAMS: tuple[Seam, ...] = (
         _SRT + "managers.scheduler_components.internal_state."
         "SchedulerInternalStateController",
         attributes=("get_internal_state", "set_internal_state", "_update_handlers"),
+    ),
+    Seam(
+        "question for the state",
+        _SRT + "managers.io_struct.GetInternalStateReq",
+        ("rid",),
     ),
     Seam(
         "metrics",

@@ -25,6 +25,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     coordinator, cache = runtime.coordinator, scheduler.tree_cache
+    explainer = runtime.explainer
 
     class TieredPrefillAdder(base):  # type: ignore[misc, valid-type]
         """Ends the chunk of a split prompt early, and lets it go on behind its back."""
@@ -34,6 +35,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             self.chunked_req_limit: int | None
             self._has_split = False
             coordinator.begin_pass()
+            explainer.begin_pass()
             coordinator.can_split = self._can_split
 
         def _can_split(self) -> bool:
@@ -75,9 +77,16 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
         def _commit_prefill_admission(
             self, req: Any, admission: Any, *rest: Any
         ) -> Any:
-            """Tell the planner what the pass has grown by."""
+            """Tell the planner what the pass has grown by, and the ledger by whom."""
             coordinator.admitted(admission.prefix_len, admission.extend_len)
+            explainer.admitted(req, coordinator.state(req.rid), admission.prefix_len)
             return super()._commit_prefill_admission(req, admission, *rest)
+
+        def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+            """Note what is said of a request, which may end the search."""
+            verdict = super().add_one_req(req, *args, **kwargs)
+            explainer.looked_at(verdict.name)
+            return verdict
 
         def add_chunked_req(self, req: Any) -> Any:
             """Let the unfinished prompt go on, behind its back if that has come."""

@@ -56,6 +56,21 @@ def test_a_trace_gives_a_table_and_files(
     assert len((out / "events.jsonl").read_text().splitlines()) > 9
 
 
+def test_each_request_is_explained(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line per request, named by its place in the trace, with sources and waits."""
+    out = tmp_path / "explained.jsonl"
+    words = (str(trace), "--page-size", "512")
+    assert run(*words, "--explain", str(out)) == 0
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["rid"] for one in told] == ["0", "1", "2"]
+    assert [one["tokens"].get("device", 0) for one in told] == [0, 512, 512]
+    assert all(one["ttft"]["real_s"] > 0 for one in told)
+    assert run(*words, "--explain", str(tmp_path)) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_flags_go_over_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ NAMES = (
     "length_predictor",
     "log_interval",
     "seed",
+    "explain_last",
     "emulate",
     "calibration",
     "fault_corrupt",
@@ -91,6 +92,7 @@ def test_defaults():
     assert config.offload_threshold == 0.9
     assert config.disk_admission == "auto"
     assert config.load_policy == "auto"
+    assert config.explain_last == 1_000
     assert config.emulate == ()
     assert not config.switchable_faults
 
@@ -157,6 +159,8 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"disk_io": "aio"}, "--tiered-disk-io"),
         ({"disk_path": " , "}, "--tiered-disk-path"),
         ({"seed": -1}, "--tiered-seed"),
+        ({"explain_last": -1}, "--tiered-explain-last"),
+        ({"explain_last": 2.5}, "--tiered-explain-last"),
         ({"log_interval": -0.5}, "--tiered-log-interval"),
         ({"log_interval": math.nan}, "--tiered-log-interval"),
         ({"emulate": "host"}, "--tiered-emulate"),
