@@ -36,12 +36,12 @@ from sgl_tiered.sim.server import simulate
 from sgl_tiered.sim.times import times_of_profile
 
 PAGE = 16
-MAX_TOKENS = 4_096
-"""Llama-2-7B's context, prompt and answer together; longer requests are left out."""
+MAX_TOKENS = 8_192
+"""Prompt and answer together; longer requests are left out."""
 MEMORY_SHARE = 0.88
 TTFT_FACTOR, TPOT_FACTOR = 30.0, 8.0
 LAYERKV = (3.0, 0.2)
-RATES = (2.0, 3.0, 4.0, 4.5, 5.0, 5.5, 6.0, 7.0, 8.0)
+RATES = (0.5, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 WANTED = (0.30, 0.60)
 MIDDLE = 0.45
 
@@ -103,8 +103,8 @@ def read_lengths(path: Path, num: int, seed: int) -> Lengths:
 def server(
     policy: str, ttft_s: float, tpot_s: float, predictor: str = "online"
 ) -> ServerConfig:
-    """Return SGLang with Llama-2-7B on one L20, as in LayerKV, without reuse."""
-    hardware, model = find_hardware("L20"), find_model("Llama-2-7B")
+    """Return SGLang with Llama-3.1-8B on one H800, without reuse."""
+    hardware, model = find_hardware("H800"), find_model("Llama-3.1-8B")
     pool_bytes = hardware.memory_bytes * MEMORY_SHARE - model.weight_bytes
     scheduler = SchedulerConfig(
         chunk_tokens=2_048,
