@@ -85,6 +85,12 @@ def test_nobody_is_held_for_a_decoder_that_is_late_anyway():
     assert begun(hopeless, decoder()).judge(candidate()) == pytest.approx(1.5)
 
 
+def test_a_decoder_a_little_late_is_not_given_up():
+    """0.2 s of the 2.5 s that its target allows are within what predictions err by."""
+    assert begun(decoder(past_s=1.9, median=51)).judge(candidate()) < 0
+    assert begun(decoder(past_s=2.0, median=51)).judge(candidate()) == NO_TARGET
+
+
 def test_others_are_held_while_a_decoder_can_recover():
     """Late at its lower bound, in time if its answer is as long as the median."""
     behind = decoder(past_s=1.9, median=101)
