@@ -31,6 +31,7 @@ from sgl_tiered_workloads.traces.lengths import read_sharegpt_lengths
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig
 from sgl_tiered.sim.hardware import find_hardware
 from sgl_tiered.sim.models import find_model
+from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
 from sgl_tiered.sim.server import simulate
 from sgl_tiered.sim.times import times_of_profile
@@ -41,7 +42,7 @@ MAX_TOKENS = 8_192
 MEMORY_SHARE = 0.88
 TTFT_FACTOR, TPOT_FACTOR = 30.0, 8.0
 LAYERKV = (3.0, 0.2)
-RATES = (0.5, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
+RATES = (2.0, 4.0, 8.0, 12.0, 16.0, 20.0, 24.0)
 WANTED = (0.30, 0.60)
 MIDDLE = 0.45
 
@@ -132,11 +133,8 @@ def unloaded(lengths: Lengths) -> tuple[float, float]:
     return times.prefill_s([(0, prompt)]), times.decode_step_s(1, context)
 
 
-def outcome(
-    config: ServerConfig, lengths: Lengths, rate: float, slo: tuple[float, float]
-) -> Outcome:
-    """Run one server at one rate."""
-    result = simulate(config, lengths.workload(rate))
+def judged(result: SimResult, slo: tuple[float, float]) -> Outcome:
+    """Return the figures of a run under these targets."""
     ttft = np.array([record.ttft_s for record in result.records])
     tpot = np.array([record.tpot_s for record in result.records])
     late, slow = ttft > slo[0], tpot > slo[1]
@@ -179,25 +177,28 @@ HEAD = (
 def table(
     lengths: Lengths,
     slo: tuple[float, float],
-    rates: Sequence[float],
+    off: dict[float, SimResult],
     predictor: str,
     lines: list[str],
 ) -> list[tuple[float, Outcome, Outcome]]:
-    """Write one table; return its rows."""
+    """Write one table; return its rows.
+
+    Args:
+        lengths: the requests.
+        slo: targets for TTFT and TPOT, seconds.
+        off: runs without admission by rate: no target changes these.
+        predictor: of the answers' lengths.
+        lines: gets the table.
+    """
     ttft_s, tpot_s = slo
-    lines += [
-        "",
-        f"TTFT {ttft_s:.3g} s, TPOT {tpot_s * 1e3:.3g} ms, {predictor}",
-        "",
-        HEAD,
-    ]
+    targets = f"TTFT {ttft_s:.3g} s, TPOT {tpot_s * 1e3:.3g} ms"
+    lines += ["", f"{targets}; predictor {predictor}", "", HEAD]
+    config = server("slo", ttft_s, tpot_s, predictor)
     rows = []
-    for rate in rates:
-        off = outcome(server("none", 0.0, 0.0), lengths, rate, slo)
-        config = server("slo", ttft_s, tpot_s, predictor)
-        on = outcome(config, lengths, rate, slo)
-        rows.append((rate, off, on))
-        lines.append(row(rate, off, on))
+    for rate, without in off.items():
+        held = judged(simulate(config, lengths.workload(rate)), slo)
+        rows.append((rate, judged(without, slo), held))
+        lines.append(row(*rows[-1]))
     return rows
 
 
@@ -215,6 +216,9 @@ def main() -> int:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--requests", type=int, default=1_000)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument(
+        "--predictors", nargs="+", default=["online", "oracle", "constant:1"]
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", type=Path, help="write the tables here too")
     args = parser.parse_args()
@@ -224,20 +228,24 @@ def main() -> int:
         lengths = read_lengths(path, args.requests, args.seed)
         alone = unloaded(lengths)
         lines += ["", f"## {lengths.name}, {len(lengths.prompts)} requests"]
+        off = {
+            rate: simulate(server("none", 0.0, 0.0), lengths.workload(rate))
+            for rate in args.rates
+        }
         multiples = (TTFT_FACTOR * alone[0], TPOT_FACTOR * alone[1])
         for slo, name in ((LAYERKV, "layerkv"), (multiples, "multiples")):
-            for predictor in ("online", "oracle", "constant:1"):
-                rows = table(lengths, slo, args.rates, predictor, lines)
-                rate, off, on = chosen(rows)
+            for predictor in args.predictors:
+                rows = table(lengths, slo, off, predictor, lines)
+                rate, before, after = chosen(rows)
                 found[f"{lengths.name} {name} {predictor}"] = {
                     "rate_per_s": rate,
-                    "slo_violation_off": off.either,
-                    "slo_violation_on": on.either,
-                    "tpot_violation_off": off.tpot,
-                    "tpot_violation_on": on.tpot,
-                    "ttft_violation_off": off.ttft,
-                    "ttft_violation_on": on.ttft,
-                    "throughput_vs_off": on.tokens_per_s / off.tokens_per_s,
+                    "slo_violation_off": before.either,
+                    "slo_violation_on": after.either,
+                    "tpot_violation_off": before.tpot,
+                    "tpot_violation_on": after.tpot,
+                    "ttft_violation_off": before.ttft,
+                    "ttft_violation_on": after.ttft,
+                    "throughput_vs_off": after.tokens_per_s / before.tokens_per_s,
                 }
     text = "\n".join(lines)
     print(text)
