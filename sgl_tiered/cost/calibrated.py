@@ -7,12 +7,18 @@ from pathlib import Path
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import Calibration, ModelFacts, read_calibration
+from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.cost.regression import MEASURED
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["calibrated_links", "calibrated_prefill", "read_fitting"]
+__all__ = [
+    "calibrated_decode",
+    "calibrated_links",
+    "calibrated_prefill",
+    "read_fitting",
+]
 
 _COMPARED = (
     "architecture",
@@ -50,6 +56,12 @@ def calibrated_prefill(calibration: Calibration) -> PrefillCost | None:
         token_s,
         max(fit.pair_s, token_s * _LEAST_PAIR_SHARE),
     )
+
+
+def calibrated_decode(calibration: Calibration) -> DecodeCost | None:
+    """Return the cost of a decode step; None if not measured."""
+    fit = calibration.decode
+    return None if fit is None else DecodeCost.measured(fit)
 
 
 def calibrated_links(

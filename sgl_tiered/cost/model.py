@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.links import LinkCost
-from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.cost.prefill import PrefillCost, PrefillSnapshot
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["CostModel"]
@@ -28,6 +28,11 @@ class CostModel:
     def tiers(self) -> frozenset[TierId]:
         """Tiers whose link is known."""
         return frozenset(self._links)
+
+    @property
+    def prefill(self) -> PrefillSnapshot:
+        """What computing costs now."""
+        return self._prefill.snapshot()
 
     def load_s(self, tier: TierId, num_bytes: int) -> float:
         """Return the predicted time to bring bytes from a tier, in seconds."""

@@ -14,6 +14,7 @@ from sgl_tiered.metrics.ledger import WaitReason
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.explain import SimLedger
+from sgl_tiered.sim.holding import Holding
 from sgl_tiered.sim.lower import LowerTiers
 from sgl_tiered.sim.order import WaitingFacts, make_order
 from sgl_tiered.sim.sequence import CLIP_NEW_TOKENS, NewTokenRatio, Sequence
@@ -32,11 +33,13 @@ class PassPlan:
         parts: requests with the tokens of context and the new tokens of each.
         is_whole: per part, whether the prompt ends in this pass.
         blocked: a waiting request did not fit into the pool.
+        held: a request waits although it would fit, for the decoders' sake.
     """
 
     parts: list[tuple[Sequence, int, int]] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
     blocked: bool = False
+    held: bool = False
 
     @property
     def work(self) -> list[tuple[int, int]]:
@@ -52,6 +55,7 @@ class Admission:
         tree: the device's pages.
         lower: the tiers, or None.
         ledger: told why who waits.
+        holding: the SLO admission, or None.
     """
 
     def __init__(
@@ -60,12 +64,14 @@ class Admission:
         tree: DeviceTree,
         lower: LowerTiers | None,
         ledger: SimLedger,
+        holding: Holding | None = None,
     ) -> None:
         self._ledger = ledger
         self._config = config
         self._page = config.page_tokens
         self._tree = tree
         self._lower = lower
+        self._holding = holding
         self._order = make_order(config.scheduler.order)
         self._is_vllm = config.scheduler.admission == "vllm"
         self.ratio = NewTokenRatio(fixed=config.scheduler.ignore_eos)
@@ -95,6 +101,8 @@ class Admission:
             return plan
         if self._lower is not None:
             self._lower.begin_pass()
+        if self._holding is not None:
+            self._holding.begin_pass(running, now_s)
         if not self._is_vllm:
             self._reserved = self.ratio.reserved_tokens(running)
         if self.chunked is not None:
@@ -119,7 +127,7 @@ class Admission:
                 break
             admitted.add(seq.index)
             self._ledger.admitted(seq, num_matched)
-        self._ledger.pass_ended(reason)
+        self._ledger.pass_ended(WaitReason.SLO if plan.held else reason)
         if plan.parts:
             self._tree.make_room(self._spare_pages(plan))
         if admitted:
@@ -129,6 +137,11 @@ class Admission:
     def _in_order(self, waiting: list[Sequence], now_s: float) -> list[Sequence]:
         if self.chunked is not None:
             return []
+        if self._holding is not None:
+            return self._holding.due_first(self._by_order(waiting, now_s))
+        return self._by_order(waiting, now_s)
+
+    def _by_order(self, waiting: list[Sequence], now_s: float) -> list[Sequence]:
         if self._config.scheduler.order == "fcfs":
             return waiting
         ranks = {}
@@ -177,6 +190,14 @@ class Admission:
         elif self._rem_chunk is None and plan.parts and paged >= self._rem_input:
             tree.unlock(node)
             return False
+        if self._holding is not None:
+            part = self._holding.fit(seq, prefix, new)
+            if not part:
+                plan.held = True
+                tree.unlock(node)
+                return False
+            is_whole = is_whole and part == new
+            new = part
         num_taken = -(-(prefix + new) // page) - num_matched
         # Slots for a load are taken at once, those of the new tokens with the pass's.
         fits = num_taken <= tree.available_pages
@@ -253,6 +274,12 @@ class Admission:
         # A chunk starts at a page's start. The pool may have filled up since the
         # prompt was admitted: then a part of the chunk has to do.
         new = min(new, self._tree.available_pages * page)
+        if new > 0 and self._holding is not None:
+            new = self._holding.fit(seq, seq.kv_tokens, new)
+            if new <= 0:
+                self.chunked = seq
+                plan.held = True
+                return
         if new <= 0:
             self.chunked = seq
             plan.blocked = True

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.admission.registry import ADMISSIONS as SLO_ADMISSIONS
+from sgl_tiered.policies.admission.registry import NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.links import DISCIPLINES
@@ -30,6 +32,8 @@ class SchedulerConfig:
         ignore_eos: answers have the length asked for, as in benchmarks; SGLang then
             reserves it whole. Without, a ratio that decays is reserved.
         order: name in ``ORDERS``.
+        slo_admission: ``none``, or ``slo`` to hold prefill for the decoders' sake.
+        ttft_slo_s, tpot_slo_s: its targets; 0 for none.
     """
 
     admission: str = "sglang"
@@ -38,6 +42,9 @@ class SchedulerConfig:
     max_running: int = 256
     ignore_eos: bool = False
     order: str = "fcfs"
+    slo_admission: str = NO_ADMISSION
+    ttft_slo_s: float = 0.0
+    tpot_slo_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.admission not in ADMISSIONS:
@@ -50,6 +57,18 @@ class SchedulerConfig:
                 f"chunk {self.chunk_tokens}, prefill {self.max_prefill_tokens}, "
                 f"running {self.max_running}",
                 "give positive numbers (a chunk of 0 means no chunks)",
+            )
+        if self.slo_admission not in SLO_ADMISSIONS:
+            raise ConfigError(
+                "slo_admission",
+                f"{self.slo_admission!r} is not known",
+                f"choose one of {', '.join(SLO_ADMISSIONS)}",
+            )
+        if min(self.ttft_slo_s, self.tpot_slo_s) < 0:
+            raise ConfigError(
+                "scheduler",
+                f"TTFT {self.ttft_slo_s} s, TPOT {self.tpot_slo_s} s",
+                "give positive targets, or 0 for none",
             )
 
 
@@ -146,6 +165,15 @@ class ServerConfig:
                 "offload_threshold",
                 f"{self.offload_threshold} is not a share",
                 "give a number from 0 to 1",
+            )
+        if (
+            self.scheduler.slo_admission != NO_ADMISSION
+            and self.length_predictor == NO_PREDICTOR
+        ):
+            raise ConfigError(
+                "length_predictor",
+                "is needed by an admission that looks at what answers have to come",
+                "choose online",
             )
         if self.tiers and not self.device_reuse:
             raise ConfigError(

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from sgl_tiered.policies.admission.registry import NO_ADMISSION
 from sgl_tiered.sim.admission import Admission, PassPlan
 from sgl_tiered.sim.answers import AnswerLengths
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import Event, EventLog, EventQueue, Priority
 from sgl_tiered.sim.explain import SimLedger
+from sgl_tiered.sim.holding import Holding
 from sgl_tiered.sim.lower import LowerTiers
 from sgl_tiered.sim.records import (
     DecodeSegment,
@@ -34,6 +36,8 @@ _RECHECK_STEPS = 16
 """Decode steps after which a request that did not fit is looked at again, although
 nobody has finished: the reserved part of the answers shrinks. SGLang looks every step;
 16 steps are less than a second, and the request waits for whole answers to end."""
+_HELD_RECHECK_STEPS = 4
+"""The same for one that is held: what the decoders can spare grows step by step."""
 _TOKENIZER_S = 1e-4
 """Requests reach the scheduler one after the other, at least so far apart, as one
 process tokenizes them all: the first of those that are sent together finds the device
@@ -64,7 +68,13 @@ class SimServer:
             self.lower = LowerTiers(config, self.queue, self.log, self._wake)
         self.lengths = AnswerLengths.make(config, workload.requests)
         self.ledger = SimLedger(config, self.queue, self.lower, len(workload.requests))
-        self.admission = Admission(config, self.tree, self.lower, self.ledger)
+        self._holding: Holding | None = None
+        if config.scheduler.slo_admission != NO_ADMISSION:
+            assert self.lengths is not None, "checked with the settings"
+            self._holding = Holding(config, self.lengths.book)
+        self.admission = Admission(
+            config, self.tree, self.lower, self.ledger, self._holding
+        )
         self._workload = workload
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -176,7 +186,7 @@ class SimServer:
         if plan.parts:
             self._start_pass(plan)
         elif self._running:
-            self._start_decode()
+            self._start_decode(held=plan.held)
         elif self.admission.chunked is not None and plan.blocked:
             # Pages still being offloaded are all that is left: their end wakes us.
             assert self.tree.tree_pages, "nothing runs and nothing can be freed"
@@ -280,7 +290,7 @@ class SimServer:
 
     # -- Decode ----------------------------------------------------------------
 
-    def _start_decode(self) -> None:
+    def _start_decode(self, *, held: bool) -> None:
         if self._pages_for(1) > self.tree.available_pages:
             self._retract()
             if not self._running:
@@ -290,7 +300,8 @@ class SimServer:
         batch = len(running)
         num_steps = min(seq.tokens_left for seq in running)
         if self._waiting or self.admission.chunked is not None:
-            num_steps = min(num_steps, _RECHECK_STEPS)
+            most = _HELD_RECHECK_STEPS if held else _RECHECK_STEPS
+            num_steps = min(num_steps, most)
         num_steps = self._steps_with_room(num_steps)
         contexts = sum(seq.kv_tokens for seq in running) + batch
         times = self.config.times

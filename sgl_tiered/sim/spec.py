@@ -16,6 +16,7 @@ from typing import Any
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import Calibration, LinkFit
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.admission.registry import NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig, TierSetup
 from sgl_tiered.sim.hardware import (
@@ -61,6 +62,8 @@ class SimSpec:
             host, instead of ``cxl_gb`` below it).
         page_size: tokens of a page.
         chunk_tokens ... order: of ``SchedulerConfig``.
+        slo_admission: of ``SchedulerConfig``; its targets are ``ttft_s`` and
+            ``tpot_s``, and ``online`` predicts if no ``length_predictor`` is named.
         load_policy ... length_predictor: of ``ServerConfig``; ``load_mode`` "" for the
             usual one (``waiter`` where a calibration says that the CPU computes).
         staging_gb: memory for reads from disk; 0 for no bound.
@@ -98,6 +101,7 @@ class SimSpec:
     max_running: int = 256
     ignore_eos: bool = False
     order: str = "fcfs"
+    slo_admission: str = NO_ADMISSION
     load_policy: str = "auto"
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
@@ -192,6 +196,9 @@ class SimSpec:
                 max_running=self.max_running,
                 ignore_eos=self.ignore_eos,
                 order=self.order,
+                slo_admission=self.slo_admission,
+                ttft_slo_s=self.ttft_s,
+                tpot_slo_s=self.tpot_s,
             ),
             load_mode=load_mode or "layerwise",
             link_discipline=self.link_discipline,
@@ -203,9 +210,15 @@ class SimSpec:
             eviction=self.eviction,
             staging_bytes=int(self.staging_gb * GB / ranks),
             prefetch=self.prefetch,
-            length_predictor=self.length_predictor,
+            length_predictor=self._predictor(),
             seed=self.seed,
         )
+
+    def _predictor(self) -> str:
+        if self.slo_admission == NO_ADMISSION:
+            return self.length_predictor
+        named = self.length_predictor
+        return "online" if named == NO_PREDICTOR else named
 
     def _device_bytes(self, hardware: HardwareProfile, model: ModelShape) -> float:
         ranks = self.tensor_parallel

@@ -192,6 +192,32 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_admission: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Which prefill may delay requests that decode: all (none, default), "
+            "or as much as their TPOT targets allow (slo).",
+            choices=list(CHOICES["admission"]),
+        ),
+        _NS,
+    ] = None
+    tiered_slo_ttft: A[
+        Optional[float],  # noqa: UP045
+        Arg(
+            help="Target for the time to the first token, in seconds, of requests that "
+            "bring none; default none."
+        ),
+        _NS,
+    ] = None
+    tiered_slo_tpot: A[
+        Optional[float],  # noqa: UP045
+        Arg(
+            help="Target for the mean time per token after the first, in seconds, of "
+            "requests that bring none (they may, as custom_params: "
+            '{"tiered": {"ttft_s": 2, "tpot_s": 0.05}}); default none.'
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(

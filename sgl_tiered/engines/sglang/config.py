@@ -20,6 +20,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR, make_length_predictor
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
@@ -50,6 +51,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "demote_policy": ("write-through", "on-evict"),
     "disk_admission": ("auto", "all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
+    "admission": ADMISSIONS,
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
 }
@@ -84,8 +86,8 @@ class TieredConfig:
             two requests), reuse (also where prompts were often seen again), or auto
             (all, but second-hit while nothing comes again).
         load_policy: auto (load if cheaper than recompute), always, never.
-        length_predictor: how answer lengths are predicted: none, online, constant:N,
-            oracle, llm.
+        length_predictor: how answer lengths are predicted: none, online (if there is
+            an admission that needs it), constant:N, oracle, llm.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
@@ -94,6 +96,8 @@ class TieredConfig:
             bookkeeping as well.
         calibration: file of ``sgl-tiered calibrate`` from which the planner's costs
             start; None to measure at start-up.
+        admission: none, or slo (prefill is held where decoders would be late).
+        slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
     """
 
     host_bytes: int
@@ -117,6 +121,9 @@ class TieredConfig:
     switchable_faults: bool = False
     calibration: Path | None = None
     explain_last: int = 1_000
+    admission: str = NO_ADMISSION
+    slo_ttft_s: float = 0.0
+    slo_tpot_s: float = 0.0
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -161,6 +168,9 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         switchable_faults=faults_allowed(),
         calibration=_calibration(settings.get("calibration")),
         explain_last=_whole(settings, "explain_last", 1_000, low=0, high=1_000_000),
+        admission=_choice(settings, "admission", NO_ADMISSION),
+        slo_ttft_s=_target(settings, "slo_ttft"),
+        slo_tpot_s=_target(settings, "slo_tpot"),
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
@@ -352,6 +362,24 @@ def _seconds(settings: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
+def _target(settings: Mapping[str, Any], name: str) -> float:
+    """Return a target in seconds; 0 where there is none."""
+    if settings.get(name) is None:
+        return 0.0
+    if settings.get("admission", NO_ADMISSION) == NO_ADMISSION:
+        raise ConfigError(
+            _flag(name),
+            "has no effect without an admission",
+            "add --tiered-admission slo",
+        )
+    value = _seconds(settings, name, 0.0)
+    if value == 0.0:
+        raise ConfigError(
+            _flag(name), "is 0", "give seconds, or leave it out for no target"
+        )
+    return value
+
+
 def _share(settings: Mapping[str, Any], name: str, default: float) -> float:
     value = settings.get(name, default)
     if (
@@ -402,7 +430,16 @@ def _calibration(value: object) -> Path | None:
 
 def _length_predictor(settings: Mapping[str, Any]) -> str:
     """Check the name by making one; the server makes its own."""
-    name = str(settings.get("length_predictor", NO_PREDICTOR))
+    is_needed = settings.get("admission", NO_ADMISSION) != NO_ADMISSION
+    name = str(
+        settings.get("length_predictor", "online" if is_needed else NO_PREDICTOR)
+    )
+    if is_needed and name == NO_PREDICTOR:
+        raise ConfigError(
+            _flag("length_predictor"),
+            "is none, and --tiered-admission needs one",
+            "leave it out for online",
+        )
     try:
         make_length_predictor(name)
     except ConfigError as error:

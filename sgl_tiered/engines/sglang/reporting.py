@@ -18,7 +18,7 @@ from sgl_tiered.engines.sglang.http import (
 )
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
-from sgl_tiered.engines.sglang.splitting import prefill_adder_class
+from sgl_tiered.engines.sglang.slo_admission import adder_class
 
 __all__ = ["scheduler_hooks"]
 
@@ -39,9 +39,9 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
     return [
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
-        (_SCHEDULER + "get_prefill_adder_class", prefill_adder_class, HookType.AROUND),
         (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
+        (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
@@ -160,6 +160,8 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
     """Learn the cost of computing from prefills of a single request."""
     del result, args
     runtime = _tiered(scheduler.tree_cache)
+    if runtime is not None and runtime.admission is not None:
+        runtime.admission.observe_step(batch)
     if (
         runtime is None
         or not batch.forward_mode.is_extend_without_speculative()

@@ -31,6 +31,7 @@ from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.shutdown import close_in_time
+from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 from sgl_tiered.metrics.registry import MetricsRegistry
@@ -152,6 +153,8 @@ class TieredRuntime:
         self.engine_idle: Callable[[], bool] = lambda: False
         # And whether nobody waits either.
         self.engine_free: Callable[[], bool] = lambda: False
+        # Holds prefill for the decoders' sake; the scheduler sets it.
+        self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
         self.counter = LayerCounter()
         self.coordinator = LoadCoordinator(
@@ -183,6 +186,16 @@ class TieredRuntime:
     def config(self) -> TieredConfig:
         """The settings."""
         return self._parts.config
+
+    @property
+    def clock(self) -> Clock:
+        """SGLang's own time base."""
+        return self._parts.clock
+
+    @property
+    def cost(self) -> CostModel:
+        """What passes and loads cost."""
+        return self._parts.cost
 
     @property
     def deferred(self) -> DeferredOffloads | None:
@@ -263,6 +276,17 @@ class TieredRuntime:
         self._forget_on_disk()
         return offloaded
 
+    def predicted_pass_s(self, rid: str, prefix: int, new: int) -> float:
+        """Return the predicted time of a pass over ``new`` tokens of a request.
+
+        What was decided to be loaded for it is part of ``prefix``.
+        """
+        compute_s = self._parts.cost.recompute_s(prefix, new)
+        state = self.coordinator.state(rid)
+        decision = None if state is None else state.report.decision
+        load_s = decision.load_s if decision is not None and decision.num_pages else 0.0
+        return self.cache.planner.pass_s(compute_s, load_s)
+
     def observe_prefill(self, prefix: int, new: int, seconds: float) -> None:
         """Refine the recompute cost from a prefill that has ended."""
         self._parts.cost.observe_prefill(prefix, new, seconds)
@@ -283,6 +307,8 @@ class TieredRuntime:
     def forget_request(self, rid: str) -> None:
         """End what is known of a request, but for its report."""
         self._waits.pop(rid, None)
+        if self.admission is not None:
+            self.admission.forget(rid)
         state = self.coordinator.state(rid)
         self.coordinator.release(rid)
         if state is not None:
@@ -404,9 +430,11 @@ class TieredRuntime:
                 "faults_struck": parts.emulator.num_struck(tier.tier_id),
                 "detail": breaker.last_error if breaker.is_open else health.detail,
             }
+        admission = {} if self.admission is None else self.admission.stats()
         return {
             "page_tokens": self.page_tokens,
             "media": media,
+            "admission": admission,
             **self.metrics_snapshot(),
             "cache": asdict(self.cache.stats),
             "cost": parts.cost.snapshot(),

@@ -199,6 +199,11 @@ SEAMS: tuple[Seam, ...] = (
         attributes=("finished", "output_ids_through_stop"),
     ),
     Seam(
+        "request times",
+        _SRT + "observability.req_time_stats.SchedulerReqTimeStats",
+        attributes=("prefill_finished_time", "scheduler_recv_time"),
+    ),
+    Seam(
         "per-tier report",
         _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer",
         attributes=(

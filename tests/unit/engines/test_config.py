@@ -330,3 +330,34 @@ def test_a_length_predictor_is_checked_when_the_server_starts() -> None:
     for name in ("onlin", "constant", "constant:0"):
         with pytest.raises(ConfigError, match="--tiered-length-predictor"):
             read(**HOST, length_predictor=name)
+
+
+def test_targets_are_seconds() -> None:
+    """Both, one or none, with an admission; and a predictor comes with it."""
+    config = read_config({**HOST, "admission": "slo", "slo_ttft": 2, "slo_tpot": 0.05})
+    assert (config.admission, config.slo_ttft_s, config.slo_tpot_s) == (
+        "slo",
+        2.0,
+        0.05,
+    )
+    assert config.length_predictor == "online"
+    assert read_config({**HOST, "admission": "slo"}).slo_tpot_s == 0.0
+    plain = read_config(HOST)
+    assert (plain.admission, plain.length_predictor) == ("none", "none")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"slo_ttft": 2.0}, "--tiered-slo-ttft: has no effect without an admission"),
+        ({"admission": "slo", "slo_tpot": 0}, "--tiered-slo-tpot: is 0"),
+        ({"admission": "slo", "slo_tpot": "fast"}, "is not a time"),
+        ({"admission": "slo", "slo_ttft": math.nan}, "is not a time"),
+        ({"admission": "always"}, "use none, slo"),
+        ({"admission": "slo", "length_predictor": "none"}, "needs one"),
+    ],
+)
+def test_a_wrong_admission_is_refused(wrong: dict[str, object], words: str) -> None:
+    """In one sentence that says what to do."""
+    with pytest.raises(ConfigError, match=words):
+        read_config({**HOST, **wrong})

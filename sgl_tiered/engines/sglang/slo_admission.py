@@ -1,0 +1,281 @@
+"""SLO admission inside SGLang's prefill adder: targets, clocks and parts of prompts.
+
+What is held, and for how long, is decided in `sgl_tiered.policies.admission`, which the
+simulator shares. Here SGLang's requests become its facts. A held request ends the
+search of a pass with ``OTHER``, so it keeps its place and those behind it theirs. A
+prompt in progress that is held is left out of the pass, and nobody else is admitted
+past it. While nothing decodes nothing is held, so the scheduler's loop never turns
+without work because of this.
+
+Times are seconds of the runtime's clock, which is ``time.perf_counter`` as in
+SGLang's own ``time_stats``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.cost.calibrated import calibrated_decode
+from sgl_tiered.cost.calibration import read_calibration
+from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.lengths import LengthReader
+from sgl_tiered.engines.sglang.seams import tiered_runtime
+from sgl_tiered.engines.sglang.splitting import prefill_adder_class
+from sgl_tiered.engines.sglang.targets import Targets, request_targets
+from sgl_tiered.metrics.ledger import WaitReason
+from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
+from sgl_tiered.policies.admission.control import AdmissionControl, Waiter
+from sgl_tiered.policies.admission.pieces import LEAST_PIECE_SHARE
+from sgl_tiered.policies.admission.registry import NO_ADMISSION, make_admission
+
+__all__ = ["ServedAdmission", "adder_class"]
+
+
+class ServedAdmission:
+    """What one scheduler knows for its admission.
+
+    Args:
+        config: names the policy and the targets of requests that bring none.
+        runtime: predicts passes; ``predicted_pass_s``.
+        lengths: what is predicted of the answers under way.
+        decode: time of a step, learned here.
+        clock: SGLang's time base.
+        page_tokens: tokens of a page.
+        chunk_tokens: of SGLang's chunked prefill; None or less than 1 without.
+    """
+
+    def __init__(
+        self,
+        config: TieredConfig,
+        runtime: Any,
+        lengths: LengthReader,
+        decode: DecodeCost,
+        clock: Clock,
+        *,
+        page_tokens: int,
+        chunk_tokens: int | None,
+    ) -> None:
+        self._runtime = runtime
+        self._clock = clock
+        self._decode = decode
+        self._lengths = lengths
+        self._defaults = Targets(
+            config.slo_ttft_s or NO_TARGET, config.slo_tpot_s or NO_TARGET
+        )
+        least = int(max(chunk_tokens or 0, 0) * LEAST_PIECE_SHARE)
+        self.control = AdmissionControl(
+            make_admission(config.admission), page_tokens, least
+        )
+        self._targets: dict[str, Targets] = {}
+        self._num_bad_targets = 0
+        # Launch, batch and contexts of the step before, if it was a decode step.
+        self._step: tuple[int, float, int, int] | None = None
+
+    def begin_pass(self, running: list[Any]) -> None:
+        """Begin a pass while these requests of SGLang decode."""
+        now_s = self._clock.now()
+        reqs = [req for req in running if not req.finished()]
+        batch, contexts = len(reqs), _context_tokens(reqs)
+
+        def step_s(num_added: int) -> float:
+            grown = (batch + num_added) / max(batch, 1)
+            return self._decode.seconds(batch + num_added, contexts * grown)
+
+        facts = [self._facts(req, now_s) for req in reqs]
+        self.control.begin_pass(facts, step_s, now_s)
+
+    def bring_due_first(self, waiting: list[Any]) -> None:
+        """Move the most overdue request, if any is due, to the head of the queue."""
+        first = self.control.first_due(
+            [req.rid for req in waiting], lambda n: self._waiter(waiting[n], 0)
+        )
+        if first:
+            waiting.insert(0, waiting.pop(first))
+
+    def fit(self, req: Any, prefix: int, new: int, *, can_cut: bool) -> int:
+        """Return how many of ``new`` tokens after ``prefix`` may be computed now."""
+
+        def pass_s(num_tokens: int) -> float:
+            return self._pass_s(req, prefix, num_tokens)
+
+        return self.control.fit(self._waiter(req, prefix), pass_s, new, can_cut=can_cut)
+
+    def observe_step(self, batch: Any) -> None:
+        """Learn from a decode step: from its launch to that of the next one.
+
+        That is what a decoder waits for a token, whether or not SGLang prepares the
+        next step under the current one.
+        """
+        before, self._step = self._step, None
+        if not batch.forward_mode.is_decode():
+            return
+        reqs = batch.reqs
+        contexts = _context_tokens(reqs)
+        self._step = (batch.forward_iter, batch.launch_ts, len(reqs), contexts)
+        if before is not None and before[0] + 1 == batch.forward_iter:
+            _, launch_s, size, num_tokens = before
+            self._decode.observe(size, num_tokens, batch.launch_ts - launch_s)
+
+    def forget(self, rid: str) -> None:
+        """Forget a request that has left."""
+        self._targets.pop(rid, None)
+        self.control.forget(rid)
+
+    def stats(self) -> dict[str, Any]:
+        """Return what was decided so far, for ``GET /tiered/stats``."""
+        return {
+            "policy": self.control.policy.name,
+            **asdict(self.control.counts),
+            "bad_targets": self._num_bad_targets,
+            "step_s": {f"batch_{n}": self._decode.seconds(n, 0) for n in (1, 16)},
+            "steps_observed": self._decode.num_observations,
+        }
+
+    def _facts(self, req: Any, now_s: float) -> RunningFacts:
+        # 0 until SGLang has taken in the first token's result.
+        first_s = req.time_stats.prefill_finished_time or now_s
+        return RunningFacts.at(
+            now_s,
+            req.rid,
+            len(req.output_ids),
+            first_s,
+            self._of(req).tpot_s,
+            self._lengths.prediction(req),
+        )
+
+    def _waiter(self, req: Any, prefix: int) -> Waiter:
+        num_tokens = len(req.origin_input_ids) + len(req.output_ids)
+        return Waiter(
+            req.rid,
+            req.time_stats.scheduler_recv_time,
+            self._of(req).ttft_s,
+            self._pass_s(req, prefix, num_tokens - prefix),
+            is_resumed=len(req.output_ids) > 0,
+        )
+
+    def _pass_s(self, req: Any, prefix: int, new: int) -> float:
+        seconds: float = self._runtime.predicted_pass_s(req.rid, prefix, new)
+        return seconds
+
+    def _of(self, req: Any) -> Targets:
+        found = self._targets.get(req.rid)
+        if found is None:
+            custom = req.sampling_params.custom_params
+            found, is_good = request_targets(custom, self._defaults)
+            self._num_bad_targets += not is_good
+            self._targets[req.rid] = found
+        return found
+
+
+def _context_tokens(reqs: list[Any]) -> int:
+    """Return the context of all requests together."""
+    return sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
+
+
+def adder_class(original: Any, scheduler: Any) -> Any:
+    """Return the adder that splits prompts, and holds them where that is asked for."""
+    base = prefill_adder_class(original, scheduler)
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if runtime is None or runtime.config.admission == NO_ADMISSION:
+        return base
+    if runtime.admission is None:
+        runtime.admission = _served(runtime, scheduler)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    def held() -> None:
+        runtime.explainer.stops_for(WaitReason.SLO)
+
+    return _slo_adder_class(base, scheduler, runtime.admission, AddReqResult, held)
+
+
+def _served(runtime: Any, scheduler: Any) -> ServedAdmission:
+    config, decode = runtime.config, None
+    if config.calibration is not None:
+        # The factory has checked that it fits the model.
+        decode = calibrated_decode(read_calibration(config.calibration))
+    return ServedAdmission(
+        config,
+        runtime,
+        runtime.lengths,
+        decode or DecodeCost.guessed(runtime.cost.prefill),
+        runtime.clock,
+        page_tokens=runtime.page_tokens,
+        chunk_tokens=scheduler.chunked_prefill_size,
+    )
+
+
+def _slo_adder_class(
+    base: Any,
+    scheduler: Any,
+    admission: ServedAdmission,
+    verdicts: Any,
+    held: Callable[[], None],
+) -> Any:
+    """Return an adder on top of ``base`` that asks the admission.
+
+    Args:
+        base: SGLang's ``PrefillAdder``, or a class on top of it.
+        scheduler: whose queue it is.
+        admission: asked for each prompt.
+        verdicts: SGLang's ``AddReqResult``.
+        held: told when a search ends because a prompt is held.
+    """
+
+    class SloPrefillAdder(base):
+        """Holds what would make decoders late; cuts what can be cut."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.chunked_req_limit: int | None
+            batch = self.running_batch
+            admission.begin_pass([] if batch is None else batch.reqs)
+            # Priorities are the operator's word on who may overtake whom.
+            if not scheduler.enable_priority_scheduling:
+                admission.bring_due_first(scheduler.waiting_queue)
+
+        def _select_prefill_admission(self, req: Any, **facts: Any) -> Any:
+            """Hold a prompt, or end its part where the decoders' patience ends."""
+            chosen = super()._select_prefill_admission(req, **facts)
+            if isinstance(chosen, verdicts):
+                return chosen
+            can_cut = (
+                self.rem_chunk_tokens is not None
+                and self.new_chunked_req is None
+                and not facts.get("has_chunked_req")
+                and facts.get("truncation_align_size") is None
+                and self.dllm_config is None
+            )
+            part = admission.fit(
+                req, chosen.prefix_len, chosen.extend_len, can_cut=can_cut
+            )
+            if part == chosen.extend_len:
+                return chosen
+            if not part:
+                held()
+                return verdicts.OTHER
+            return type(chosen)(chosen.prefix_len, part, 0, True, chosen.replay_len)
+
+        def add_chunked_req(self, req: Any) -> Any:
+            """Let the unfinished prompt go on, by less, or not in this pass."""
+            left = len(req.full_untruncated_fill_ids) - req.prefix_len
+            room = left if self.rem_chunk_tokens is None else self.rem_chunk_tokens
+            new = min(left, room)
+            if new <= 0:
+                return super().add_chunked_req(req)
+            part = admission.fit(req, req.prefix_len, new, can_cut=True)
+            if not part:
+                held()
+                # Nobody passes it: SGLang has one unfinished prompt at a time, and
+                # counts every pass as one of its.
+                self.rem_input_tokens = 0
+                return req
+            if part < new:
+                others = self.chunked_req_limit
+                self.chunked_req_limit = part if others is None else min(part, others)
+            return super().add_chunked_req(req)
+
+    return SloPrefillAdder

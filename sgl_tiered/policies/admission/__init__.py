@@ -1,0 +1,1 @@
+"""admission: see ../README.md."""

@@ -1,0 +1,37 @@
+"""Names of the admissions, as flags spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.admission.base import AdmissionPolicy
+from sgl_tiered.policies.admission.none import NoAdmission
+from sgl_tiered.policies.admission.slo import SloAdmission
+
+__all__ = ["ADMISSIONS", "NO_ADMISSION", "make_admission"]
+
+NO_ADMISSION = NoAdmission.name
+
+_MAKERS: dict[str, Callable[[], AdmissionPolicy]] = {
+    "none": NoAdmission,
+    "slo": SloAdmission,
+}
+
+ADMISSIONS: tuple[str, ...] = tuple(_MAKERS)
+
+
+def make_admission(name: str) -> AdmissionPolicy:
+    """Return a new policy.
+
+    Raises:
+        ConfigError: no policy has this name.
+    """
+    maker = _MAKERS.get(name)
+    if maker is None:
+        raise ConfigError(
+            "slo_admission",
+            f"{name!r} is not known",
+            f"choose one of {', '.join(ADMISSIONS)}",
+        )
+    return maker()
