@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.links import DISCIPLINES
 from sgl_tiered.sim.times import DeviceTimes
@@ -28,7 +29,7 @@ class SchedulerConfig:
         max_running: requests that decode at a time.
         ignore_eos: answers have the length asked for, as in benchmarks; SGLang then
             reserves it whole. Without, a ratio that decays is reserved.
-        order: name in ``ORDERS``.
+        order: name in ``policies/order/registry.py``.
     """
 
     admission: str = "sglang"
@@ -49,6 +50,12 @@ class SchedulerConfig:
                 f"chunk {self.chunk_tokens}, prefill {self.max_prefill_tokens}, "
                 f"running {self.max_running}",
                 "give positive numbers (a chunk of 0 means no chunks)",
+            )
+        if self.order not in ORDERS:
+            raise ConfigError(
+                "order",
+                f"{self.order!r} is not known",
+                f"choose one of {', '.join(ORDERS)}",
             )
 
 

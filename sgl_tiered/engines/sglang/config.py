@@ -20,6 +20,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation
@@ -49,6 +50,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "demote_policy": ("write-through", "on-evict"),
     "disk_admission": ("all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
+    "order": ORDERS,
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
 }
@@ -82,6 +84,7 @@ class TieredConfig:
         disk_admission: which pages may be written to disk: all, second-hit (seen by
             two requests) or reuse (also where prompts were often seen again).
         load_policy: auto (load if cheaper than recompute), always, never.
+        order: in which order waiting requests are looked at, see policies/order.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
@@ -104,6 +107,7 @@ class TieredConfig:
     demote_policy: str = "write-through"
     disk_admission: str = "all"
     load_policy: str = "auto"
+    order: str = "fcfs"
     log_interval_s: float = 60.0
     seed: int = 0
     emulate: tuple[Emulation, ...] = ()
@@ -146,6 +150,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         demote_policy=_choice(settings, "demote_policy", "write-through"),
         disk_admission=_choice(settings, "disk_admission", "all"),
         load_policy=_choice(settings, "load_policy", "auto"),
+        order=_choice(settings, "order", "fcfs"),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
         emulate=_emulation(settings),

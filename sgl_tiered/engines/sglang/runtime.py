@@ -174,6 +174,11 @@ class TieredRuntime:
         return self._parts.config
 
     @property
+    def clock(self) -> Clock:
+        """What this rank tells the time by."""
+        return self._parts.clock
+
+    @property
     def deferred(self) -> DeferredOffloads | None:
         """Offloads put off until the device is full; None for other policies."""
         return self._parts.deferred

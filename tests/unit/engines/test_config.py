@@ -15,6 +15,7 @@ from sgl_tiered.engines.sglang.config import (
 )
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
+from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
 from sgl_tiered.tiers.cxl_source import CxlSource
 
@@ -35,6 +36,7 @@ NAMES = (
     "demote_policy",
     "disk_admission",
     "load_policy",
+    "order",
     "log_interval",
     "seed",
     "emulate",
@@ -90,6 +92,7 @@ def test_defaults():
     assert config.offload_threshold == 0.9
     assert config.disk_admission == "all"
     assert config.load_policy == "auto"
+    assert config.order == "fcfs"
     assert config.emulate == ()
     assert not config.switchable_faults
 
@@ -151,6 +154,7 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"offload_threshold": math.nan}, "--tiered-offload-threshold"),
         ({"offload_threshold": True}, "--tiered-offload-threshold"),
         ({"load_policy": "no"}, "--tiered-load-policy"),
+        ({"order": "lifo"}, "--tiered-order"),
         ({"disk_threads": 0}, "--tiered-disk-threads"),
         ({"disk_threads": True}, "--tiered-disk-threads"),
         ({"disk_io": "aio"}, "--tiered-disk-io"),
@@ -309,6 +313,7 @@ def test_choices_are_the_policies_that_there_are():
     assert CHOICES["eviction_policy"] == EVICTION_POLICIES
     assert CHOICES["write_policy"] == WRITE_POLICIES
     assert CHOICES["demote_policy"] == DEMOTE_POLICIES
+    assert CHOICES["order"] == ORDERS
 
 
 def test_a_threshold_is_a_share():
