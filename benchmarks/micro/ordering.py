@@ -119,7 +119,9 @@ def make_prompts(rng: np.random.Generator, num: int) -> list[Int32s]:
     ]
 
 
-def time_order(name: str, source: Source, waiting: int, passes: int) -> dict[str, float]:
+def time_order(
+    name: str, source: Source, waiting: int, passes: int
+) -> dict[str, float]:
     """Return p50 and p99 of a pass in milliseconds."""
     queue: QueueOrder[int] = QueueOrder(make_order(name), source)
     keys = list(range(waiting))

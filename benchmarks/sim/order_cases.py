@@ -14,8 +14,8 @@ from sgl_tiered_workloads.traces.weka import read_weka
 from sgl_tiered.cli.simulate_workload import from_trace
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig, TierSetup
-from sgl_tiered.sim.hardware import NVME, LinkSpeed, find_hardware
-from sgl_tiered.sim.models import find_model
+from sgl_tiered.sim.hardware import NVME, HardwareProfile, LinkSpeed, find_hardware
+from sgl_tiered.sim.models import ModelShape, find_model
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
 from sgl_tiered.sim.spec import SimSpec
 from sgl_tiered.sim.synthetic import shared_prefixes
@@ -56,26 +56,26 @@ def server(
     disk_read: LinkSpeed | None = None,
     chunk_tokens: int = 8_192,
     max_running: int = 256,
-    prefetch: bool = True,
+    hardware: HardwareProfile = HARDWARE,
+    model: ModelShape = MODEL,
 ) -> ServerConfig:
-    """Return an H800 with Llama-3.1-8B and tiers of so many tokens."""
-    size = MODEL.kv_token_bytes
+    """Return a server with tiers of so many tokens."""
+    size = model.kv_token_bytes
     tiers = []
     if host_tokens:
         tiers.append(
-            TierSetup(TierId.HOST, host_tokens * size, HARDWARE.host, HARDWARE.host)
+            TierSetup(TierId.HOST, host_tokens * size, hardware.host, hardware.host)
         )
     if disk_tokens:
         read = disk_read or NVME["read"]
         tiers.append(TierSetup(TierId.DISK, disk_tokens * size, read, NVME["write"]))
     return ServerConfig(
-        times=times_of_profile(HARDWARE, MODEL),
+        times=times_of_profile(hardware, model),
         page_tokens=PAGE,
-        num_layers=MODEL.num_layers,
+        num_layers=model.num_layers,
         kv_token_bytes=size,
         device_tokens=device_tokens,
         tiers=tuple(tiers),
-        prefetch=prefetch,
         scheduler=SchedulerConfig(
             ignore_eos=True, chunk_tokens=chunk_tokens, max_running=max_running
         ),
@@ -89,12 +89,13 @@ def text_analysis(
 
     Device, host and disk hold 8, 32 and 128 prefixes; the device has room for eight
     bodies and answers as well. The disk is throttled so that a reload costs half of a
-    recompute.
+    recompute. Device and model are the Berkeley report's.
     """
+    hardware, model = find_hardware("RTX-3090"), find_model("Llama-2-7B")
     prefix, body, output = 512, 128, 32
     own = -(-(body + output + PAGE) // PAGE) * PAGE
-    compute_s = times_of_profile(HARDWARE, MODEL).prefill_s([(0, prefix)])
-    speed = prefix * MODEL.kv_token_bytes / (compute_s / 2)
+    compute_s = times_of_profile(hardware, model).prefill_s([(0, prefix)])
+    speed = prefix * model.kv_token_bytes / (compute_s / 2)
     disk = LinkSpeed(speed, 80e-6, "throttled: a reload is half of a recompute")
 
     def make(seed: int) -> tuple[ServerConfig, SimWorkload]:
@@ -111,7 +112,14 @@ def text_analysis(
             keep_bodies=False,
         )
         config = server(
-            8 * (prefix + own), 32 * prefix, 128 * prefix, disk_read=disk, max_running=8
+            8 * (prefix + own),
+            32 * prefix,
+            128 * prefix,
+            disk_read=disk,
+            chunk_tokens=2_048,
+            max_running=8,
+            hardware=hardware,
+            model=model,
         )
         return config, load
 
@@ -216,19 +224,19 @@ def synthetic_cases(scale: float = 1.0) -> list[Case]:
         return max(int(num * scale), 40)
 
     return [
-        Case("text analysis, open", True, True, text_analysis(58.0, n(4_000))),
+        Case("text analysis, open", True, True, text_analysis(7.0, n(4_000))),
         Case(
             "text analysis, 64 clients",
             True,
             False,
             text_analysis(float("inf"), n(4_000), clients=64),
         ),
-        Case("chat", True, False, chat(n(600), 1.6)),
+        Case("chat", True, False, chat(n(800), 20.0)),
         Case(
             "decode pressure, host hits",
             True,
             True,
-            decode_pressure(3.0, n(1_500)),
+            decode_pressure(6.5, n(2_500)),
         ),
         Case("mixed, 10 % of 16k", True, True, mixed_queue(8.0, n(3_000), 0.1)),
         Case("mixed, 2 % of 16k", True, False, mixed_queue(18.0, n(3_000), 0.02)),

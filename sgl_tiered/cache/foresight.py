@@ -59,7 +59,8 @@ def foresee(
         location,
         max(num_tokens - done, 1),
         cache.planner.service_s(tiers, device_pages, num_tokens),
-        has_history=is_found or device_pages > 0,
+        is_found or device_pages > 0,
+        device_pages * cache.config.layout.page_tokens,
     )
 
 

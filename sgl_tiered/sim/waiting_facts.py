@@ -65,6 +65,7 @@ class SimFacts:
             min(uncached, key.input_tokens),
             found.service_s,
             found.has_history,
+            num_matched * self._page,
         )
 
     def _computed(self, key: Sequence, num_matched: int) -> Outlook:
@@ -74,5 +75,6 @@ class SimFacts:
             Location.DEVICE if num_matched else Location.NOWHERE,
             new,
             self._config.times.prefill_s([(done, new)]),
-            has_history=num_matched > 0,
+            num_matched > 0,
+            done,
         )

@@ -57,9 +57,7 @@ def test_a_queue_is_reordered_and_everybody_is_answered(reference, server):
     draw = np.random.default_rng(3)
     shared = random_tokens(draw, BURST_PREFIX_TOKENS, VOCAB_TOKENS)
     long = [
-        PlannedRequest(
-            f"l{n}", random_tokens(draw, 1_000, VOCAB_TOKENS), ANSWER_TOKENS
-        )
+        PlannedRequest(f"l{n}", random_tokens(draw, 1_000, VOCAB_TOKENS), ANSWER_TOKENS)
         for n in range(NUM_LONG)
     ]
     short = [

@@ -31,7 +31,9 @@ MAKERS: dict[str, Callable[[int], RequestOrder]] = {
 @settings(max_examples=150, deadline=None)
 @given(window=WINDOWS, passes=st.lists(PASS, max_size=40))
 def test_a_request_waits_for_those_before_it_and_a_window_at_most(
-    name: str, window: int, passes: list[tuple[list[tuple[Location, float]], int, float]]
+    name: str,
+    window: int,
+    passes: list[tuple[list[tuple[Location, float]], int, float]],
 ) -> None:
     """With p requests before it when it joins it is served after p + window - 1 others
     at the latest, whatever comes later and whatever is predicted."""

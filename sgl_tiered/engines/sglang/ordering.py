@@ -96,7 +96,9 @@ def schedule_policy(scheduler: Any, clock: SharedClock) -> Any:
             super().calc_priority(waiting_queue, *args, **kwargs)
 
         def _arrange(self, waiting_queue: Any, rids: list[str]) -> None:
-            positions = clock.decide(len(rids), lambda now_s: queue.arrange(rids, now_s))
+            positions = clock.decide(
+                len(rids), lambda now_s: queue.arrange(rids, now_s)
+            )
             if positions != list(range(len(rids))):
                 waiting_queue[:] = [waiting_queue[i] for i in positions]
                 metrics.add("queue_rearranged")

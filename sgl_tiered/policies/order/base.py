@@ -45,6 +45,7 @@ class WaitingFacts:
         service_s: predicted seconds of a pass for this request alone: computing what
             is missing, and the loads to the device that computing does not hide.
         has_history: some of its pages were found somewhere, loaded or not.
+        num_device_tokens: of the prompt, tokens that the device has: they take no room.
     """
 
     index: int
@@ -54,6 +55,12 @@ class WaitingFacts:
     num_uncached_tokens: int
     service_s: float
     has_history: bool
+    num_device_tokens: int = 0
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens of the prompt that need room on the device."""
+        return max(self.num_prompt_tokens - self.num_device_tokens, 1)
 
 
 @runtime_checkable

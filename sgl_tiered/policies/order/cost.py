@@ -1,4 +1,4 @@
-"""The shortest predicted pass first, as far as nobody's wait leaves what fcfs gives."""
+"""The cheapest request first, as far as nobody's wait leaves what fcfs gives."""
 
 from __future__ import annotations
 
@@ -24,34 +24,40 @@ QUANTILE = 0.9
 """Of the waits that fcfs gives: below it there is slack to use up, above it is the
 tail, which nobody is to join who would not be in it anyway."""
 OCTAVE = 2.0
-"""Requests whose predicted times differ by less than this factor are equals: swapping
-them gains little, and the predictions are not that good."""
+"""Requests whose costs differ by less than this factor are equals: swapping them gains
+little, and the predictions are not that good."""
+_LEAST_S = 1e-9
 
 
 class CostOrder:
-    """Shortest predicted service first, inside the slack that fcfs leaves.
+    """Cheapest request first, inside the slack that fcfs leaves.
 
     Sources: shortest job first has the least mean wait (Smith, 1956); what it does to
     the tail is kept off by due times, as in earliest due date first (Jackson, 1955).
-    Ours is how they are joined.
+    Ours is what a request costs, and how the two are joined.
 
+    What serving request j delays the others by is predicted as
+
+        c_j = service_s_j + h * (tokens of j that need room on the device)
+
+    ``service_s`` is the planner's time of its pass; h is how long the queue was lately
+    held up beside passes, by decoding and a full pool, per token of room given away
+    (``FCFSShadow``). Where computing is short h is 0, where room is, room decides.
     Under fcfs the waiting request k would have its first token a time
 
-        F_k = (now - arrival_k) + sum of d_j over all j that came before it, and k
+        F_k = (now - arrival_k) + sum of c_j over all j that came before it, and k
 
-    after it came, where d_j is the predicted pass ``service_s`` of j and what a request
-    was lately held up beside its pass (decoding, a full pool; see ``FCFSShadow``). The
-    *level* is the 0.9-quantile of F over those that wait together with what fcfs would
-    have given to the requests served lately. A request x may go before older ones i if
-    every one of them stays below the level with it:
+    after it came. The *level* is the 0.9-quantile of F over those that wait together
+    with what fcfs would have given to the requests served lately. A request x may go
+    before older ones i if every one of them stays below the level with it:
 
-        d_x <= min over older i of (level - F_i)
+        c_x <= min over older i of (level - F_i)
 
-    and then uses up d_x of the slack of each of them. Of those that may, the one of the
-    shortest class of ``service_s`` goes first, the oldest among equals; the oldest of
-    all always may. So whoever waits longer than the level under fcfs waits no longer
-    under this order, and those who would not may be asked to wait as long as the tenth
-    that fcfs treats worst does.
+    and then uses up c_x of the slack of each of them. Of those that may, the one of the
+    lowest class of c goes first, the oldest among equals; the oldest of all always may.
+    So, as far as the predictions hold, whoever waits longer than the level under fcfs
+    waits no longer under this order, and those who would not may be asked to wait as
+    long as the tenth that fcfs treats worst does.
 
     Bound: reordering takes place inside ``window_end`` only, so a request is overtaken
     by at most ``window - 1`` later arrivals, whatever is predicted: with p requests
@@ -94,19 +100,21 @@ class CostOrder:
             return list(range(len(waiting)))
         service_s = np.array([facts.service_s for facts in waiting])
         arrival_s = np.array([facts.arrival_s for facts in waiting])
-        delay_s = service_s + self._shadow.held_s
-        fcfs_s = now_s - arrival_s + np.cumsum(delay_s)
+        new_tokens = np.array([facts.num_new_tokens for facts in waiting])
+        cost_s = service_s + self._shadow.held_token_s * new_tokens
+        fcfs_s = now_s - arrival_s + np.cumsum(cost_s)
         known = np.concatenate([self._shadow.waits_s, fcfs_s])
         level_s = np.quantile(known, self._quantile) if self._quantile else 0.0
-        octaves = np.log(np.maximum(service_s[:num], 1e-9)) / self._log_octave
-        picked = _pick(np.floor(octaves), delay_s[:num], level_s - fcfs_s[:num])
+        cost_s = np.maximum(cost_s[:num], _LEAST_S)
+        classes = np.floor(np.log(cost_s) / self._log_octave)
+        picked = _pick(classes, cost_s, level_s - fcfs_s[:num])
         is_picked = np.zeros(num, np.bool_)
         is_picked[picked] = True
         rest = np.flatnonzero(~is_picked).tolist()
         return [*picked, *rest, *range(num, len(waiting))]
 
 
-def _pick(classes: Float64s, delay_s: Float64s, slack_s: Float64s) -> list[int]:
+def _pick(classes: Float64s, cost_s: Float64s, slack_s: Float64s) -> list[int]:
     """Return positions in the order of service; float64 [n] each, by arrival."""
     positions = np.arange(len(classes))
     slack_s = slack_s.copy()
@@ -116,12 +124,12 @@ def _pick(classes: Float64s, delay_s: Float64s, slack_s: Float64s) -> list[int]:
         bearable_s = np.minimum.accumulate(slack_s)
         may = np.empty(len(classes), np.bool_)
         may[0] = True
-        np.less_equal(delay_s[1:], bearable_s[:-1], out=may[1:])
+        np.less_equal(cost_s[1:], bearable_s[:-1], out=may[1:])
         best = int(np.where(may, classes, np.inf).argmin())
-        slack_s[:best] -= delay_s[best]
+        slack_s[:best] -= cost_s[best]
         picked.append(int(positions[best]))
         positions = np.delete(positions, best)
         classes = np.delete(classes, best)
-        delay_s = np.delete(delay_s, best)
+        cost_s = np.delete(cost_s, best)
         slack_s = np.delete(slack_s, best)
     return picked

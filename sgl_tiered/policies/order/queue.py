@@ -38,6 +38,7 @@ class Outlook:
     num_uncached_tokens: int
     service_s: float
     has_history: bool
+    num_device_tokens: int = 0
 
 
 class FactsSource(Protocol[K_contra]):
@@ -224,4 +225,5 @@ class QueueOrder(Generic[K]):
             outlook.num_uncached_tokens,
             outlook.service_s,
             outlook.has_history,
+            outlook.num_device_tokens,
         )

@@ -23,7 +23,7 @@ __all__ = ["FCFSShadow"]
 HISTORY = 512
 """Requests that are remembered."""
 DECAY = 0.98
-"""Weight of what is known of the hold-up per request served: about the last fifty."""
+"""Of what is known of the hold-up, per request served: about the last fifty count."""
 
 
 class FCFSShadow:
@@ -34,11 +34,11 @@ class FCFSShadow:
         self._array: npt.NDArray[np.float64] = np.zeros(0)
         # By index, in order of arrival: who joined and is not yet paired.
         self._joined: dict[int, tuple[float, float]] = {}
-        self._last: dict[int, float] = {}
+        self._last: dict[int, tuple[float, int]] = {}
         self._last_s = 0.0
         self._next_index = 0
         self._held_s = 0.0
-        self._num_served = 0.0
+        self._num_tokens = 0.0
 
     @property
     def waits_s(self) -> npt.NDArray[np.float64]:
@@ -48,9 +48,10 @@ class FCFSShadow:
         return self._array
 
     @property
-    def held_s(self) -> float:
-        """Time per request served in which the queue moved on no pass, not below 0."""
-        return max(self._held_s / self._num_served, 0.0) if self._num_served else 0.0
+    def held_token_s(self) -> float:
+        """Time in which somebody waited and no predicted pass ran, not below 0, per
+        token of room that those who were served took on the device."""
+        return max(self._held_s / self._num_tokens, 0.0) if self._num_tokens else 0.0
 
     def look(self, waiting: Sequence[WaitingFacts], now_s: float) -> None:
         """Note who waits now; who waited at the last call and is gone was served.
@@ -59,16 +60,17 @@ class FCFSShadow:
             waiting: by order of arrival.
             now_s: clock value.
         """
-        current = {facts.index: facts.service_s for facts in waiting}
+        current = {f.index: (f.service_s, f.num_new_tokens) for f in waiting}
         gone = self._last.keys() - current.keys()
         if gone:
             self._serve(gone, current)
         if len(gone) < len(self._last):
             # Somebody waited all the time, so the server was not out of work.
-            served_s = sum(self._last[index] for index in gone)
+            served_s = sum(self._last[index][0] for index in gone)
+            num_tokens = sum(self._last[index][1] for index in gone)
             keep = DECAY ** len(gone)
             self._held_s = self._held_s * keep + now_s - self._last_s - served_s
-            self._num_served = self._num_served * keep + len(gone)
+            self._num_tokens = self._num_tokens * keep + num_tokens
         for facts in waiting:
             if facts.index >= self._next_index:
                 self._joined[facts.index] = (facts.arrival_s, facts.service_s)
@@ -76,15 +78,16 @@ class FCFSShadow:
             self._next_index = max(self._next_index, waiting[-1].index + 1)
         self._last, self._last_s = current, now_s
 
-    def _serve(self, gone: set[int], current: dict[int, float]) -> None:
+    def _serve(self, gone: set[int], current: dict[int, tuple[float, int]]) -> None:
         """Pair those that left with the oldest that joined."""
         for index in gone & self._joined.keys():
             arrival_s, _ = self._joined[index]
-            self._joined[index] = (arrival_s, self._last[index])
+            self._joined[index] = (arrival_s, self._last[index][0])
         for _ in range(len(gone)):
             index = next(iter(self._joined))
             arrival_s, service_s = self._joined.pop(index)
             # They left when the last arrangement was made, not when it was missed.
-            service_s = current.get(index, service_s)
+            if index in current:
+                service_s = current[index][0]
             self._waits_s.append(self._last_s - arrival_s + service_s)
         self._array = np.array(self._waits_s)

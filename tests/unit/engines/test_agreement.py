@@ -16,7 +16,7 @@ from sgl_tiered.engines.sglang.agreement import SharedClock
 NUM_RANKS = 2
 NUM_PASSES = 40
 
-PROGRAM = '''
+PROGRAM = """
 import json, sys
 import numpy as np
 import torch.distributed as dist
@@ -43,7 +43,8 @@ class Source:
     def guess(self, key):
         return Outlook(Location.NOWHERE, 100, 1.0, False)
     def look(self, key):
-        return Outlook(Location.HOST, 10, float(own.uniform(0.01, 2.0)), True)
+        where = list(Location)[int(own.integers(len(Location)))]
+        return Outlook(where, 10, float(own.uniform(0.01, 2.0)), True)
 
 queue = QueueOrder(make_order(sys.argv[5]), Source())
 common = np.random.default_rng(5)
@@ -58,7 +59,7 @@ for number in range(num_passes):
     keys = [keys[i] for i in order][int(common.integers(0, 4)):]
 print(json.dumps(told))
 dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.mark.sglang

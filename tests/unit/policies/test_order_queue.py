@@ -54,7 +54,11 @@ def test_arrival_is_the_first_pass_that_sees_a_request() -> None:
     queue: QueueOrder[str] = QueueOrder(order, Source())
     queue.arrange(["a1", "b1"], 1.0)
     assert queue.arrange(["b1", "c1", "a1"], 2.0) == [2, 0, 1]
-    assert [(f.index, f.arrival_s) for f in order.seen] == [(0, 1.0), (1, 1.0), (2, 2.0)]
+    assert [(f.index, f.arrival_s) for f in order.seen] == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 2.0),
+    ]
 
 
 def test_who_left_and_comes_again_is_new() -> None:

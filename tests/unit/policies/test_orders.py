@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sgl_tiered.policies.order.base import Location, WaitingFacts
@@ -109,8 +111,21 @@ def test_cost_takes_near_equals_by_arrival() -> None:
     assert CostOrder(quantile=1.0).arrange(queue, 0.0, 1) == list(range(20))
 
 
+def test_cost_counts_room_where_the_pool_holds_the_queue_up() -> None:
+    """Equal passes, but those whose prompts are on the device take no room."""
+    order = CostOrder(quantile=1.0)
+    queue = [facts(n, service_s=0.01) for n in range(40)]
+    order.arrange(queue, 0.0, 1)
+    queue = queue[4:]
+    for position in (9, 20):
+        queue[position] = replace(queue[position], num_device_tokens=96)
+    # Four requests took 100 s: it was not their passes.
+    arranged = order.arrange(queue, 100.0, 2)
+    assert arranged[:2] == [9, 20]
+
+
 def test_the_shadow_pairs_the_first_to_leave_with_the_first_to_come() -> None:
-    """Short ones leave first: the waits are those of the places, not of the requests."""
+    """Short ones leave first: the waits are of the places, not of the requests."""
     shadow = FCFSShadow()
     queue = [facts(0, 0.0, service_s=2.0), facts(1, 1.0, service_s=0.5)]
     shadow.look(queue, 1.0)
@@ -121,13 +136,14 @@ def test_the_shadow_pairs_the_first_to_leave_with_the_first_to_come() -> None:
 
 
 def test_the_shadow_measures_what_passes_do_not_explain() -> None:
-    """10 s for a request of 1 s, while another waited: 9 s were something else."""
+    """10 s for a request of 1 s and 100 tokens, while another waited: 9 s were
+    something else, and are put down to the room that it took."""
     shadow = FCFSShadow()
     queue = [facts(0, service_s=1.0), facts(1, service_s=1.0)]
     shadow.look(queue, 0.0)
     shadow.look(queue[1:], 10.0)
-    assert shadow.held_s == pytest.approx(9.0)
+    assert shadow.held_token_s == pytest.approx(9.0 / 100)
     # Nobody waited in between: that time was idle.
     shadow.look([], 11.0)
     shadow.look([facts(2)], 1000.0)
-    assert shadow.held_s == pytest.approx(9.0)
+    assert shadow.held_token_s == pytest.approx(9.0 / 100)
