@@ -247,16 +247,16 @@ def trace_cases(mooncake: Path | None, weka: Path | None, scale: float) -> list[
     """Return the cases of the traces that are given."""
     cases = []
     if mooncake is not None:
-        trace = read_mooncake(mooncake, limit=max(int(6_000 * scale), 40))
+        trace = read_mooncake(mooncake, limit=max(int(4_000 * scale), 40))
         cases += [
-            _trace_case("mooncake, 1.8/s", trace, 1.8),
-            _trace_case("mooncake, 2.6/s", trace, 2.6),
+            _trace_case("mooncake, 0.9/s", trace, 0.9),
+            _trace_case("mooncake, 1.2/s", trace, 1.2),
         ]
     if weka is not None:
         trace = read_weka(weka, max_prompt_tokens=128_000)
-        requests = trace.requests[: max(int(4_000 * scale), 40)]
+        requests = trace.requests[: max(int(3_000 * scale), 40)]
         trace = Trace(trace.name, trace.block_tokens, requests)
-        cases.append(_trace_case("weka dev", trace, 1.5, sessions=True))
+        cases.append(_trace_case("weka dev", trace, 1.0, sessions=True))
     return cases
 
 

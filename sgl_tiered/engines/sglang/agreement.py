@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel server agree on: rank 0's clock and its decisions.
+"""What the ranks of a tensor-parallel server agree on: rank 0's clock and decisions.
 
 Each rank runs a scheduler of its own over the same requests. A decision that reads a
 clock, or anything measured, would differ between them, and ranks that build different
@@ -76,7 +76,7 @@ class SharedClock:
             message[1:] = make(self._shared_s)
         self._broadcast.send(message)
         self._shared_s = float(message[0])
-        return message[1:].astype(np.int64).tolist()
+        return [int(value) for value in message[1:]]
 
 
 class _GroupBroadcast:

@@ -45,7 +45,8 @@ class EngineFacts:
         state = self._cache.tiered.coordinator.state(key)
         if state is None:
             return key
-        return state.digest + state.tokens[: self._cache.page_size].tobytes()
+        first_page: bytes = state.tokens[: self._cache.page_size].tobytes()
+        return first_page, state.digest
 
     def guess(self, key: str) -> Outlook:
         """Return the outlook of a prompt that is computed whole."""
@@ -78,7 +79,7 @@ def schedule_policy(scheduler: Any, clock: SharedClock) -> Any:
     queue: QueueOrder[str] = QueueOrder(make_order(cache.tiered.config.order), facts)
     metrics = cache.tiered.metrics
 
-    class TieredSchedulePolicy(SchedulePolicy):  # type: ignore[misc, valid-type]
+    class TieredSchedulePolicy(SchedulePolicy):
         """Arranges the queue by one of our orders."""
 
         def calc_priority(self, waiting_queue: Any, *args: Any, **kwargs: Any) -> None:

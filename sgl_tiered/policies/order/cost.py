@@ -104,7 +104,10 @@ class CostOrder:
         cost_s = service_s + self._shadow.held_token_s * new_tokens
         fcfs_s = now_s - arrival_s + np.cumsum(cost_s)
         known = np.concatenate([self._shadow.waits_s, fcfs_s])
-        level_s = np.quantile(known, self._quantile) if self._quantile else 0.0
+        level_s = 0.0
+        if self._quantile:
+            place = int(self._quantile * (len(known) - 1))
+            level_s = float(np.partition(known, place)[place])
         cost_s = np.maximum(cost_s[:num], _LEAST_S)
         classes = np.floor(np.log(cost_s) / self._log_octave)
         picked = _pick(classes, cost_s, level_s - fcfs_s[:num])
@@ -116,20 +119,17 @@ class CostOrder:
 
 def _pick(classes: Float64s, cost_s: Float64s, slack_s: Float64s) -> list[int]:
     """Return positions in the order of service; float64 [n] each, by arrival."""
-    positions = np.arange(len(classes))
-    slack_s = slack_s.copy()
-    picked = []
-    for _ in range(min(NUM_PICKS, len(classes))):
-        # What the least patient of all older ones can still bear; the oldest has none.
-        bearable_s = np.minimum.accumulate(slack_s)
-        may = np.empty(len(classes), np.bool_)
-        may[0] = True
-        np.less_equal(cost_s[1:], bearable_s[:-1], out=may[1:])
-        best = int(np.where(may, classes, np.inf).argmin())
+    num = len(classes)
+    classes, slack_s = classes.copy(), slack_s.copy()
+    # What the least patient of all older ones can still bear; the oldest has none.
+    bearable_s = np.full(num + 1, np.inf)
+    picked: list[int] = []
+    for _ in range(min(NUM_PICKS, num)):
+        np.minimum.accumulate(slack_s, out=bearable_s[1:])
+        ranks = np.where(cost_s <= bearable_s[:-1], classes, np.inf)
+        best = int(ranks.argmin())
+        picked.append(best)
         slack_s[:best] -= cost_s[best]
-        picked.append(int(positions[best]))
-        positions = np.delete(positions, best)
-        classes = np.delete(classes, best)
-        cost_s = np.delete(cost_s, best)
-        slack_s = np.delete(slack_s, best)
+        # It is neither chosen again nor asked what it can bear.
+        classes[best] = slack_s[best] = np.inf
     return picked

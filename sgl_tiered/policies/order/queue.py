@@ -41,6 +41,9 @@ class Outlook:
     num_device_tokens: int = 0
 
 
+_UNKNOWN = Outlook(Location.NOWHERE, 0, 0.0, has_history=False)
+
+
 class FactsSource(Protocol[K_contra]):
     """Looks requests up, by the keys that ``QueueOrder.arrange`` is given."""
 
@@ -136,13 +139,7 @@ class QueueOrder(Generic[K]):
             left = [entry for entry in known.values() if entry.key in gone]
             for entry in left:
                 self._leave(entry)
-        entries = []
-        for key in keys:
-            entry = known.get(key)
-            if entry is None:
-                entry = self._join(key, now_s)
-            entries.append(entry)
-        return entries
+        return [known.get(key) or self._join(key, now_s) for key in keys]
 
     def _join(self, key: K, now_s: float) -> _Entry[K]:
         kin: Hashable = None
@@ -150,21 +147,10 @@ class QueueOrder(Generic[K]):
             kin = self._source.kin(key)
             self._families.setdefault(kin, {})[key] = None
             self._fresh[key] = None
-        entry = _Entry(
-            key,
-            kin,
-            WaitingFacts(
-                self._next_index,
-                now_s,
-                Location.NOWHERE,
-                self._source.num_prompt_tokens(key),
-                0,
-                0.0,
-                has_history=False,
-            ),
-        )
-        if self._order.needs_facts:
-            self._note(entry, self._source.guess(key))
+        outlook = self._source.guess(key) if self._order.needs_facts else _UNKNOWN
+        num_tokens = self._source.num_prompt_tokens(key)
+        facts = _facts(self._next_index, now_s, num_tokens, outlook)
+        entry = _Entry(key, kin, facts)
         self._next_index += 1
         self._entries[key] = entry
         return entry
@@ -212,18 +198,24 @@ class QueueOrder(Generic[K]):
         seen.add(key)
         self._fresh.pop(key, None)
         self._stale.pop(key, None)
-        self._note(self._entries[key], self._source.look(key))
+        entry = self._entries[key]
+        old = entry.facts
+        entry.facts = _facts(
+            old.index, old.arrival_s, old.num_prompt_tokens, self._source.look(key)
+        )
         return 1
 
-    def _note(self, entry: _Entry[K], outlook: Outlook) -> None:
-        facts = entry.facts
-        entry.facts = WaitingFacts(
-            facts.index,
-            facts.arrival_s,
-            outlook.location,
-            facts.num_prompt_tokens,
-            outlook.num_uncached_tokens,
-            outlook.service_s,
-            outlook.has_history,
-            outlook.num_device_tokens,
-        )
+
+def _facts(
+    index: int, arrival_s: float, num_prompt_tokens: int, outlook: Outlook
+) -> WaitingFacts:
+    return WaitingFacts(
+        index,
+        arrival_s,
+        outlook.location,
+        num_prompt_tokens,
+        outlook.num_uncached_tokens,
+        outlook.service_s,
+        outlook.has_history,
+        outlook.num_device_tokens,
+    )
