@@ -224,7 +224,8 @@ def synthetic_cases(scale: float = 1.0) -> list[Case]:
         return max(int(num * scale), 40)
 
     return [
-        Case("text analysis, open", True, True, text_analysis(7.0, n(4_000))),
+        Case("text analysis, 5/s", True, False, text_analysis(5.0, n(4_000))),
+        Case("text analysis, 7/s", True, True, text_analysis(7.0, n(4_000))),
         Case(
             "text analysis, 64 clients",
             True,

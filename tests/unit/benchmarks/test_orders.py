@@ -59,5 +59,5 @@ def test_an_order_that_is_worse_fails(
         return orders.replace(found, p99_s=found.p99_s * factor)
 
     monkeypatch.setattr(orders, "run", slow)
-    flags = ("--only", "text analysis, open", "--orders", "cost")
+    flags = ("--only", "text analysis, 5/s", "--orders", "cost")
     assert run(orders, monkeypatch, *flags) == 1
