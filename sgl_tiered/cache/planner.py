@@ -157,6 +157,11 @@ class Planner:
         self._load_policy = policy
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return self._layout.page_tokens
+
+    @property
     def may_leave(self) -> bool:
         """Whether predictions decide, and not a policy that always loads."""
         return self._load_policy == "auto"
@@ -178,6 +183,26 @@ class Planner:
         last_layer_s = compute_s / self._layout.num_layers
         return max(compute_s, load_s + last_layer_s if load_s else 0.0)
 
+    def service_s(self, tiers: UInt8s, first_page: int, num_tokens: int) -> float:
+        """Return the time of a pass for one request alone, all its reads done.
+
+        Args:
+            tiers: of the pages that it loads; what came from disk is copied to the
+                device from the first memory tier.
+            first_page: pages of the prompt that the device has.
+            num_tokens: tokens of the whole prompt.
+        """
+        page = self._layout.page_tokens
+        load_s = 0.0
+        for number, num_pages in enumerate(np.bincount(tiers).tolist()):
+            if num_pages:
+                tier = TierId(number)
+                tier = min(self._cost.tiers) if tier is TierId.DISK else tier
+                load_s += self.load_s(tier, num_pages)
+        done = (first_page + len(tiers)) * page
+        new = max(num_tokens - done, 1)
+        return self.pass_s(self._cost.recompute_s(done, new), load_s)
+
     def pages_within(self, first_page: int, most: int, seconds: float) -> int:
         """Return how many pages can be computed in this time, at least one."""
 
@@ -192,6 +217,8 @@ class Planner:
         first_page: int,
         num_tokens: int,
         facts: PassFacts = IDLE,
+        *,
+        may_try: bool = True,
     ) -> Choice:
         """Decide for one run.
 
@@ -200,6 +227,7 @@ class Planner:
             first_page: pages of the prompt that the device already has.
             num_tokens: tokens of the whole prompt.
             facts: of the links and of the pass.
+            may_try: a trial of a link may be chosen; not where nothing is to follow.
         """
         run = _Run(self, tiers, first_page, num_tokens, facts)
         best = last = run.choice(0, CHEAPER_RECOMPUTE)
@@ -220,7 +248,7 @@ class Planner:
             split = run.split()
             if split is not None and split.total_s < _MARGIN * best.total_s:
                 return split
-        if best.num_pages < last.num_pages:
+        if may_try and best.num_pages < last.num_pages:
             trial = self._trial(run, tiers, best.num_pages)
             if trial is not None:
                 return trial

@@ -150,6 +150,7 @@ class TieredCache:
         max_pages: int | None = None,
         tiers_allowed: Collection[TierId] | None = None,
         facts: PassFacts = IDLE,
+        quiet: bool = False,
     ) -> Decision:
         """Say what to do about the prompt's pages from ``first_page`` on.
 
@@ -162,11 +163,13 @@ class TieredCache:
             max_pages: most pages to load (``first_page`` does not count).
             tiers_allowed: tiers that may be read now; None for all.
             facts: of the links, and of the pass that the prompt would join.
+            quiet: only a prediction: not even the recency changes.
         """
         store, table = self._store, self._table
         path = self._index.walk(self._index.root(digest), _raw(tokens))
-        store.touch(path)
-        store.counters.num_lookups += 1
+        if not quiet:
+            store.touch(path)
+            store.counters.num_lookups += 1
         rows = concat_rows(path)[first_page:]
         if max_pages is not None:
             rows = rows[:max_pages]
@@ -180,11 +183,13 @@ class TieredCache:
             num_found = len(rows)
         elif num_found == 0:
             if tiers[0] == _BUSY:
-                store.counters.num_pending += 1
+                store.counters.num_pending += not quiet
                 return self._no_pages(Lookup.PENDING, first_page, _BEING_LOADED)
             return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
         tiers = tiers[:num_found]
-        choice = self._planner.choose(tiers, first_page, len(tokens), facts)
+        choice = self._planner.choose(
+            tiers, first_page, len(tokens), facts, may_try=not quiet
+        )
         num_pages = choice.num_pages
         return Decision(
             lookup=Lookup.HIT if num_pages else Lookup.MISS,

@@ -11,13 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sgl_tiered.metrics.ledger import WaitReason
+from sgl_tiered.policies.order.queue import QueueOrder
+from sgl_tiered.policies.order.registry import make_order
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.holding import Holding
 from sgl_tiered.sim.lower import LowerTiers
-from sgl_tiered.sim.order import WaitingFacts, make_order
 from sgl_tiered.sim.sequence import CLIP_NEW_TOKENS, NewTokenRatio, Sequence
+from sgl_tiered.sim.waiting_facts import SimFacts
 
 __all__ = ["Admission", "PassPlan"]
 
@@ -72,7 +74,10 @@ class Admission:
         self._tree = tree
         self._lower = lower
         self._holding = holding
-        self._order = make_order(config.scheduler.order)
+        self._order: QueueOrder[Sequence] | None = None
+        if config.scheduler.order != "fcfs":
+            order = make_order(config.scheduler.order)
+            self._order = QueueOrder(order, SimFacts(config, tree, lower))
         self._is_vllm = config.scheduler.admission == "vllm"
         self.ratio = NewTokenRatio(fixed=config.scheduler.ignore_eos)
         self.chunked: Sequence | None = None
@@ -142,28 +147,14 @@ class Admission:
         return self._by_order(waiting, now_s)
 
     def _by_order(self, waiting: list[Sequence], now_s: float) -> list[Sequence]:
-        if self._config.scheduler.order == "fcfs":
+        if self._order is None:
             return waiting
-        ranks = {}
-        for seq in waiting:
-            distance = self._distance(seq) if self._order.needs_location else 3
-            facts = WaitingFacts(seq.arrival_s, distance, seq.request.num_prompt_tokens)
-            ranks[seq.index] = self._order.rank(facts, now_s)
-        return sorted(waiting, key=lambda seq: (ranks[seq.index], seq.arrival_s))
-
-    def _distance(self, seq: Sequence) -> int:
-        _, num_matched = self._match(seq)
-        below = 3
-        if self._lower is not None:
-            below = self._lower.distance(seq.index, num_matched)
-        # On the device: nothing more is to be had below, and something is here.
-        return 0 if num_matched and below == 3 else below
+        return [waiting[i] for i in self._order.arrange(waiting, now_s)]
 
     def _match(self, seq: Sequence) -> tuple[TreeNode, int]:
         if not self._config.device_reuse:
             return self._tree.root, 0
-        num_pages = seq.matchable_pages(self._page)
-        return self._tree.match(seq.page_raw[: num_pages * 4])
+        return self._tree.match(seq.matchable_raw(self._page))
 
     def _add(
         self, plan: PassPlan, seq: Sequence, node: TreeNode, num_matched: int

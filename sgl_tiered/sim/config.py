@@ -9,6 +9,7 @@ from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS as SLO_ADMISSIONS
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR
+from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.links import DISCIPLINES
 from sgl_tiered.sim.times import DeviceTimes
@@ -31,7 +32,7 @@ class SchedulerConfig:
         max_running: requests that decode at a time.
         ignore_eos: answers have the length asked for, as in benchmarks; SGLang then
             reserves it whole. Without, a ratio that decays is reserved.
-        order: name in ``ORDERS``.
+        order: name in ``policies/order/registry.py``.
         slo_admission: ``none``, or ``slo`` to hold prefill for the decoders' sake.
         ttft_slo_s, tpot_slo_s: its targets; 0 for none.
     """
@@ -63,6 +64,12 @@ class SchedulerConfig:
                 "slo_admission",
                 f"{self.slo_admission!r} is not known",
                 f"choose one of {', '.join(SLO_ADMISSIONS)}",
+            )
+        if self.order not in ORDERS:
+            raise ConfigError(
+                "order",
+                f"{self.order!r} is not known",
+                f"choose one of {', '.join(ORDERS)}",
             )
         if min(self.ttft_slo_s, self.tpot_slo_s) < 0:
             raise ConfigError(

@@ -20,12 +20,13 @@ import numpy as np
 
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
+from sgl_tiered.cache.foresight import foresee
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.tombstones import cells_for
 from sgl_tiered.cache.waiting import WaitingLoads
 from sgl_tiered.cache.waiting_state import WaitingLoad
-from sgl_tiered.core.ids import Lookup, TierId
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import (
@@ -39,6 +40,7 @@ from sgl_tiered.core.plans import (
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.pipelines.staging import part_pages
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
+from sgl_tiered.policies.order.queue import Outlook
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import EventLog, EventQueue, Priority
@@ -305,15 +307,9 @@ class LowerTiers:
         page = self._page_tokens
         self._loads.admitted(context_tokens // page, -(-new_tokens // page))
 
-    def distance(self, subject: int, device_pages: int) -> int:
-        """Return where the request's next page is: 1 memory, 2 disk, 3 nowhere."""
-        state = self._states[subject]
-        if state.plan is not None:
-            return 2 if _is_read(state) else 1
-        decision = self._loads.decide(state, device_pages)
-        if decision.lookup is not Lookup.HIT:
-            return 3
-        return 2 if decision.num_from(TierId.DISK) else 1
+    def foresee(self, subject: int, device_pages: int, num_pages: int) -> Outlook:
+        """Return what the cache says of a waiting request; its tokens are pages."""
+        return foresee(self.cache, self._states[subject], device_pages, num_pages)
 
     def prepare(self, subject: int, device_pages: int) -> bool:
         """Decide and start what can be started; False while the request waits."""
@@ -533,11 +529,6 @@ class LowerTiers:
 
 def _num_resident(tree: DeviceTree, prompt: Deferred) -> int:
     return tree.find(prompt.tokens.tobytes())[1]
-
-
-def _is_read(state: _State) -> bool:
-    """Return whether a read from disk is under way for the request."""
-    return state.staged is not None and not state.staged.done
 
 
 def _make_cache(config: ServerConfig, queue: EventQueue) -> TieredCache:

@@ -93,6 +93,10 @@ class Sequence:
         num_pages = (self.input_tokens - 1) // page_tokens
         return min(num_pages, len(self.request.page_ids))
 
+    def matchable_raw(self, page_tokens: int) -> bytes:
+        """Return the stand-ins of those pages."""
+        return self.page_raw[: self.matchable_pages(page_tokens) * 4]
+
     def publish(self, tree: DeviceTree, page_tokens: int) -> None:
         """Give all whole pages that have stand-ins to the tree."""
         num_pages = min(self.kv_tokens // page_tokens, len(self.request.page_ids))

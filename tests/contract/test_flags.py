@@ -28,6 +28,7 @@ GOOD = {
         "--tiered-disk-admission=second-hit",
         "--tiered-demote-policy=on-evict",
         "--tiered-load-policy=always",
+        "--tiered-order=cost",
         "--tiered-log-interval=5",
         "--tiered-seed=3",
         "--tiered-explain-last=50",
@@ -73,6 +74,14 @@ BAD = {
     "file value": ([*ON, "--tiered-config={tmp}/value.toml"], "--tiered-load-policy"),
     "hicache": ([*ON, "--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
     "no radix cache": ([*ON, "--disable-radix-cache"], "--disable-radix-cache"),
+    "two orders": (
+        [*ON, "--tiered-order=car", "--schedule-policy=lpm"],
+        "--tiered-order: car and --schedule-policy lpm both",
+    ),
+    "order and priorities": (
+        [*ON, "--tiered-order=cost", "--enable-priority-scheduling"],
+        "--tiered-order",
+    ),
     "tensor parallel": ([*ON, "--tp-size=2"], "--tp-size"),
     "data parallel": ([*ON, "--dp-size=2"], "--dp-size"),
 }

@@ -155,6 +155,18 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_order: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="In which order waiting requests are served: fcfs (default), fpf "
+            "(nearest prefix first, unfair), relaxed-fpf (the same, aged), car (device "
+            "hits first, within a window) or cost (shortest predicted pass first, as "
+            "far as nobody's wait leaves what fcfs gives). SGLang's own orders: "
+            "--schedule-policy.",
+            choices=list(CHOICES["order"]),
+        ),
+        _NS,
+    ] = None
     tiered_log_interval: A[
         Optional[float],  # noqa: UP045
         Arg(help="Seconds between two log lines of the tiers; default 60, 0 for none."),
@@ -271,7 +283,27 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
                 f"{value!r} does not go with --radix-cache-backend {BACKEND_NAME}",
                 "leave it out; it is untested with the tiers",
             )
-    return read_config(values)
+    config = read_config(values)
+    if values["order"] is not None or config.order != "fcfs":
+        _refuse_other_orders(server_args, config.order)
+    return config
+
+
+def _refuse_other_orders(server_args: Any, order: str) -> None:
+    theirs = getattr(server_args, "schedule_policy", "fcfs")
+    if theirs != "fcfs":
+        raise ConfigError(
+            "--tiered-order",
+            f"{order} and --schedule-policy {theirs} both order the queue",
+            "give one of the two",
+        )
+    if order != "fcfs" and getattr(server_args, "enable_priority_scheduling", False):
+        raise ConfigError(
+            "--tiered-order",
+            f"{order} does not go with --enable-priority-scheduling, whose classes it "
+            "would mix",
+            "give one of the two",
+        )
 
 
 # Each is refused until it is tested: a wrong answer would cost more than a feature.

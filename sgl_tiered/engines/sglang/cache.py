@@ -96,6 +96,15 @@ class TieredRadixCache(UnifiedRadixCache):
             full_kv_hit_length=result.device_prefix_len + num_tokens,
         )
 
+    def waiting_request(self, rid: str) -> tuple[RequestState, int] | None:
+        """Return a request's state and how many of its pages are on the device now."""
+        state = self.tiered.coordinator.state(rid)
+        key = self._keys.get(rid)
+        if state is None or key is None:
+            return None
+        on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
+        return state, on_device // self.page_size
+
     def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Start reading from disk as soon as the request is queued.
 
@@ -103,13 +112,13 @@ class TieredRadixCache(UnifiedRadixCache):
         """
         if self.tiered.engine_free():
             return
-        found = self._request(request.rid)
+        found = self.waiting_request(request.rid)
         if found is not None:
             self.tiered.coordinator.prefetch(*found)
 
     def check_prefetch_progress(self, request: Any) -> bool:
         """Return False while the request should wait for pages on their way."""
-        found = self._request(request.rid)
+        found = self.waiting_request(request.rid)
         if found is None:
             return True
         ready = self.tiered.coordinator.prepare(*found)
@@ -449,15 +458,6 @@ class TieredRadixCache(UnifiedRadixCache):
         self._keys[req.rid] = key
         digest = self.tiered.namespace(key.extra_key, key.cache_salt)
         return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
-
-    def _request(self, rid: str) -> tuple[RequestState, int] | None:
-        """Return a request's state and how many of its pages are on the device now."""
-        state = self.tiered.coordinator.state(rid)
-        key = self._keys.get(rid)
-        if state is None or key is None:
-            return None
-        on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
-        return state, on_device // self.page_size
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator

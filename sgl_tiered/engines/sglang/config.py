@@ -22,6 +22,7 @@ from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR, make_length_predictor
+from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation
@@ -52,6 +53,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "disk_admission": ("auto", "all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
     "admission": ADMISSIONS,
+    "order": ORDERS,
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
 }
@@ -88,6 +90,7 @@ class TieredConfig:
         load_policy: auto (load if cheaper than recompute), always, never.
         length_predictor: how answer lengths are predicted: none, online (if there is
             an admission that needs it), constant:N, oracle, llm.
+        order: in which order waiting requests are looked at, see policies/order.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
@@ -115,6 +118,7 @@ class TieredConfig:
     disk_admission: str = "auto"
     load_policy: str = "auto"
     length_predictor: str = NO_PREDICTOR
+    order: str = "fcfs"
     log_interval_s: float = 60.0
     seed: int = 0
     emulate: tuple[Emulation, ...] = ()
@@ -162,6 +166,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         disk_admission=_choice(settings, "disk_admission", "auto"),
         load_policy=_choice(settings, "load_policy", "auto"),
         length_predictor=_length_predictor(settings),
+        order=_choice(settings, "order", "fcfs"),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
         emulate=_emulation(settings),

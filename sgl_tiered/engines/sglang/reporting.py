@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.agreement import SharedClock, group_broadcast
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.http import (
     DROP_KNOBS,
@@ -16,6 +17,7 @@ from sgl_tiered.engines.sglang.http import (
     FAULTS_KEY,
     LOAD_POLICY_KNOB,
 )
+from sgl_tiered.engines.sglang.ordering import schedule_policy
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
 from sgl_tiered.engines.sglang.slo_admission import adder_class
@@ -73,6 +75,9 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
 
     runtime.engine_idle = idle
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
+    if runtime.config.order != "fcfs":
+        clock = SharedClock(runtime.clock, group_broadcast(scheduler.tp_cpu_group))
+        scheduler.policy = schedule_policy(scheduler, clock)
 
 
 def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:

@@ -179,6 +179,23 @@ SEAMS: tuple[Seam, ...] = (
         ("running_batch",),
     ),
     Seam(
+        "order of the queue",
+        _SRT + "managers.schedule_policy.SchedulePolicy",
+        parameters=(
+            "policy",
+            "tree_cache",
+            "enable_hierarchical_cache",
+            "enable_priority_scheduling",
+            "schedule_low_priority_values_first",
+        ),
+        attributes=("calc_priority", "waiting_queue_prefix_matched"),
+    ),
+    Seam(
+        "order of a pass",
+        _SRT + "managers.schedule_policy.SchedulePolicy.calc_priority",
+        ("waiting_queue",),
+    ),
+    Seam(
         "prefill adder",
         _SRT + "managers.schedule_policy.PrefillAdder",
         attributes=(

@@ -15,6 +15,7 @@ from sgl_tiered.engines.sglang.config import (
 )
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
+from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
 from sgl_tiered.tiers.cxl_source import CxlSource
 
@@ -36,6 +37,7 @@ NAMES = (
     "disk_admission",
     "load_policy",
     "length_predictor",
+    "order",
     "log_interval",
     "seed",
     "explain_last",
@@ -93,6 +95,7 @@ def test_defaults():
     assert config.disk_admission == "auto"
     assert config.load_policy == "auto"
     assert config.explain_last == 1_000
+    assert config.order == "fcfs"
     assert config.emulate == ()
     assert not config.switchable_faults
 
@@ -154,6 +157,7 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"offload_threshold": math.nan}, "--tiered-offload-threshold"),
         ({"offload_threshold": True}, "--tiered-offload-threshold"),
         ({"load_policy": "no"}, "--tiered-load-policy"),
+        ({"order": "lifo"}, "--tiered-order"),
         ({"disk_threads": 0}, "--tiered-disk-threads"),
         ({"disk_threads": True}, "--tiered-disk-threads"),
         ({"disk_io": "aio"}, "--tiered-disk-io"),
@@ -314,6 +318,7 @@ def test_choices_are_the_policies_that_there_are():
     assert CHOICES["eviction_policy"] == EVICTION_POLICIES
     assert CHOICES["write_policy"] == WRITE_POLICIES
     assert CHOICES["demote_policy"] == DEMOTE_POLICIES
+    assert CHOICES["order"] == ORDERS
 
 
 def test_a_threshold_is_a_share():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
@@ -107,7 +108,7 @@ def test_no_setting_loses_a_request(
         max_prefill_tokens=int(rng.choice([16, 128])),
         max_running=int(rng.choice([2, 100])),
         ignore_eos=bool(rng.integers(2)),
-        order=str(rng.choice(["fcfs", "fpf", "relaxed-fpf"])),
+        order=str(rng.choice(ORDERS)),
     )
     config = make_config(
         device=int(rng.integers(32, 80)),

@@ -1,0 +1,1 @@
+"""order: see README.md."""

@@ -1,0 +1,93 @@
+"""What fcfs would have made of the queue that another order is serving.
+
+Nobody can know it, but a lower bound can be kept: pair the n-th request that leaves the
+queue with the n-th that joined it. An order that serves short requests first has served
+as many by any time as fcfs has, and usually more; so the n-th leaves no later than
+under fcfs, and the wait of such a pair is at most the one that fcfs gives. An order
+that takes its measure from these waits cannot talk itself into longer ones: its own
+delays are not in them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.policies.order.base import WaitingFacts
+
+__all__ = ["FCFSShadow"]
+
+HISTORY = 512
+"""Requests that are remembered."""
+DECAY = 0.98
+"""Of what is known of the hold-up, per request served: about the last fifty count."""
+
+
+class FCFSShadow:
+    """Keeps the waits of the pairs, and how long requests are held up beside passes."""
+
+    def __init__(self) -> None:
+        self._waits_s: deque[float] = deque(maxlen=HISTORY)
+        self._array: npt.NDArray[np.float64] = np.zeros(0)
+        # By index, in order of arrival: who joined and is not yet paired.
+        self._joined: dict[int, tuple[float, float]] = {}
+        self._last: dict[int, tuple[float, int]] = {}
+        self._last_s = 0.0
+        self._next_index = 0
+        self._held_s = 0.0
+        self._num_tokens = 0.0
+
+    @property
+    def waits_s(self) -> npt.NDArray[np.float64]:
+        """Waits and passes of the last pairs, seconds: float64 [n]."""
+        if len(self._array) != len(self._waits_s):
+            self._array = np.array(self._waits_s)
+        return self._array
+
+    @property
+    def held_token_s(self) -> float:
+        """Time in which somebody waited and no predicted pass ran, not below 0, per
+        token of room that those who were served took on the device."""
+        return max(self._held_s / self._num_tokens, 0.0) if self._num_tokens else 0.0
+
+    def look(self, waiting: Sequence[WaitingFacts], now_s: float) -> None:
+        """Note who waits now; who waited at the last call and is gone was served.
+
+        Args:
+            waiting: by order of arrival.
+            now_s: clock value.
+        """
+        current = {f.index: (f.service_s, f.num_new_tokens) for f in waiting}
+        gone = self._last.keys() - current.keys()
+        if gone:
+            self._serve(gone, current)
+        if len(gone) < len(self._last):
+            # Somebody waited all the time, so the server was not out of work.
+            served_s = sum(self._last[index][0] for index in gone)
+            num_tokens = sum(self._last[index][1] for index in gone)
+            keep = DECAY ** len(gone)
+            self._held_s = self._held_s * keep + now_s - self._last_s - served_s
+            self._num_tokens = self._num_tokens * keep + num_tokens
+        for facts in waiting:
+            if facts.index >= self._next_index:
+                self._joined[facts.index] = (facts.arrival_s, facts.service_s)
+        if waiting:
+            self._next_index = max(self._next_index, waiting[-1].index + 1)
+        self._last, self._last_s = current, now_s
+
+    def _serve(self, gone: set[int], current: dict[int, tuple[float, int]]) -> None:
+        """Pair those that left with the oldest that joined."""
+        for index in gone & self._joined.keys():
+            arrival_s, _ = self._joined[index]
+            self._joined[index] = (arrival_s, self._last[index][0])
+        for _ in range(len(gone)):
+            index = next(iter(self._joined))
+            arrival_s, service_s = self._joined.pop(index)
+            # They left when the last arrangement was made, not when it was missed.
+            if index in current:
+                service_s = current[index][0]
+            self._waits_s.append(self._last_s - arrival_s + service_s)
+        self._array = np.array(self._waits_s)

@@ -1,0 +1,84 @@
+"""Orders of the queue on a real engine: the same answers, in another order."""
+
+import numpy as np
+import pytest
+from sgl_tiered_workloads.gate import check_equality
+from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens, replay
+from sgl_tiered_workloads.systems import MB, Tiers, tiered_spec
+from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
+
+from tests.e2e.e2e_support import (
+    ANSWER_TOKENS,
+    BURST_PREFIX_TOKENS,
+    Case,
+    open_loop,
+    pinned,
+    sequential,
+    settle,
+    stats,
+)
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+CASE = Case(16, overlap=False)
+NUM_LONG = 6
+NUM_SHORT = 12
+
+
+@pytest.fixture(scope="module")
+def server(servers, model, reference, tmp_path_factory):
+    """A server that orders its queue by cost, and runs two requests at a time."""
+    # Its own server has to come and go before.
+    reference(CASE)
+    tiers = Tiers(8 * MB, tmp_path_factory.mktemp("disk"), 64 * MB)
+    flags = ("--tiered-order=cost", "--max-running-requests=2")
+    yield servers.restart(tiered_spec(CASE.device(model), tiers, "cost", flags))
+    servers.stop()
+
+
+def test_chats_equal_plain(reference, server):
+    """One after the other: nothing to reorder, and the answers are plain's."""
+    plain = reference(CASE)
+    server.flush_cache()
+    answers = sequential(server, replay(plain.chat))
+    result = check_equality(
+        plain.chat,
+        answers,
+        page_size=CASE.page_size,
+        spread=plain.spread,
+        min_exact_fraction=0.1,
+    )
+    assert result.passed, result.summary()
+
+
+def test_a_queue_is_reordered_and_everybody_is_answered(reference, server):
+    """Long prompts first and short ones behind them, all at once: short ones overtake,
+    nobody starves, each gets the answer that it gets alone, and nothing is left."""
+    draw = np.random.default_rng(3)
+    shared = random_tokens(draw, BURST_PREFIX_TOKENS, VOCAB_TOKENS)
+    long = [
+        PlannedRequest(f"l{n}", random_tokens(draw, 1_000, VOCAB_TOKENS), ANSWER_TOKENS)
+        for n in range(NUM_LONG)
+    ]
+    short = [
+        PlannedRequest(
+            f"s{n}", shared + random_tokens(draw, 16, VOCAB_TOKENS), ANSWER_TOKENS
+        )
+        for n in range(NUM_SHORT)
+    ]
+    server.flush_cache()
+    alone = sequential(server, [*long, *short])
+    before = stats(server)["counters"].get("queue_rearranged", 0)
+    records = open_loop(server, [*long, *short])
+    assert [record.error for record in records] == [None] * (NUM_LONG + NUM_SHORT)
+    assert stats(server)["counters"]["queue_rearranged"] > before
+    result = check_equality(
+        alone,
+        records,
+        page_size=CASE.page_size,
+        spread=reference(CASE).spread,
+        forced=False,
+        slack=2.0,
+    )
+    assert result.passed, result.summary()
+    assert pinned(settle(server)) == 0
