@@ -99,6 +99,14 @@ bench-pipeline: install ## loads under a forward, and offloads under prefill (th
 bench-planner: install ## the planner against always loading and never loading (throttled)
 	@exec $(PY) benchmarks/serving/bench_planner.py $(ARGS)
 
+.PHONY: bench-orders
+bench-orders: install ## orders of the queue, prefetch and text analysis (throttled)
+	@exec $(PY) benchmarks/serving/bench_orders.py $(ARGS)
+
+.PHONY: bench-slo
+bench-slo: install ## SLO admission off and on: violations and throughput
+	@exec $(PY) benchmarks/serving/bench_slo.py $(ARGS)
+
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server
 	@exec $(PY) benchmarks/sim/fidelity.py $(ARGS)

@@ -105,9 +105,13 @@ class Rig:
         self.scheduler = SimpleNamespace(
             waiting_queue=[], enable_priority_scheduling=priorities
         )
+        self.num_told = 0
         self.make = _slo_adder_class(
-            FakeAdder, self.scheduler, self.admission, AddReqResult
+            FakeAdder, self.scheduler, self.admission, AddReqResult, self.tell
         )
+
+    def tell(self):
+        self.num_told += 1
 
     def adder(self):
         return self.make(self.running)
@@ -115,8 +119,10 @@ class Rig:
 
 def test_a_prompt_that_fits_is_left_alone():
     """SGLang's own choice stands."""
-    found = Rig(1.0).adder()._select_prefill_admission(request("a"))
+    rig = Rig(1.0)
+    found = rig.adder()._select_prefill_admission(request("a"))
     assert found == Admission(0, 400, 8, False, 0)
+    assert rig.num_told == 0
 
 
 def test_a_prompt_is_cut_to_whole_pages():
@@ -138,6 +144,7 @@ def test_what_cannot_be_cut_is_held(change):
     adder = Rig(0.3).adder()
     vars(adder).update(change)
     assert adder._select_prefill_admission(request("a")) is AddReqResult.OTHER
+    assert rig.num_told == 1
 
 
 def test_what_sglang_refused_stays_refused():
