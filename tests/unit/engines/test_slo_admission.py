@@ -141,7 +141,8 @@ def test_a_prompt_is_cut_to_whole_pages():
 )
 def test_what_cannot_be_cut_is_held(change):
     """OTHER ends the search, so that nobody overtakes."""
-    adder = Rig(0.3).adder()
+    rig = Rig(0.3)
+    adder = rig.adder()
     vars(adder).update(change)
     assert adder._select_prefill_admission(request("a")) is AddReqResult.OTHER
     assert rig.num_told == 1
