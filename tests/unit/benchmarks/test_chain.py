@@ -59,7 +59,7 @@ def test_every_tier_hits_as_the_theory_says(
     assert all(
         figures["served"][tier] > 0 for tier in ("device", "host", "cxl", "disk")
     )
-    assert set(figures["admissions"]) == {"all", "second-hit", "reuse"}
+    assert set(figures["admissions"]) == {"auto", "all", "second-hit", "reuse"}
     assert (
         figures["admissions"]["second-hit"]["tb_written"]
         < figures["admissions"]["all"]["tb_written"]
