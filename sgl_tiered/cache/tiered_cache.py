@@ -30,6 +30,7 @@ from sgl_tiered.cache.config import (
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
 from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
+from sgl_tiered.cache.promotion import Promoter
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore, Recency
 from sgl_tiered.cache.table import LOADING
@@ -99,6 +100,7 @@ class TieredCache:
             cost, config.layout, config.load_policy, overlaps=config.load_overlaps
         )
         self._chain = Chain(self._store, config, clock)
+        self.promoter = Promoter(self._store)
         self._sources: dict[int, UInt8s] = {}
         self._awake = (1 << len(self._tiers)) - 1
         self._next_plan_id = 1
@@ -458,6 +460,7 @@ class TieredCache:
         when it is well.
         """
         self._awake = sum(1 << n for n, t in enumerate(self._tiers) if t not in tiers)
+        self.promoter.rests = TierId.DISK in tiers
 
     def drop_tier(self, tier: TierId) -> Int64s:
         """Forget every copy in a tier; those in use as soon as they no longer are.
@@ -511,6 +514,7 @@ class TieredCache:
             list(self._loads.values()),
             self._chain.under_way,
             list(self._offloads.values()),
+            self.promoter.under_way,
         )
 
     def state_digest(self) -> bytes:

@@ -60,7 +60,7 @@ class SimSpec:
             host, instead of ``cxl_gb`` below it).
         page_size: tokens of a page.
         chunk_tokens ... order: of ``SchedulerConfig``.
-        load_policy ... prefetch: of ``ServerConfig``; ``load_mode`` "" for the usual
+        load_policy ... prefetch_window: of ``ServerConfig``; ``load_mode`` "" for the usual
             one (``waiter`` where a calibration says that the CPU computes).
         staging_gb: memory for reads from disk; 0 for no bound.
         request_overhead_s: before a request is queued.
@@ -105,7 +105,8 @@ class SimSpec:
     eviction: str = "lru"
     load_mode: str = ""
     link_discipline: str = "fair"
-    prefetch: bool = True
+    prefetch: str = "arrival"
+    prefetch_window: int = 16
     staging_gb: float = 0.0
     request_overhead_s: float = 0.0
     ttft_s: float = 3.0
@@ -201,6 +202,7 @@ class SimSpec:
             eviction=self.eviction,
             staging_bytes=int(self.staging_gb * GB / ranks),
             prefetch=self.prefetch,
+            prefetch_window=self.prefetch_window,
             seed=self.seed,
         )
 

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.prefetch.registry import PREFETCH_POLICIES
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation
@@ -49,6 +51,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "demote_policy": ("write-through", "on-evict"),
     "disk_admission": ("auto", "all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
+    "prefetch": PREFETCH_POLICIES,
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
 }
@@ -83,6 +86,9 @@ class TieredConfig:
             two requests), reuse (also where prompts were often seen again), or auto
             (all, but second-hit while nothing comes again).
         load_policy: auto (load if cheaper than recompute), always, never.
+        prefetch: when reads from disk begin: none (when their request is looked at),
+            arrival (when it is queued), car (when they are due, into the host tier).
+        prefetch_window: requests at the head of the queue that car looks at.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
@@ -105,6 +111,8 @@ class TieredConfig:
     demote_policy: str = "write-through"
     disk_admission: str = "auto"
     load_policy: str = "auto"
+    prefetch: str = "arrival"
+    prefetch_window: int = DEFAULT_WINDOW
     log_interval_s: float = 60.0
     seed: int = 0
     emulate: tuple[Emulation, ...] = ()
@@ -147,6 +155,10 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         demote_policy=_choice(settings, "demote_policy", "write-through"),
         disk_admission=_choice(settings, "disk_admission", "auto"),
         load_policy=_choice(settings, "load_policy", "auto"),
+        prefetch=_choice(settings, "prefetch", "arrival"),
+        prefetch_window=_whole(
+            settings, "prefetch_window", DEFAULT_WINDOW, low=1, high=1024
+        ),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
         emulate=_emulation(settings),

@@ -66,6 +66,7 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
 
     runtime.engine_idle = idle
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
+    scheduler.tree_cache.watch_queue(scheduler)
 
 
 def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
