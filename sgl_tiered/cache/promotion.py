@@ -7,7 +7,7 @@ offloaded one, so nobody reads it, and its source is pinned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,16 +61,17 @@ class Promoter:
     Args:
         store: pages and copies; where its last tier is not a disk below a memory
             tier, nothing is ever wanted.
+        take_plan_id: numbers plans.
     """
 
-    def __init__(self, store: PageStore) -> None:
+    def __init__(self, store: PageStore, take_plan_id: Callable[[], int]) -> None:
         self._store = store
+        self._take_plan_id = take_plan_id
         tiers = store.tiers
         self._has_disk = len(tiers) > 1 and tiers[-1] is TierId.DISK
         self._source = len(tiers) - 1
         self._memory_mask = np.uint8((1 << self._source) - 1)
         self._under_way: dict[int, Promotion] = {}
-        self._next_plan_id = 1
         # Set while the disk fails: nothing new is read from it then.
         self.rests = False
 
@@ -142,7 +143,7 @@ class Promoter:
         addresses = store.start_copies(0, rows)
         store.settle()
         plan = PromotePlan(
-            plan_id=self._next_plan_id,
+            plan_id=self._take_plan_id(),
             source=store.tiers[self._source],
             target=store.tiers[0],
             pages=rows,
@@ -150,7 +151,6 @@ class Promoter:
             target_addresses=addresses,
             checksums=table.checksum[reads],
         )
-        self._next_plan_id += 1
         writes = table.entry_of[0][rows].astype(np.int64)
         self._under_way[plan.plan_id] = Promotion(reads, writes)
         return plan

@@ -100,7 +100,7 @@ class TieredCache:
             cost, config.layout, config.load_policy, overlaps=config.load_overlaps
         )
         self._chain = Chain(self._store, config, clock)
-        self.promoter = Promoter(self._store)
+        self.promoter = Promoter(self._store, self._take_plan_id)
         self._sources: dict[int, UInt8s] = {}
         self._awake = (1 << len(self._tiers)) - 1
         self._next_plan_id = 1
