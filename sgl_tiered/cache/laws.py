@@ -36,8 +36,10 @@ def check_laws(
     _check_slots(store)
     _check_edges(store, demotions, offloads)
     _check_promotions(store, promotions)
-    reads = [move.reads for move in (*demotions, *promotions)]
-    writes = [*offloads, *(move.writes for move in (*demotions, *promotions))]
+    reads = [demotion.reads for demotion in demotions]
+    reads += [promotion.reads for promotion in promotions]
+    writes = [*offloads, *(demotion.writes for demotion in demotions)]
+    writes += [promotion.writes for promotion in promotions]
     _check_entries(store, loads, reads, writes)
     _check_index(store)
 

@@ -382,9 +382,7 @@ class Prefetcher:
 
     def _left_s(self, number: int) -> float:
         """Return the predicted time until one promotion has ended."""
-        lefts = list(
-            accumulate(p.read.num_left for p in self._promotions.values())
-        )
+        lefts = list(accumulate(p.read.num_left for p in self._promotions.values()))
         num_left = lefts[list(self._promotions).index(number)]
         left_s = self._cache.planner.load_s(TierId.DISK, num_left) if num_left else 0.0
         # What is late may well take as long again.

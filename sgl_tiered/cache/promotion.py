@@ -18,7 +18,7 @@ from sgl_tiered.cache.table import LOADING
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Int32s, Int64s, PromotePlan, TransferResult
 
-__all__ = ["Prompt", "Promoter", "Promotion", "Whereabouts"]
+__all__ = ["Promoter", "Promotion", "Prompt", "Whereabouts"]
 
 Prompt = tuple[bytes, Int32s]
 """Namespace and int32 token ids."""

@@ -179,7 +179,9 @@ class PromoteWorker:
         try:
             self._target.charge(result.num_bytes, is_store=True)
         except OSError as error:
-            return TransferResult.failed(len(sources), result.seconds, str(error)), False
+            return TransferResult.failed(
+                len(sources), result.seconds, str(error)
+            ), False
         return result, True
 
     def _give_up(self, read: PromotedRead, error: str) -> None:

@@ -31,7 +31,6 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import (
     DemotePlan,
     Int32s,
-    LoadPlan,
     OffloadPlan,
     PromotePlan,
     TransferResult,

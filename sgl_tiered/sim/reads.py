@@ -121,7 +121,7 @@ class SimStaging:
         self.largest_read_pages = num_rows or _UNBOUNDED
         self.num_free_rows = self.largest_read_pages
 
-    def try_submit(self, plan: LoadPlan | PromotePlan, positions: Int32s) -> SimRead | None:
+    def try_submit(self, plan: LoadPlan, positions: Int32s) -> SimRead | None:
         """Start reading; None if rows are short."""
         if len(positions) > self.num_free_rows:
             return None

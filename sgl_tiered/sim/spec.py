@@ -60,8 +60,8 @@ class SimSpec:
             host, instead of ``cxl_gb`` below it).
         page_size: tokens of a page.
         chunk_tokens ... order: of ``SchedulerConfig``.
-        load_policy ... prefetch_window: of ``ServerConfig``; ``load_mode`` "" for the usual
-            one (``waiter`` where a calibration says that the CPU computes).
+        load_policy ... prefetch_window: of ``ServerConfig``; ``load_mode`` "" for the
+            usual one (``waiter`` where a calibration says that the CPU computes).
         staging_gb: memory for reads from disk; 0 for no bound.
         request_overhead_s: before a request is queued.
         ttft_s, tpot_s: the SLO.

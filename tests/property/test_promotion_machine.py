@@ -104,9 +104,7 @@ class PromotionMachine(TieredCacheMachine):
         if plan is None:
             assert snapshot(self.cache) == before
             return
-        on_disk = {
-            address: page for page, (address, _) in old[TierId.DISK].items()
-        }
+        on_disk = {address: page for page, (address, _) in old[TierId.DISK].items()}
         chosen = [on_disk[address] for address in plan.source_addresses.tolist()]
         self.pages[plan.plan_id] = chosen
         assert chosen == [page for page in prompt if page in set(chosen)]

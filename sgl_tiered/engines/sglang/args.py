@@ -148,9 +148,9 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_prefetch: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="When a queued request's pages are read from disk: when the request is "
-            "looked at (none), as soon as it is queued (arrival, default), or in time "
-            "for its turn, into the host tier (car).",
+            help="When a queued request's pages are read from disk: when the request "
+            "is looked at (none), as soon as it is queued (arrival, default), or in "
+            "time for its turn, into the host tier (car).",
             choices=list(CHOICES["prefetch"]),
         ),
         _NS,

@@ -488,9 +488,7 @@ class TieredRuntime:
         if len(event.positions):
             self._breakers[TierId.DISK].record(_failure(result))
         if event.is_alone and result.num_bytes:
-            self._parts.cost.observe_load(
-                TierId.DISK, result.num_bytes, result.seconds
-            )
+            self._parts.cost.observe_load(TierId.DISK, result.num_bytes, result.seconds)
         num_left_out = plan.num_pages - len(event.positions)
         self.metrics.add("promotions")
         self.metrics.add("promoted_pages", int(np.count_nonzero(result.ok)))

@@ -12,10 +12,20 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.plans import PromotePlan, TransferResult
-from sgl_tiered.policies.prefetch.base import Decoding
+from sgl_tiered.policies.prefetch.base import Decoding, QueueFacts
+from sgl_tiered.policies.prefetch.car import CarPrefetch
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.testing.strategies import spell
 from tests.unit.cache.conftest import PAGE_TOKENS
+
+
+class Eager(CarPrefetch):
+    """Everything is due at once, so that what is read does not depend on when."""
+
+    name = "eager"
+
+    def starts_s(self, facts: QueueFacts) -> tuple[float, ...]:
+        return (0.0,) * len(facts.services_s)
 
 
 class FakeRead:
@@ -50,14 +60,18 @@ class FakeReader:
 class Rig:
     """A cache, a prefetcher on it and prompts on disk."""
 
-    def __init__(self, make_cache, policy: str = "car", window: int = 16, **cache):
+    def __init__(self, make_cache, policy: str = "", window: int = 16, **cache):
         self.clock = ManualClock()
         cache.setdefault("disk", 64)
         self.cache: TieredCache = make_cache(clock=self.clock, **cache)
         self.digest = self.cache.open_namespace(Namespace("m", "bfloat16", PAGE_TOKENS))
         self.reader = FakeReader()
         self.prefetcher = Prefetcher(
-            self.cache, make_prefetch_policy(policy), self.reader, self.clock, window
+            self.cache,
+            make_prefetch_policy(policy) if policy else Eager(),
+            self.reader,
+            self.clock,
+            window,
         )
 
     def keep(self, word: str, *, on_host: bool = False) -> None:
@@ -162,7 +176,7 @@ def test_pages_on_the_device_or_the_host_are_not_read(make_rig):
 
 def test_what_is_not_due_waits(make_rig):
     """CaR's rule: with a long answer ahead nothing is read, and the time is told."""
-    rig = make_rig()
+    rig = make_rig("car")
     rig.keep("abc")
     facts = {"is_blocked": True, "tpot_s": 0.1}
     due_s = rig.look(rig.wait("abc"), decoding=[Decoding(100, 0.0)], **facts)
