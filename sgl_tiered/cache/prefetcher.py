@@ -183,11 +183,13 @@ class Prefetcher:
         behind_s = self._behind_s()
         loads_s = self._worth_s(waiting, places, starts_s, behind_s)
         due_s = self._policy.due_in_s([s - behind_s for s in starts_s], loads_s)
+        # It is asked again when the pass or step under way has ended, not before.
+        slack_s = max(busy_s, tpot_s)
         for number, (state, first_page) in enumerate(waiting):
             if not loads_s[number]:
                 continue
-            if due_s[number] > 0.0:
-                return due_s[number]
+            if due_s[number] > slack_s:
+                return due_s[number] - slack_s
             if not self._start(state, first_page, waiting):
                 break
         return math.inf

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.mem_cache.radix_cache import RadixKey
-
 from sgl_tiered.cache.prefetcher import Prefetcher, measured_tpot_s
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
@@ -61,7 +59,7 @@ class QueuePrefetch:
         """Note that a read has ended: the next look is due."""
         self._look_at_s = 0.0
 
-    def pass_built(self, keys: dict[str, RadixKey]) -> None:
+    def pass_built(self, keys: dict[str, Any]) -> None:
         """Look ahead while the prefill that was just put together will run.
 
         Args:
@@ -69,7 +67,7 @@ class QueuePrefetch:
         """
         self._look(keys, self._coordinator.pass_compute_s)
 
-    def between_passes(self, keys: dict[str, RadixKey]) -> None:
+    def between_passes(self, keys: dict[str, Any]) -> None:
         """Look ahead while nobody can be admitted, and see who has gone."""
         queue = self._scheduler.waiting_queue
         if not queue and not self._prefetcher.is_busy:
@@ -82,7 +80,7 @@ class QueuePrefetch:
             self._prefetcher.advance((), others=self._states(queue))
             self._look_at_s = self._clock.now() + _LEAST_S
 
-    def _look(self, keys: dict[str, RadixKey], busy_s: float) -> None:
+    def _look(self, keys: dict[str, Any], busy_s: float) -> None:
         scheduler, prefetcher = self._scheduler, self._prefetcher
         queue = scheduler.waiting_queue
         head: list[tuple[RequestState, int]] = []
@@ -107,7 +105,7 @@ class QueuePrefetch:
         states = (self._coordinator.state(req.rid) for req in reqs)
         return [state for state in states if state is not None]
 
-    def _device_pages(self, key: RadixKey) -> int:
+    def _device_pages(self, key: Any) -> int:
         """Return the pages of a prompt in SGLang's tree; not a use of them."""
         tree = self._scheduler.tree_cache
         num_tokens: int = tree.tree_core.match_full_device_prefix(key)[0]

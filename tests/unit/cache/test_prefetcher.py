@@ -182,8 +182,19 @@ def test_what_is_not_due_waits(make_rig):
     due_s = rig.look(rig.wait("abc"), decoding=[Decoding(100, 0.0)], **facts)
     assert rig.reader.reads == []
     load_s = rig.cache.planner.load_s(TierId.DISK, 3)
-    assert due_s == pytest.approx(10.0 - load_s)
-    rig.look(rig.wait("abc"), decoding=[Decoding(100, 10.0)], **facts)
+    # A step takes 0.1 s, and before its end nobody asks again.
+    assert due_s == pytest.approx(10.0 - load_s - 0.1)
+    rig.look(rig.wait("abc"), decoding=[Decoding(100, 9.8)], **facts)
+    assert rig.reader.reads == []
+    rig.look(rig.wait("abc"), decoding=[Decoding(100, 9.95)], **facts)
+    assert len(rig.reader.reads) == 1
+
+
+def test_what_gets_due_during_a_pass_is_read_at_once(make_rig):
+    """The engine cannot be asked again before the pass has ended."""
+    rig = make_rig("car")
+    rig.keep("abc")
+    rig.look(rig.wait("abc"), busy_s=5.0)
     assert len(rig.reader.reads) == 1
 
 
