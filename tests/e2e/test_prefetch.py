@@ -135,11 +135,13 @@ def test_aborts_and_a_flush_leave_nothing_behind(server, plain, prompts):
     crowd = threading.Thread(
         target=lambda: open_loop(server, [*blockers(2), *requests]), daemon=True
     )
-    crowd.start()
-    wait_until(lambda: pinned(stats(server)) > 0, "a read has begun")
-    server.post("/abort_request", {"abort_all": True})
-    crowd.join(PATIENCE_S)
-    assert not crowd.is_alive(), "an aborted request got no answer"
+    # Slow enough for the aborts to fall into reads.
+    with faults(server, "disk:delay=1..1.5"):
+        crowd.start()
+        wait_until(lambda: pinned(stats(server)) > 0, "a read has begun")
+        server.post("/abort_request", {"abort_all": True})
+        crowd.join(PATIENCE_S)
+        assert not crowd.is_alive(), "an aborted request got no answer"
     assert pinned(settle(server)) == 0
     assert_same(plain, cold, sequential(server, requests))
     server.flush_cache()
