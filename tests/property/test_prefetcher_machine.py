@@ -55,7 +55,10 @@ class PrefetcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock()
-        tiers = (TierConfig(TierId.HOST, HOST_SLOTS), TierConfig(TierId.DISK, DISK_SLOTS))
+        tiers = (
+            TierConfig(TierId.HOST, HOST_SLOTS),
+            TierConfig(TierId.DISK, DISK_SLOTS),
+        )
         rng = np.random.default_rng(0)
         self.cache = TieredCache(
             CacheConfig(PageLayout(2, PAGE_TOKENS, 64), tiers),
@@ -98,9 +101,7 @@ class PrefetcherMachine(RuleBasedStateMachine):
     @rule(word=st.sampled_from(WORDS), place=st.integers(0, 9))
     def join(self, word: str, place: int) -> None:
         """A request joins, or an order puts it before others."""
-        state = WaitingLoad(
-            self.digest, spell(word, PAGE_TOKENS, tail=1), len(word)
-        )
+        state = WaitingLoad(self.digest, spell(word, PAGE_TOKENS, tail=1), len(word))
         self.queue.insert(min(place, len(self.queue)), state)
 
     @precondition(lambda self: self.queue)
