@@ -20,7 +20,7 @@ __all__ = ["QueuePrefetch", "allowed_tokens"]
 
 _MOST_S = 0.02
 _LEAST_S = 0.002
-"""Between two looks; one takes 0.3 ms with 16 requests (benchmarks/micro/prefetch.py)."""
+"""Between two looks; one takes 0.3 ms with 16 requests, see micro/prefetch.py."""
 
 
 def allowed_tokens(req: Any) -> int:
