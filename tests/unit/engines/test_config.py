@@ -35,6 +35,8 @@ NAMES = (
     "demote_policy",
     "disk_admission",
     "load_policy",
+    "prefetch",
+    "prefetch_window",
     "log_interval",
     "seed",
     "emulate",
@@ -90,6 +92,8 @@ def test_defaults():
     assert config.offload_threshold == 0.9
     assert config.disk_admission == "auto"
     assert config.load_policy == "auto"
+    assert config.prefetch == "arrival"
+    assert config.prefetch_window == 16
     assert config.emulate == ()
     assert not config.switchable_faults
 
@@ -151,6 +155,9 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"offload_threshold": math.nan}, "--tiered-offload-threshold"),
         ({"offload_threshold": True}, "--tiered-offload-threshold"),
         ({"load_policy": "no"}, "--tiered-load-policy"),
+        ({"prefetch": "soon"}, "--tiered-prefetch"),
+        ({"prefetch_window": 0}, "--tiered-prefetch-window"),
+        ({"prefetch_window": 16.0}, "--tiered-prefetch-window"),
         ({"disk_threads": 0}, "--tiered-disk-threads"),
         ({"disk_threads": True}, "--tiered-disk-threads"),
         ({"disk_io": "aio"}, "--tiered-disk-io"),
