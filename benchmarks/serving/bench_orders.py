@@ -2,8 +2,8 @@
 
 Orders: four loads (decode pressure with host hits, a queue with long prompts among
 short ones, chat, text analysis), open loop at a share of what the fcfs server does in a
-closed loop. Runs of ``fcfs``, ``cost`` and ``fcfs`` again take turns with the same
-requests; the second fcfs says how far two runs of one thing are apart.
+closed loop. ``fcfs``, ``cost`` and a second ``fcfs`` take turns with the same requests;
+the second one says how far two servers of one kind are apart.
 
 Text analysis: 128 prefixes of 512 tokens, bodies of 128, answers of 32; room for 8, 32
 and 128 prefixes on device, host and disk; the disk throttled so that a reload takes
@@ -108,14 +108,14 @@ class Bench:
             arm: Tiers(
                 HOST_TOKENS * TOKEN_BYTES, self._store(arm), DISK_TOKENS * TOKEN_BYTES
             )
-            for arm in (BASE, self.arm)
+            for arm in (BASE, self.arm, AGAIN)
         }
         specs = {
             arm: tiered_spec(
                 device,
                 tiers[arm],
                 arm,
-                flags=() if arm == BASE else self.order_flags,
+                flags=self.order_flags if arm == self.arm else (),
             )
             for arm in tiers
         }
@@ -148,8 +148,7 @@ class Bench:
             name = f"r{repeat}"
             requests = at_rate(load.draw(self.rng, name, num), rate, self.rng)
             for arm in rotated(arms, repeat):
-                server = servers[BASE if arm == AGAIN else arm]
-                async with StreamingClient(server.url) as client:
+                async with StreamingClient(servers[arm].url) as client:
                     records = await client.run_open_loop(requests)
                 found.records.setdefault(arm, []).extend(map(answered, records))
         found.sources = {arm: sources(found.records[arm]) for arm in arms}
@@ -196,6 +195,7 @@ class Bench:
         order = self.order_flags
         flags = {
             BASE: ("--tiered-prefetch=none",),
+            AGAIN: ("--tiered-prefetch=none",),
             self.arm: ("--tiered-prefetch=none", *order),
             "ahead": ("--tiered-prefetch=car", *order),
         }
@@ -223,8 +223,9 @@ class Bench:
                 every = _every_prefix(load, self.rng, name, self.args.prefixes)
                 for server in servers.values():
                     await self._closed_loop(server, every, 8)
-            result = await self._throughput(load, servers)
-            ours = {arm: servers[arm] for arm in (BASE, self.arm)}
+            arms = ("plain", BASE, self.arm, "ahead")
+            result = await self._throughput(load, {arm: servers[arm] for arm in arms})
+            ours = {arm: servers[arm] for arm in (BASE, self.arm, AGAIN)}
             loads[load.name] = await self._compare(load, ours, 0.35)
         return result | {"text_analysis_compute_s": compute_s}
 

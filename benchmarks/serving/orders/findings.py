@@ -11,8 +11,9 @@ from sgl_tiered_workloads.records import RequestRecord
 
 __all__ = ["AGAIN", "ALLOWED", "BASE", "LoadFindings", "order_summary"]
 
-BASE, AGAIN = "fcfs", "fcfs again"
-"""The same server twice: how far two runs of one thing are apart."""
+BASE, AGAIN = "fcfs", "fcfs-again"
+"""Two servers of one kind: how far two runs of one thing are apart. Not one server
+twice: the second run would find the first one's prompts."""
 ALLOWED = 1.02
 
 
