@@ -100,7 +100,7 @@ def _server(system: int, prefix_tokens: int, order: str) -> ServerConfig:
         device_tokens=GPU_PREFIXES * (prefix_tokens + own),
         tiers=tuple(tiers),
         # Reading all that waits at arrival would stage the whole queue.
-        prefetch=False,
+        prefetch="none",
         scheduler=SchedulerConfig(
             max_running=GPU_PREFIXES, ignore_eos=True, order=order, chunk_tokens=2_048
         ),

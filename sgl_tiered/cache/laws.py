@@ -9,6 +9,7 @@ import numpy as np
 
 from sgl_tiered.cache.chain import Demotion
 from sgl_tiered.cache.index import Node
+from sgl_tiered.cache.promotion import Promotion
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.table import FREE, IN_FLIGHT, LOADING, READY
 from sgl_tiered.core.plans import Int64s
@@ -21,6 +22,7 @@ def check_laws(
     loads: Sequence[Int64s],
     demotions: Sequence[Demotion],
     offloads: Sequence[Int64s],
+    promotions: Sequence[Promotion] = (),
 ) -> None:
     """Assert that table, index, slots and plans agree.
 
@@ -29,11 +31,15 @@ def check_laws(
         loads: entries that loads under way read.
         demotions: batches under way.
         offloads: entries that offloads under way write.
+        promotions: those under way.
     """
     _check_slots(store)
     _check_edges(store, demotions, offloads)
+    _check_promotions(store, promotions)
     reads = [demotion.reads for demotion in demotions]
+    reads += [promotion.reads for promotion in promotions]
     writes = [*offloads, *(demotion.writes for demotion in demotions)]
+    writes += [promotion.writes for promotion in promotions]
     _check_entries(store, loads, reads, writes)
     _check_index(store)
 
@@ -71,6 +77,15 @@ def _check_edges(
         assert len(demotion.reads) == len(demotion.writes), "pages lost on the way"
     for entries in offloads:
         assert (tier[entries] == 0).all(), "offloaded past the first tier"
+
+
+def _check_promotions(store: PageStore, promotions: Sequence[Promotion]) -> None:
+    table = store.table
+    for promotion in promotions:
+        assert (table.tier[promotion.writes] == 0).all(), "promoted past the first tier"
+        rows = table.entry_row[promotion.reads]
+        assert (rows == table.entry_row[promotion.writes]).all(), "another page's bytes"
+        assert (table.pins[promotion.reads] > 0).all(), "a source that may go"
 
 
 def _check_entries(

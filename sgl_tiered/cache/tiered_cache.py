@@ -31,6 +31,7 @@ from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
 from sgl_tiered.cache.misses import MissReader
 from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
+from sgl_tiered.cache.promotion import Promoter
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore, Recency
 from sgl_tiered.cache.table import LOADING
@@ -102,6 +103,7 @@ class TieredCache:
         )
         self._chain = Chain(self._store, config, clock)
         self.misses = MissReader(self._store, self._chain, config, clock)
+        self.promoter = Promoter(self._store, self._take_plan_id)
         self._sources: dict[int, UInt8s] = {}
         self._awake = (1 << len(self._tiers)) - 1
         self._next_plan_id = 1
@@ -466,6 +468,7 @@ class TieredCache:
         when it is well.
         """
         self._awake = sum(1 << n for n, t in enumerate(self._tiers) if t not in tiers)
+        self.promoter.rests = TierId.DISK in tiers
 
     def drop_tier(self, tier: TierId) -> Int64s:
         """Forget every copy in a tier; those in use as soon as they no longer are.
@@ -510,6 +513,7 @@ class TieredCache:
             list(self._loads.values()),
             self._chain.under_way,
             list(self._offloads.values()),
+            self.promoter.under_way,
         )
 
     def state_digest(self) -> bytes:

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.planner import PassFacts, Way
+from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting_state import Resume, StagedT, Staging, WaitingLoad
 from sgl_tiered.core.clock import Clock
@@ -85,6 +86,8 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         self._num_holding = 0
         self._pass_compute_s = 0.0
         self._pass_load_s = 0.0
+        # Brings pages up ahead of need; whoever has one sets it.
+        self.prefetcher: Prefetcher | None = None
         # Whether a pass over a part of a prompt may be run now; the engine sets it.
         self.can_split: Callable[[], bool] = lambda: False
 
@@ -92,6 +95,11 @@ class WaitingLoads(Generic[LoadT, StagedT]):
     def num_staging(self) -> int:
         """Reads from disk that requests wait for."""
         return len(self._reads)
+
+    @property
+    def pass_compute_s(self) -> float:
+        """Predicted time of computing what was admitted into the last pass."""
+        return self._pass_compute_s
 
     def begin_pass(self) -> None:
         """Note that a new pass is being put together."""
@@ -131,6 +139,10 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             if self._covers(state, device_pages):
                 return self._ready_or_replan(state)
             self._abandon(state)
+        if self.prefetcher is not None and not state.memory_only:
+            left_s = self.prefetcher.hold_s(state, device_pages, self._pass_compute_s)
+            if left_s is not None:
+                return self._await(state, left_s)
         decision = self.decide(state, device_pages, can_split=self.can_split())
         if decision.lookup is Lookup.PENDING:
             return self._waited_long(state, decision)
@@ -417,6 +429,21 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             self._ask_again(state)
             return False
         self._go_without(state)
+        return True
+
+    def _await(self, state: LoadT, left_s: float) -> bool:
+        """Wait for promoted pages, or go without them; True where the request goes."""
+        now_s = self._clock.now()
+        if state.waiting_since_s is None:
+            state.waiting_since_s = now_s
+            state.patience_s = max(_MIN_PATIENCE_S, _PATIENCE_FACTOR * left_s)
+        if left_s > 0.0 and now_s < state.waiting_since_s + state.patience_s:
+            self._ask_again_at(now_s + max(left_s, _LEAST_ASK_S))
+            return False
+        state.memory_only = True
+        state.decision = state.waiting_since_s = None
+        state.reason = LATE
+        state.report.replans.append(LATE)
         return True
 
     def _replan(self, state: LoadT) -> bool:

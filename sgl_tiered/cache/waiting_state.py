@@ -142,3 +142,8 @@ class WaitingLoad(Generic[StagedT]):
     started: bool = False
     reason: str = ""
     report: LoadReport = field(default_factory=LoadReport)
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a load of its own is committed."""
+        return self.plan is not None

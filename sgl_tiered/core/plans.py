@@ -20,6 +20,7 @@ __all__ = [
     "LoadPlan",
     "OffloadPlan",
     "PageRecords",
+    "PromotePlan",
     "Span",
     "TierOccupancy",
     "TransferResult",
@@ -191,6 +192,34 @@ class DemotePlan:
     source_addresses: Int64s
     target_addresses: Int64s
     records: PageRecords
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromotePlan:
+    """Pages to copy from a tier that must be read to a memory tier above it.
+
+    Sources are pinned and targets set aside until the plan is finished.
+
+    Attributes:
+        plan_id: handle for ``Promoter.finish``.
+        source, target: the tiers.
+        pages: int32 [n], rows in the page table.
+        source_addresses, target_addresses: int64 [n], slots.
+        checksums: uint64 [n], expected of the bytes that are read.
+    """
+
+    plan_id: int
+    source: TierId
+    target: TierId
+    pages: Int32s
+    source_addresses: Int64s
+    target_addresses: Int64s
+    checksums: UInt64s
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the plan."""
+        return len(self.pages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

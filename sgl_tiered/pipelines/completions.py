@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.core.plans import DemotePlan, LoadPlan, OffloadPlan, TransferResult
+from sgl_tiered.core.plans import (
+    DemotePlan,
+    LoadPlan,
+    OffloadPlan,
+    PromotePlan,
+    TransferResult,
+)
 
 if TYPE_CHECKING:
     from sgl_tiered.pipelines.layerwise_load import LoadTicket
@@ -25,6 +31,7 @@ __all__ = [
     "DemoteFinished",
     "LoadFinished",
     "OffloadFinished",
+    "PromoteFinished",
     "StageFinished",
 ]
 
@@ -88,7 +95,26 @@ class DemoteFinished:
     result: TransferResult
 
 
-Completion = LoadFinished | StageFinished | OffloadFinished | DemoteFinished
+@dataclass(frozen=True, slots=True, eq=False)
+class PromoteFinished:
+    """A read into a memory tier ended, whole, in part or not at all.
+
+    Attributes:
+        plan: as submitted.
+        positions: int32 [n], the pages of the plan that were read.
+        result: one element per position; its seconds are those of the reads alone.
+        is_alone: no other read shared the link.
+    """
+
+    plan: PromotePlan
+    positions: npt.NDArray[np.int32]
+    result: TransferResult
+    is_alone: bool
+
+
+Completion = (
+    LoadFinished | StageFinished | OffloadFinished | DemoteFinished | PromoteFinished
+)
 
 
 class CompletionQueue:

@@ -1,7 +1,7 @@
 """Who may use the links: transfers that a request waits for before all others.
 
-Three classes. A load is waited for; a promotion is likely to be; a demotion or an
-offload is not. While a transfer of a better class is active, one of a worse class
+Three classes. A load is waited for; a promotion is likely to be, later; a demotion or
+an offload is not. While a transfer of a better class is active, one of a worse class
 goes only in turns: after a chunk that took ``t`` seconds it pauses for
 ``t * (1 / share - 1)``, so that it has ``share`` of the time, whatever the link's speed
 is. That share is guaranteed: what never ends keeps its sources pinned and its queue
@@ -36,7 +36,7 @@ class Share(IntEnum):
 
 GUARANTEED: Mapping[Share, float] = {
     Share.LOAD: 1.0,
-    Share.PROMOTE: 0.5,
+    Share.PROMOTE: 0.1,
     Share.DEMOTE: 0.1,
 }
 """Share of the time that a class has while a better one is active. A tenth lengthens a

@@ -36,12 +36,14 @@ class PassPlan:
         is_whole: per part, whether the prompt ends in this pass.
         blocked: a waiting request did not fit into the pool.
         held: a request waits although it would fit, for the decoders' sake.
+        left: requests that still wait, in the order in which they were looked at.
     """
 
     parts: list[tuple[Sequence, int, int]] = field(default_factory=list)
     is_whole: list[bool] = field(default_factory=list)
     blocked: bool = False
     held: bool = False
+    left: list[Sequence] = field(default_factory=list)
 
     @property
     def work(self) -> list[tuple[int, int]]:
@@ -114,7 +116,8 @@ class Admission:
             self._continue_chunked(plan)
         admitted: set[int] = set()
         reason = WaitReason.PASS
-        for seq in self._in_order(waiting, now_s):
+        ordered = self._in_order(waiting, now_s)
+        for seq in ordered:
             # A chunked prompt takes the rest of the pass; only one is under way.
             full = len(running) + len(plan.parts) >= scheduler.max_running
             if full or self.chunked is not None or self._rem_input <= 0:
@@ -137,6 +140,7 @@ class Admission:
             self._tree.make_room(self._spare_pages(plan))
         if admitted:
             waiting[:] = [seq for seq in waiting if seq.index not in admitted]
+        plan.left = [s for s in ordered or waiting if s.index not in admitted]
         return plan
 
     def _in_order(self, waiting: list[Sequence], now_s: float) -> list[Sequence]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS as SLO_ADMISSIONS
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.policies.order.registry import ORDERS
+from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.links import DISCIPLINES
 from sgl_tiered.sim.times import DeviceTimes
@@ -116,7 +118,9 @@ class ServerConfig:
         offload_threshold: share of the device above which ``on-evict`` copies.
         eviction: of the tiers.
         staging_bytes: memory for pages on their way from disk; 0 for no bound.
-        prefetch: reads from disk start at arrival; otherwise at admission.
+        prefetch: when reads from disk begin: ``none``, ``arrival``, ``car``, see
+            policies/prefetch.
+        prefetch_window: requests at the head of the queue that ``car`` looks at.
         length_predictor: name in ``LENGTH_PREDICTORS``; it learns as the server runs.
         max_offloads: plans that may wait for the offload; more are dropped.
         explain: say of each request why it waited and what became of its pages.
@@ -140,7 +144,8 @@ class ServerConfig:
     offload_threshold: float = 0.9
     eviction: str = "lru"
     staging_bytes: int = 0
-    prefetch: bool = True
+    prefetch: str = "arrival"
+    prefetch_window: int = DEFAULT_WINDOW
     length_predictor: str = NO_PREDICTOR
     max_offloads: int = 64
     explain: bool = False
@@ -158,6 +163,13 @@ class ServerConfig:
                 "link_discipline",
                 f"{self.link_discipline!r} is not known",
                 f"choose one of {', '.join(DISCIPLINES)}",
+            )
+        make_prefetch_policy(self.prefetch)
+        if self.prefetch_window < 1:
+            raise ConfigError(
+                "prefetch_window",
+                f"{self.prefetch_window} requests are none",
+                "give 1 or more",
             )
         if self.capacity_pages < 2:
             raise ConfigError(

@@ -11,7 +11,7 @@ write policy ``on-evict`` offloads wait until the device is nearly full.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,6 +21,7 @@ import numpy as np
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
 from sgl_tiered.cache.foresight import foresee
+from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.tombstones import cells_for
@@ -33,18 +34,21 @@ from sgl_tiered.core.plans import (
     QUEUE_FULL,
     DemotePlan,
     Int32s,
-    LoadPlan,
     OffloadPlan,
+    PromotePlan,
     TransferResult,
 )
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.pipelines.staging import part_pages
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.order.queue import Outlook
+from sgl_tiered.policies.prefetch.base import Decoding
+from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import EventLog, EventQueue, Priority
 from sgl_tiered.sim.links import Link
+from sgl_tiered.sim.reads import SimPromotions, SimRead, SimStaging
 from sgl_tiered.sim.times import StandInCost
 
 __all__ = ["LowerTiers", "StartedLoad"]
@@ -53,7 +57,8 @@ _DEMOTE_PAGES = 128
 _AHEAD_PAGES = 256
 """Of engines/sglang: runtime.py and ahead.py."""
 _MIN_LATENCY_S = 1e-9
-_UNBOUNDED = 1 << 40
+_LEAST_LOOK_S = 1e-4
+"""The queue is not looked at again before that, however soon a read is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,130 +75,7 @@ class StartedLoad:
     cxl_bytes: int = 0
 
 
-class _Read:
-    """A read from disk in simulated time; ``subject`` is the request that waits.
-
-    Parts of ``part_pages`` come one after the other, the next one asked for when one
-    has arrived; as in the product they can be turned round or left out.
-    """
-
-    def __init__(
-        self,
-        plan: LoadPlan,
-        positions: Int32s,
-        part_pages: int,
-        ask: Callable[[int, Callable[[], None]], None],
-        on_end: Callable[[_Read], None],
-        now: Callable[[], float],
-    ) -> None:
-        self.plan = plan
-        self.positions = positions
-        self.done = False
-        self.subject = -1
-        self.started_s: float | None = now()
-        self._part_pages = part_pages
-        self._ask = ask
-        self._on_end = on_end
-        self._first, self._last = 0, len(positions)
-        self._is_turned = False
-        self._has_come = np.zeros(len(positions), np.bool_)
-        self._next()
-
-    @property
-    def arrived(self) -> Int32s:
-        """Positions of the plan that have come."""
-        return self.positions[self._has_come]
-
-    @property
-    def num_left(self) -> int:
-        """Pages still to come."""
-        return 0 if self.done else len(self.positions) - int(self._has_come.sum())
-
-    @property
-    def num_unbegun(self) -> int:
-        """Pages that were not asked for."""
-        return max(self._last - self._first, 0)
-
-    def turn_round(self) -> None:
-        """Let what was not asked for come from its end on."""
-        self._is_turned = True
-
-    def cancel(self) -> None:
-        """Leave out what was not asked for."""
-        self._last = self._first
-
-    def _next(self) -> None:
-        num = min(self._part_pages, self._last - self._first)
-        if num <= 0:
-            self.done = True
-            self._on_end(self)
-            return
-        if self._is_turned:
-            self._last -= num
-            part = slice(self._last, self._last + num)
-        else:
-            self._first += num
-            part = slice(self._first - num, self._first)
-
-        def come() -> None:
-            self._has_come[part] = True
-            self._next()
-
-        self._ask(num, come)
-
-
-_State = WaitingLoad[_Read]
-
-
-class _Staging:
-    """Rows of memory for reads from disk, and the link over which they come.
-
-    Args:
-        link: from the disk.
-        num_rows: pages that can be staged; 0 for no bound.
-        page_bytes: of a page.
-        part_pages: pages that are asked for at a time.
-        now: tells the time.
-        on_end: called at the end of each read.
-    """
-
-    def __init__(
-        self,
-        link: Link,
-        num_rows: int,
-        page_bytes: int,
-        part_pages: int,
-        now: Callable[[], float],
-        on_end: Callable[[_Read], None],
-    ) -> None:
-        self._link = link
-        self._page_bytes = page_bytes
-        self._part_pages = part_pages
-        self._now = now
-        self._on_end = on_end
-        self.largest_read_pages = num_rows or _UNBOUNDED
-        self.num_free_rows = self.largest_read_pages
-
-    def try_submit(self, plan: LoadPlan, positions: Int32s) -> _Read | None:
-        """Start reading; None if rows are short."""
-        if len(positions) > self.num_free_rows:
-            return None
-        self.num_free_rows -= len(positions)
-        return _Read(
-            plan, positions, self._part_pages, self._ask, self._on_end, self._now
-        )
-
-    def release(self, staged: _Read) -> None:
-        """Give the rows back.
-
-        Of a read that is given up only the part under way goes on, and its memory
-        counts as free: as in the product its rows are freed when it has come.
-        """
-        staged.cancel()
-        self.num_free_rows += len(staged.positions)
-
-    def _ask(self, num_pages: int, on_end: Callable[[], None]) -> None:
-        self._link.submit(num_pages * self._page_bytes, on_end)
+_State = WaitingLoad[SimRead]
 
 
 class LowerTiers:
@@ -218,7 +100,6 @@ class LowerTiers:
         self._wake = wake
         self._page_bytes = config.page_bytes
         self._page_tokens = config.page_tokens
-        self._has_prefetch = config.prefetch
         self._max_offloads = config.max_offloads
         self.cache = _make_cache(config, queue)
         self._digest = self.cache.open_namespace(Namespace("sim", "bfloat16", 1))
@@ -247,27 +128,40 @@ class LowerTiers:
                 read = below.read
                 self._cxl_link = link(b, "device", read.latency_s, read.bytes_per_s)
                 self.links.append(self._cxl_link)
-        staging = None
+        staging = promotions = None
         if self._disk is not None:
             read = self._disk.read
             stage_link = link("disk", name, read.latency_s, read.bytes_per_s)
             self.links.append(stage_link)
             num_rows = config.staging_bytes // config.page_bytes
-            staging = _Staging(
+            part = part_pages(read.latency_s, read.bytes_per_s, self._page_bytes)
+            staging = SimStaging(
                 stage_link,
                 num_rows,
                 self._page_bytes,
-                part_pages(read.latency_s, read.bytes_per_s, self._page_bytes),
+                part,
                 queue.now,
                 self._end_stage,
             )
-        self._loads: WaitingLoads[_State, _Read] = WaitingLoads(
+            promotions = SimPromotions(
+                stage_link, self._page_bytes, part, queue.now, self._end_promotion
+            )
+        self._loads: WaitingLoads[_State, SimRead] = WaitingLoads(
             self.cache,
             self._memory,
             staging,
             queue,
             ask_again_at=self._wake_at,
         )
+        policy = make_prefetch_policy(config.prefetch)
+        self._reads_at_arrival = policy.at_arrival
+        self.prefetcher: Prefetcher | None = None
+        if promotions is not None and policy.looks_ahead:
+            self.prefetcher = Prefetcher(
+                self.cache, policy, promotions, queue, config.prefetch_window
+            )
+            self._loads.prefetcher = self.prefetcher
+        self._look_at_s = -1.0
         self._states: dict[int, _State] = {}
         self._offloads: deque[tuple[OffloadPlan, Callable[[], None]]] = deque()
         self._deferred: DeferredOffloads | None = None
@@ -293,9 +187,42 @@ class LowerTiers:
         """Take note of a request that is queued, and start its reads from disk."""
         state = _State(self._digest, pages, len(pages))
         self._states[subject] = state
-        if self._has_prefetch and self._disk is not None and len(pages):
+        if self._reads_at_arrival and self._disk is not None and len(pages):
             self._loads.prefetch(state, device_pages)
             self._note_read(subject, state)
+
+    def look_ahead(
+        self,
+        subjects: Sequence[tuple[int, int]],
+        others: Sequence[int],
+        *,
+        busy_s: float,
+        is_blocked: bool,
+        tpot_s: float,
+        decoding: Sequence[Decoding],
+    ) -> None:
+        """Start the reads that are due for requests that wait.
+
+        Args:
+            subjects: those at the head of the queue, with their pages on the device.
+            others: those behind them.
+            busy_s, is_blocked, tpot_s, decoding: see ``QueueFacts``.
+        """
+        if self.prefetcher is None:
+            return
+        due_s = self.prefetcher.advance(
+            [(self._states[subject], num_pages) for subject, num_pages in subjects],
+            others=[self._states[subject] for subject in others],
+            busy_s=busy_s,
+            is_blocked=is_blocked,
+            tpot_s=tpot_s,
+            decoding=decoding,
+        )
+        look_at_s = self._queue.now() + max(due_s, _LEAST_LOOK_S)
+        is_planned = self._queue.now() < self._look_at_s <= look_at_s
+        if due_s < float("inf") and not is_planned:
+            self._look_at_s = look_at_s
+            self._wake_at(look_at_s)
 
     def begin_pass(self) -> None:
         """Note that a new pass is being put together."""
@@ -378,16 +305,23 @@ class LowerTiers:
             read.subject = subject
             self._log.add(self._queue.now(), "stage", subject, len(read.positions))
 
-    def _end_stage(self, read: _Read) -> None:
+    def _end_stage(self, read: SimRead) -> None:
         read.done = True
         state = self._states.get(read.subject)
         if state is None or state.staged is not read:
             return
         num_pages = len(read.arrived)
-        started_s = read.started_s
-        result = self._arrived(num_pages, self._queue.now() - (started_s or 0.0))
-        self._loads.stage_finished(read.plan, read.arrived, result)
+        assert state.plan is not None, "it is read for a plan"
+        result = self._arrived(num_pages, self._queue.now() - (read.started_s or 0.0))
+        self._loads.stage_finished(state.plan, read.arrived, result)
         self._log.add(self._queue.now(), "staged", read.subject, num_pages)
+        self._wake(True)
+
+    def _end_promotion(self, plan: PromotePlan, positions: Int32s) -> None:
+        assert self.prefetcher is not None
+        self.prefetcher.finished(plan, positions, self._arrived(len(positions)))
+        self._log.add(self._queue.now(), "promoted", plan.plan_id, len(positions))
+        self._demote()
         self._wake(True)
 
     def _wake_at(self, time_s: float) -> None:
@@ -395,7 +329,7 @@ class LowerTiers:
 
     # -- What is told ----------------------------------------------------------
 
-    def state(self, subject: int) -> WaitingLoad[_Read] | None:
+    def state(self, subject: int) -> WaitingLoad[SimRead] | None:
         """Return what is known of a request's load; None if it is not tracked."""
         return self._states.get(subject)
 

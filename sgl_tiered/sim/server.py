@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from sgl_tiered.cache.prefetcher import measured_tpot_s
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
+from sgl_tiered.policies.prefetch.base import Decoding
 from sgl_tiered.sim.admission import Admission, PassPlan
 from sgl_tiered.sim.answers import AnswerLengths
 from sgl_tiered.sim.config import ServerConfig
@@ -185,13 +187,42 @@ class SimServer:
         plan = self.admission.next_pass(self._waiting, self._running, self.queue.now())
         if plan.parts:
             self._start_pass(plan)
+            self._look_ahead(plan, self.config.times.prefill_s(plan.work))
         elif self._running:
+            self._look_ahead(plan, 0.0)
             self._start_decode(held=plan.held)
         elif self.admission.chunked is not None and plan.blocked:
             # Pages still being offloaded are all that is left: their end wakes us.
             assert self.tree.tree_pages, "nothing runs and nothing can be freed"
         else:
             self.admission.ratio.reset()
+
+    def _look_ahead(self, plan: PassPlan, busy_s: float) -> None:
+        """Let the tiers read ahead for those who wait, while the device is busy."""
+        lower = self.lower
+        prefetcher = None if lower is None else lower.prefetcher
+        if lower is None or prefetcher is None:
+            return
+        page, now_s = self.config.page_tokens, self.queue.now()
+        head = plan.left[: prefetcher.window]
+        subjects = []
+        for seq in head:
+            raw = seq.page_raw[: 4 * seq.matchable_pages(page)]
+            # Not a use of these pages.
+            subjects.append((seq.index, self.tree.find(raw)[1]))
+        passed = [(seq.outputs, now_s - seq.first_token_s) for seq in self._running]
+        num_held = len(self._running) + len(plan.parts)
+        lower.look_ahead(
+            subjects,
+            [seq.index for seq in plan.left[len(head) :]],
+            busy_s=busy_s,
+            is_blocked=plan.blocked or num_held >= self.config.scheduler.max_running,
+            tpot_s=measured_tpot_s(passed),
+            decoding=[
+                Decoding(seq.request.num_output_tokens, past_s)
+                for seq, (_, past_s) in zip(self._running, passed, strict=True)
+            ],
+        )
 
     # -- Prefill ---------------------------------------------------------------
 

@@ -110,7 +110,8 @@ class SimSpec:
     eviction: str = "lru"
     load_mode: str = ""
     link_discipline: str = "fair"
-    prefetch: bool = True
+    prefetch: str = "arrival"
+    prefetch_window: int = 16
     length_predictor: str = NO_PREDICTOR
     staging_gb: float = 0.0
     request_overhead_s: float = 0.0
@@ -210,6 +211,7 @@ class SimSpec:
             eviction=self.eviction,
             staging_bytes=int(self.staging_gb * GB / ranks),
             prefetch=self.prefetch,
+            prefetch_window=self.prefetch_window,
             length_predictor=self._predictor(),
             seed=self.seed,
         )

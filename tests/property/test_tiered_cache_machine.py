@@ -237,6 +237,8 @@ def _summary(value: Any) -> Any:
 class TieredCacheMachine(RuleBasedStateMachine):
     """Random operations of several requests, with transfers under way meanwhile."""
 
+    driver_class = Driver
+
     @initialize(
         setup=st.builds(
             Setup,
@@ -256,7 +258,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
     def begin(self, setup: Setup) -> None:
         """Make the cache and an empty model."""
         self.setup = setup
-        self.driver = Driver(setup.make())
+        self.driver = self.driver_class(setup.make())
         self.digests = [namespace.digest() for namespace in NAMESPACES]
         # What lies in each slot: the model's truth about bytes.
         self.tiers = setup.tiers
@@ -288,6 +290,11 @@ class TieredCacheMachine(RuleBasedStateMachine):
         for plan in self.plans(DemotePlan):
             slots |= {(plan.source, int(a)) for a in plan.source_addresses}
         return slots
+
+    def num_written(self) -> int:
+        """Return how many slots plans under way write."""
+        plans = [*self.plans(OffloadPlan), *self.plans(DemotePlan)]
+        return sum(len(plan.pages) for plan in plans)
 
     # Rules. Hypothesis leaves some of them out of each run, so those that only make
     # sense together call each other.
@@ -610,9 +617,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         """After a reset nothing is found; slots in use are still taken."""
         if not really:
             return
-        under_way = len(self.pinned())
-        for plan in [*self.plans(OffloadPlan), *self.plans(DemotePlan)]:
-            under_way += len(plan.pages)
+        under_way = len(self.pinned()) + self.num_written()
         self.driver.run("reset")
         self.reset_away |= {plan.plan_id for plan in self.plans(LoadPlan)}
         assert not any(contents(self.cache, tier) for tier in self.tiers)
@@ -696,7 +701,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
     def replay(self) -> None:
         """The same operations on a new cache give the same answers and state."""
-        again = Driver(self.setup.make())
+        again = self.driver_class(self.setup.make())
         for name, args, _ in self.driver.log:
             again.run(name, *args)
         assert [e[2] for e in again.log] == [e[2] for e in self.driver.log]

@@ -167,6 +167,21 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_prefetch: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="When a queued request's pages are read from disk: when the request "
+            "is looked at (none), as soon as it is queued (arrival, default), or in "
+            "time for its turn, into the host tier (car).",
+            choices=list(CHOICES["prefetch"]),
+        ),
+        _NS,
+    ] = None
+    tiered_prefetch_window: A[
+        Optional[int],  # noqa: UP045
+        Arg(help="Queued requests that --tiered-prefetch car looks at; default 16."),
+        _NS,
+    ] = None
     tiered_log_interval: A[
         Optional[float],  # noqa: UP045
         Arg(help="Seconds between two log lines of the tiers; default 60, 0 for none."),

@@ -30,6 +30,7 @@ from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.ahead import OffloadAhead
 from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
+from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
@@ -56,6 +57,7 @@ class TieredRadixCache(UnifiedRadixCache):
         # The parent's constructor calls reset() before there is anything to reset.
         self._tiered: TieredRuntime | None = None
         self._ahead: OffloadAhead | None = None
+        self._prefetch: QueuePrefetch | None = None
         self._keys: dict[str, RadixKey] = {}
         self._queued: list[tuple[Any, LoadJob]] = []
         self._private: dict[str, torch.Tensor] = {}
@@ -76,6 +78,18 @@ class TieredRadixCache(UnifiedRadixCache):
         """The tiers below this tree."""
         assert self._tiered is not None
         return self._tiered
+
+    def watch_queue(self, scheduler: Any) -> None:
+        """Read ahead for the requests that wait in this scheduler's queue."""
+        prefetcher = self.tiered.prefetcher
+        if prefetcher is not None:
+            self._prefetch = QueuePrefetch(
+                scheduler, self.tiered.coordinator, prefetcher, self.tiered.clock
+            )
+            self.tiered.on_promoted = self._prefetch.changed
+            lengths = self.tiered.lengths
+            if lengths is not None:
+                self._prefetch.predict = lambda req: lengths.prediction(req).median
 
     # -- What a waiting request may count on -----------------------------------
 
@@ -106,11 +120,11 @@ class TieredRadixCache(UnifiedRadixCache):
         return state, on_device // self.page_size
 
     def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """Start reading from disk as soon as the request is queued.
+        """Start reading from disk as soon as the request is queued, if that is asked.
 
         Where nothing runs or waits it will be looked at right away, and may be split.
         """
-        if self.tiered.engine_free():
+        if not self.tiered.reads_at_arrival or self.tiered.engine_free():
             return
         found = self.waiting_request(request.rid)
         if found is not None:
@@ -164,6 +178,8 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def ready_to_load_host_cache(self) -> int:
         """Hand the batch's loads to the loader; -1 where there are none."""
+        if self._prefetch is not None:
+            self._prefetch.pass_built(self._keys)
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
@@ -390,9 +406,11 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def check_hicache_events(self) -> None:
         """Take the ends of transfers and start what follows from them."""
-        if self.tiered.coordinator.num_staging and self.tiered.engine_idle():
+        if self.tiered.is_reading and self.tiered.engine_idle():
             self.tiered.completions.wait(_IDLE_WAIT_S)
         self._pump()
+        if self._prefetch is not None:
+            self._prefetch.between_passes(self._keys)
         if self._ahead is not None:
             self._ahead.advance()
         self.tiered.log_if_due()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
@@ -23,6 +24,7 @@ from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR, make_length_predictor
 from sgl_tiered.policies.order.registry import ORDERS
+from sgl_tiered.policies.prefetch.registry import PREFETCH_POLICIES
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation
@@ -54,6 +56,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "load_policy": ("auto", "always", "never"),
     "admission": ADMISSIONS,
     "order": ORDERS,
+    "prefetch": PREFETCH_POLICIES,
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
 }
@@ -91,6 +94,9 @@ class TieredConfig:
         length_predictor: how answer lengths are predicted: none, online (if there is
             an admission that needs it), constant:N, oracle, llm.
         order: in which order waiting requests are looked at, see policies/order.
+        prefetch: when reads from disk begin: none (when their request is looked at),
+            arrival (when it is queued), car (when they are due, into the host tier).
+        prefetch_window: requests at the head of the queue that car looks at.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
@@ -119,6 +125,8 @@ class TieredConfig:
     load_policy: str = "auto"
     length_predictor: str = NO_PREDICTOR
     order: str = "fcfs"
+    prefetch: str = "arrival"
+    prefetch_window: int = DEFAULT_WINDOW
     log_interval_s: float = 60.0
     seed: int = 0
     emulate: tuple[Emulation, ...] = ()
@@ -167,6 +175,10 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         load_policy=_choice(settings, "load_policy", "auto"),
         length_predictor=_length_predictor(settings),
         order=_choice(settings, "order", "fcfs"),
+        prefetch=_choice(settings, "prefetch", "arrival"),
+        prefetch_window=_whole(
+            settings, "prefetch_window", DEFAULT_WINDOW, low=1, high=1024
+        ),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
         emulate=_emulation(settings),

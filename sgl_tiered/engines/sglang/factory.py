@@ -35,11 +35,13 @@ from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.staging import StagingReader, part_pages
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
+from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
@@ -190,9 +192,11 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     shares = BandwidthShares(clock)
     shares.watch(Share.LOAD, lambda: loader.busy)
     stager: StagingReader | None = None
+    promoter: PromoteWorker | None = None
     if disk is not None:
         _adopt(cache, disk)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
+        part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
             disk,
             num_rows,
@@ -200,10 +204,22 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             clock,
             metrics,
             register=register,
-            part_pages=part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes),
+            part_pages=part,
         )
         reader = stager
         shares.watch(Share.LOAD, lambda: reader.busy)
+        if make_prefetch_policy(config.prefetch).looks_ahead:
+            promoter = ahead = PromoteWorker(
+                disk,
+                host,
+                completions,
+                clock,
+                metrics,
+                part_pages=part,
+                shares=shares,
+                is_shared=lambda: reader.busy,
+            )
+            shares.watch(Share.PROMOTE, lambda: ahead.busy)
     # What a tier may lose goes to the next one.
     memory = [tier for tier in (host, cxl) if tier is not None]
     demoters = {
@@ -236,6 +252,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         probe=figures,
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
         lengths=_lengths(config),
+        promoter=promoter,
     )
     _log_start(parts, layout)
     emulator.arm()

@@ -75,6 +75,7 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
 
     runtime.engine_idle = idle
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
+    scheduler.tree_cache.watch_queue(scheduler)
     if runtime.config.order != "fcfs":
         clock = SharedClock(runtime.clock, group_broadcast(scheduler.tp_cpu_group))
         scheduler.policy = schedule_policy(scheduler, clock)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.deferred import DeferredOffloads
+from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
@@ -41,12 +42,15 @@ from sgl_tiered.pipelines.completions import (
     DemoteFinished,
     LoadFinished,
     OffloadFinished,
+    PromoteFinished,
     StageFinished,
 )
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadTicket
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
+from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.emulator import Emulator
@@ -123,6 +127,7 @@ class Parts:
     probe: dict[str, float]
     served: dict[str, Any]
     lengths: LengthReader | None = None
+    promoter: PromoteWorker | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -162,6 +167,17 @@ class TieredRuntime:
         )
         self.ledger = RequestLedger(parts.config.explain_last, parts.clock)
         self.explainer = Explainer(self.ledger, parts.cache)
+        policy = make_prefetch_policy(parts.config.prefetch)
+        self.reads_at_arrival = policy.at_arrival
+        self.prefetcher: Prefetcher | None = None
+        if parts.promoter is not None and policy.looks_ahead:
+            window = parts.config.prefetch_window
+            self.prefetcher = Prefetcher(
+                parts.cache, policy, parts.promoter, parts.clock, window
+            )
+            self.coordinator.prefetcher = self.prefetcher
+        # Called when a promotion has ended.
+        self.on_promoted: Callable[[], None] = lambda: None
         self.namespaces: dict[tuple[str, str], bytes] = {}
         # Of loads, one per tier; of offloads.
         self._breakers = {
@@ -191,6 +207,12 @@ class TieredRuntime:
     def clock(self) -> Clock:
         """SGLang's own time base."""
         return self._parts.clock
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the disk is read for requests that wait."""
+        ahead = self.prefetcher is not None and self.prefetcher.is_busy
+        return ahead or bool(self.coordinator.num_staging)
 
     @property
     def cost(self) -> CostModel:
@@ -266,6 +288,8 @@ class TieredRuntime:
                         self._parts.cost.observe_load(
                             TierId.DISK, result.num_bytes, result.seconds
                         )
+                case PromoteFinished():
+                    self._end_promotion(event)
                 case LoadFinished():
                     self._observe_load(event)
                     self._note_load(event)
@@ -372,7 +396,7 @@ class TieredRuntime:
         parts = self._parts
         parts.loader.drain()
         parts.offloader.drain()
-        for worker in (parts.stager, *parts.demoters.values()):
+        for worker in (parts.stager, parts.promoter, *parts.demoters.values()):
             if worker is not None and not worker.drain(_DRAIN_TIMEOUT_S):
                 logger.warning("sgl-tiered: an I/O of the disk tier does not end")
 
@@ -383,6 +407,8 @@ class TieredRuntime:
         nothing.
         """
         self.coordinator.release_all()
+        if self.prefetcher is not None:
+            self.prefetcher.cancel_all()
         self._waits.clear()
         self.explainer.reset()
         # The weights may have changed, which is why SGLang resets.
@@ -406,8 +432,8 @@ class TieredRuntime:
                 break
             self.completions.wait(0.05)
             pump()
-        demoters = parts.demoters.values()
-        for worker in (parts.loader, parts.offloader, parts.stager, *demoters):
+        behind = (parts.stager, parts.promoter, *parts.demoters.values())
+        for worker in (parts.loader, parts.offloader, *behind):
             if worker is not None:
                 worker.close(1.0)
         for tier in parts.memory.values():
@@ -498,6 +524,21 @@ class TieredRuntime:
         logger.warning("sgl-tiered: EMULATED from now on: %s", text or "nothing")
         return ""
 
+    def _end_promotion(self, event: PromoteFinished) -> None:
+        """Take the end of a read ahead of need, whole or not."""
+        assert self.prefetcher is not None, "nobody else promotes"
+        plan, result = event.plan, event.result
+        self.prefetcher.finished(plan, event.positions, result)
+        if len(event.positions):
+            self._breakers[TierId.DISK].record(_failure(result))
+        if event.is_alone and result.num_bytes:
+            self._parts.cost.observe_load(TierId.DISK, result.num_bytes, result.seconds)
+        num_left_out = plan.num_pages - len(event.positions)
+        self.metrics.add("promotions")
+        self.metrics.add("promoted_pages", int(np.count_nonzero(result.ok)))
+        self.metrics.add("promotions_cut_pages", num_left_out)
+        self.on_promoted()
+
     def _note_load(self, event: LoadFinished) -> None:
         """Tell the breakers of the memory tiers how a load to the device ended."""
         failed = event.ticket.failed_source
@@ -507,8 +548,8 @@ class TieredRuntime:
 
     def _let_rest(self) -> None:
         """Keep tiers that fail again and again out of lookups, until a probe is due."""
-        stager = self._parts.stager
-        if stager is not None and stager.stuck_s() > _STUCK_S:
+        readers = (self._parts.stager, self._parts.promoter)
+        if any(r is not None and r.stuck_s() > _STUCK_S for r in readers):
             self._breakers[TierId.DISK].trip("reads of the disk do not end")
         resting = tuple(tier for tier, b in self._breakers.items() if b.rests)
         if resting == self._resting:

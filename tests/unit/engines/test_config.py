@@ -38,6 +38,8 @@ NAMES = (
     "load_policy",
     "length_predictor",
     "order",
+    "prefetch",
+    "prefetch_window",
     "log_interval",
     "seed",
     "explain_last",
@@ -96,6 +98,8 @@ def test_defaults():
     assert config.load_policy == "auto"
     assert config.explain_last == 1_000
     assert config.order == "fcfs"
+    assert config.prefetch == "arrival"
+    assert config.prefetch_window == 16
     assert config.emulate == ()
     assert not config.switchable_faults
 
@@ -158,6 +162,9 @@ def test_a_missing_file_is_refused(tmp_path):
         ({"offload_threshold": True}, "--tiered-offload-threshold"),
         ({"load_policy": "no"}, "--tiered-load-policy"),
         ({"order": "lifo"}, "--tiered-order"),
+        ({"prefetch": "soon"}, "--tiered-prefetch"),
+        ({"prefetch_window": 0}, "--tiered-prefetch-window"),
+        ({"prefetch_window": 16.0}, "--tiered-prefetch-window"),
         ({"disk_threads": 0}, "--tiered-disk-threads"),
         ({"disk_threads": True}, "--tiered-disk-threads"),
         ({"disk_io": "aio"}, "--tiered-disk-io"),
