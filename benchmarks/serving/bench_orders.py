@@ -34,7 +34,18 @@ from reuse.parts import rotated, sources
 from sgl_tiered_workloads.arrivals import ClosedLoop
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.driver import run_sessions
-from sgl_tiered_workloads.gate import Spread, check_equality, measure_spread
+from sgl_tiered_workloads.gate import (
+    Spread,
+    check_equality,
+    measure_spread,
+    negative_control,
+    widest_spread,
+)
+from sgl_tiered_workloads.harness.control import (
+    answer_in_parts,
+    answer_with_swapped_pages,
+    swappable,
+)
 from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord
@@ -57,9 +68,8 @@ ON_DEVICE, ON_HOST, ON_DISK = 8, 32, 132
 """Prefixes that each place has room for; a disk tier keeps a 64th part free."""
 OWN_TOKENS = 192
 """Of a text analysis: body, answer and what page sizes round up."""
-FLOOR = Spread(max_logprob=0.095, mean_logprob=0.005, max_gap=0.095, num_tokens=0)
-"""Plain SGLang has moved a logprob of a model of this size by as much from one batch to
-another; two runs of a few requests may happen to be batched alike."""
+NUM_ROUNDED = 6
+"""Prompts of a load that are computed whole and in parts, for the gate's spread."""
 NEW_ONLY = ("--tiered-write-policy=selective",)
 """Bodies never come again: only what was seen twice goes below the device."""
 
@@ -159,15 +169,19 @@ class Bench:
             f"fcfs: mean {mean:.3f}, p99 {p99:.3f}; fcfs over itself: "
             f"{again[0]:.3f}, {again[1]:.3f}"
         )
-        self._gate(load.name, found.records)
+        await self._gate(load.name, servers[BASE], found.records)
         return found
 
-    def _gate(self, label: str, records: Mapping[str, Sequence[RequestRecord]]) -> None:
-        """Demand equal answers, up to what two runs of fcfs differ by."""
+    async def _gate(
+        self,
+        label: str,
+        server: SglangServer,
+        records: Mapping[str, Sequence[RequestRecord]],
+    ) -> None:
+        """Demand equal answers, up to what batches and parts of prompts round to."""
         base = records[BASE]
-        if not base[0].top_logprobs:
-            return
-        spread = _at_least(measure_spread(base, records[AGAIN]))
+        rounding = await self._rounding(server, base)
+        spread = widest_spread([measure_spread(base, records[AGAIN]), rounding])
         result = check_equality(
             base,
             records[self.arm],
@@ -178,6 +192,30 @@ class Bench:
         self.say(f"  {result.summary()}")
         if not result.passed:
             self.problems.append(f"{label}: {result.summary()}")
+
+    async def _rounding(
+        self, server: SglangServer, base: Sequence[RequestRecord]
+    ) -> Spread:
+        """Measure how a prompt computed in parts differs; a wrong page must show."""
+        whole, parts = [], []
+        async with StreamingClient(server.url) as client:
+            for record in base[:: -(-len(base) // NUM_ROUNDED)]:
+                await asyncio.to_thread(server.flush_cache)
+                request = PlannedRequest(record.key, record.prompt, len(record.output))
+                whole.append(await client.send(request, record.order))
+                await asyncio.to_thread(server.flush_cache)
+                parts.append(await answer_in_parts(client, record, PAGE))
+            spread = measure_spread(whole, parts)
+            pair = swappable(whole, PAGE)
+            assert pair is not None, "prompts of a load differ"
+            await asyncio.to_thread(server.flush_cache)
+            first, second, page = pair
+            wrong = await answer_with_swapped_pages(client, first, second, page, PAGE)
+        caught = check_equality(
+            [first, second], wrong, page_size=PAGE, spread=spread, forced=False
+        )
+        negative_control({"another prompt's page": caught})
+        return spread
 
     # -- Text analysis ---------------------------------------------------------
 
@@ -325,15 +363,6 @@ def _every_prefix(
         for request in load.draw(rng, name, num_prefixes):
             found.setdefault(request.key.rpartition(".")[2], request)
     return list(found.values())
-
-
-def _at_least(spread: Spread) -> Spread:
-    return Spread(
-        max(spread.max_logprob, FLOOR.max_logprob),
-        max(spread.mean_logprob, FLOOR.mean_logprob),
-        max(spread.max_gap, FLOOR.max_gap),
-        spread.num_tokens,
-    )
 
 
 def _latency_s(record: RequestRecord) -> float:
