@@ -14,7 +14,7 @@ and eviction or a bad read takes copies away; with the last one the page is gone
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,8 +27,9 @@ from sgl_tiered.cache.config import (
     TierConfig,
     check_choice,
 )
-from sgl_tiered.cache.index import concat_rows
+from sgl_tiered.cache.index import Node, concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
+from sgl_tiered.cache.lookahead import QueueLookahead, short_keys
 from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore, Recency
@@ -60,6 +61,8 @@ _NOTHING_FOUND = "no page found"
 _BEING_LOADED = "another request's load of these pages is under way"
 _NO_ROWS = np.zeros(0, np.int32)
 _NO_TIERS = np.zeros(0, np.uint8)
+Kinds = Sequence[tuple[int, int]]
+"""Tier number and kind of a page there, see ``cache/reuse.py``."""
 
 
 class TieredCache:
@@ -70,6 +73,7 @@ class TieredCache:
         cost: predicted seconds; knows a link for every tier.
         eviction: one policy object per tier.
         clock: time of accesses.
+        lookahead: the queue, for eviction policies that look at it.
 
     Raises:
         ConfigError: a tier without a link or a policy.
@@ -82,6 +86,7 @@ class TieredCache:
         cost: CostModel,
         eviction: Mapping[TierId, EvictionPolicy],
         clock: Clock,
+        lookahead: QueueLookahead | None = None,
     ) -> None:
         for tier in config.tiers:
             if tier.tier not in eviction or tier.tier not in cost.tiers:
@@ -92,12 +97,12 @@ class TieredCache:
                 )
         self._config = config
         self._tiers = tuple(tier.tier for tier in config.tiers)
-        self._store = PageStore(config, eviction, clock)
-        self._table = self._store.table
-        self._index = self._store.index
         self._planner = Planner(
             cost, config.layout, config.load_policy, overlaps=config.load_overlaps
         )
+        self._store = PageStore(config, eviction, clock, lookahead, self._reload_s)
+        self._table = self._store.table
+        self._index = self._store.index
         self._chain = Chain(self._store, config, clock)
         self._sources: dict[int, UInt8s] = {}
         self._awake = (1 << len(self._tiers)) - 1
@@ -287,8 +292,7 @@ class TieredCache:
         """
         path = self._index.walk(self._index.root(digest), _raw(tokens))
         self._store.touch(path)
-        if self._chain.sightings is not None:
-            self._chain.see(path, digest, tokens, seen_pages)
+        self._see(path, digest, tokens, seen_pages)
         return self._store.recency
 
     def plan_offload(
@@ -327,13 +331,13 @@ class TieredCache:
         known = concat_rows(path)
         positions = np.flatnonzero(table.entry_of[0].take(known) < 0)
         num_new = num_pages - len(known)
+        kinds: Kinds = ()
         if sighted is None:
             store.touch(path)
-            if self._chain.sightings is not None:
-                times = self._chain.see(path, digest, tokens, seen_pages)
-                if self._config.write_policy == "selective":
-                    once = np.flatnonzero(times < 2)
-                    num_new = int(once[0]) if len(once) else num_new
+            times, kinds = self._see(path, digest, tokens, seen_pages)
+            if times is not None and self._config.write_policy == "selective":
+                once = np.flatnonzero(times < 2)
+                num_new = int(once[0]) if len(once) else num_new
         if num_new:
             new = np.arange(len(known), len(known) + num_new)
             positions = np.concatenate([positions, new])
@@ -355,6 +359,8 @@ class TieredCache:
             stop = start + num_added * store.page_bytes
             parent = path[-1] if path else root
             added = store.add_pages(parent, raw[start:stop], sighted)
+            for tier, kind in kinds:
+                added.kinds[tier] = kind
             rows = np.concatenate([known, added.rows])
         rows = rows[positions]
         addresses = store.start_copies(0, rows)
@@ -527,6 +533,44 @@ class TieredCache:
         return self._table.array_bytes() + (sightings.num_bytes if sightings else 0)
 
     # Private.
+
+    def _see(
+        self, path: list[Node], digest: bytes, tokens: Int32s, seen_pages: int
+    ) -> tuple[UInt8s | None, Kinds]:
+        """Tell those who remember that a request has these pages.
+
+        Returns:
+            Sightings of the pages in no tier, where somebody counts them, and the
+            kinds of the last page, where somebody learns.
+        """
+        store, sightings = self._store, self._chain.sightings
+        learns = bool(store.outlook.histories)
+        if sightings is None and not learns:
+            return None, ()
+        keys = store.keys_of(path, digest, tokens)
+        times = None
+        if sightings is not None:
+            times = self._chain.see(path, keys, seen_pages)
+        if not learns:
+            return times, ()
+        sequence = store.recency[0]
+        return times, store.outlook.see(short_keys(keys), path, seen_pages, sequence)
+
+    def _reload_s(self, node: Node, tier: int) -> float:
+        """Return the seconds per page that it costs if a tier loses a run.
+
+        The run comes back from the next tier that has it, or is computed, instead of
+        being read from here.
+        """
+        num_pages = max(1, node.resident[tier])
+        here_s = self._planner.load_s(self._tiers[tier], num_pages)
+        for below in range(tier + 1, len(self._tiers)):
+            if node.resident[below] >= num_pages:
+                there_s = self._planner.load_s(self._tiers[below], num_pages)
+                break
+        else:
+            there_s = self._planner.compute_s(node.first_page, num_pages)
+        return max(there_s - here_s, 0.0) / num_pages
 
     def _no_pages(self, lookup: Lookup, first_page: int, reason: str) -> Decision:
         return Decision(

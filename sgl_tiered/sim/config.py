@@ -88,6 +88,7 @@ class ServerConfig:
         load_policy, write_policy, demote_policy, disk_admission: of ``CacheConfig``.
         offload_threshold: share of the device above which ``on-evict`` copies.
         eviction: of the tiers.
+        device_eviction: of the device's tree; lru is SGLang's own.
         staging_bytes: memory for pages on their way from disk; 0 for no bound.
         prefetch: reads from disk start at arrival; otherwise at admission.
         max_offloads: plans that may wait for the offload; more are dropped.
@@ -110,6 +111,7 @@ class ServerConfig:
     disk_admission: str = "auto"
     offload_threshold: float = 0.9
     eviction: str = "lru"
+    device_eviction: str = "lru"
     staging_bytes: int = 0
     prefetch: bool = True
     max_offloads: int = 64

@@ -39,6 +39,7 @@ class Sequence:
         "kv_tokens",
         "load_bytes",
         "node",
+        "noted_pages",
         "num_retractions",
         "offloaded_pages",
         "outputs",
@@ -63,6 +64,7 @@ class Sequence:
         self.cxl_bytes = 0
         self.node: TreeNode | None = None
         self.tree_pages = 0
+        self.noted_pages = 0
         self.private_pages = 0
         self.offloaded_pages = 0
         self.admitted_s = -1.0
@@ -103,6 +105,9 @@ class Sequence:
         self.node = node
         self.private_pages -= num_pages - self.tree_pages
         self.tree_pages = num_pages
+        if num_pages > self.noted_pages:
+            tree.note(node, self.request.page_ids[:num_pages], self.noted_pages)
+            self.noted_pages = num_pages
 
     def release(self, tree: DeviceTree) -> None:
         """Give everything back."""

@@ -94,8 +94,19 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_eviction_policy: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="Which page leaves a full tier; default lru.",
+            help="Which page leaves a full tier: lru (default), fifo, random, score "
+            "(what the window and the device use least) or cost (what saves the least "
+            "time for its room, as learned and as the queue says).",
             choices=list(CHOICES["eviction_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_device_eviction: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="The same for the device, in SGLang's Python tree; default SGLang's "
+            "own policy and tree.",
+            choices=list(CHOICES["device_eviction"]),
         ),
         _NS,
     ] = None
@@ -227,7 +238,16 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
                 f"{value!r} does not go with --radix-cache-backend {BACKEND_NAME}",
                 "leave it out; it is untested with the tiers",
             )
-    return read_config(values)
+    config = read_config(values)
+    if config.device_eviction is not None:
+        given = getattr(server_args, "radix_eviction_policy", None)
+        if given not in (None, "lru"):
+            raise ConfigError(
+                "--tiered-device-eviction",
+                f"and --radix-eviction-policy {given} both rank the device's pages",
+                "give one of them",
+            )
+    return config
 
 
 # Each is refused until it is tested: a wrong answer would cost more than a feature.

@@ -20,6 +20,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation
@@ -44,7 +45,8 @@ EMULATED_TIERS = (TierId.HOST, TierId.CXL, TierId.DISK)
 """Tiers that ``--tiered-emulate`` and ``POST /tiered/faults`` know."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "eviction_policy": ("lru", "fifo", "random"),
+    "eviction_policy": EVICTION_POLICIES,
+    "device_eviction": EVICTION_POLICIES,
     "write_policy": ("write-through", "selective", "on-evict"),
     "demote_policy": ("write-through", "on-evict"),
     "disk_admission": ("auto", "all", "second-hit", "reuse"),
@@ -72,7 +74,9 @@ class TieredConfig:
         disk_threads: I/Os that the disk tier has in flight, per folder.
         disk_io: how it does them: auto, threads, bounce, uring, mmap.
         staging_bytes: memory through which disk pages go up to the device.
-        eviction_policy: which page leaves a full tier: lru, fifo, random.
+        eviction_policy: which page leaves a full tier: lru, fifo, random, score, cost.
+        device_eviction: the same for the device, by SGLang's Python tree; None for
+            SGLang's own tree and policy.
         write_policy: when a page is offloaded to the host: write-through (when it is
             computed), selective (when it is seen a second time) or on-evict (the
             coldest, once the device is fuller than ``offload_threshold``).
@@ -100,6 +104,7 @@ class TieredConfig:
     disk_io: str = "auto"
     staging_bytes: int = _DEFAULT_STAGING_BYTES
     eviction_policy: str = "lru"
+    device_eviction: str | None = None
     write_policy: str = "write-through"
     offload_threshold: float = 0.9
     demote_policy: str = "write-through"
@@ -142,6 +147,9 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
             settings.get("staging_size", _DEFAULT_STAGING_BYTES),
         ),
         eviction_policy=_choice(settings, "eviction_policy", "lru"),
+        device_eviction=_choice(settings, "device_eviction", "")
+        if "device_eviction" in settings
+        else None,
         write_policy=_choice(settings, "write_policy", "write-through"),
         offload_threshold=_share(settings, "offload_threshold", 0.9),
         demote_policy=_choice(settings, "demote_policy", "write-through"),

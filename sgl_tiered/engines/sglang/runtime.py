@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.deferred import DeferredOffloads
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
@@ -110,6 +111,7 @@ class Parts:
     offloader: OffloadWorker
     demoters: dict[tuple[TierId, TierId], DemoteWorker]
     stager: StagingReader | None
+    lookahead: QueueLookahead | None
     deferred: DeferredOffloads | None
     probe: dict[str, float]
     served: dict[str, Any]
@@ -177,6 +179,11 @@ class TieredRuntime:
     def deferred(self) -> DeferredOffloads | None:
         """Offloads put off until the device is full; None for other policies."""
         return self._parts.deferred
+
+    @property
+    def lookahead(self) -> QueueLookahead | None:
+        """What requests will use; None where no policy looks."""
+        return self._parts.lookahead
 
     @property
     def page_tokens(self) -> int:
@@ -264,6 +271,8 @@ class TieredRuntime:
     def forget_request(self, rid: str) -> None:
         """End what is known of a request, but for its report."""
         self._waits.pop(rid, None)
+        if self.lookahead is not None:
+            self.lookahead.finished(rid)
         state = self.coordinator.state(rid)
         self.coordinator.release(rid)
         if state is not None:
@@ -339,6 +348,8 @@ class TieredRuntime:
         """
         self.coordinator.release_all()
         self._waits.clear()
+        if self.lookahead is not None:
+            self.lookahead.clear()
         # The weights may have changed, which is why SGLang resets.
         parts = self._parts
         parts.namespace = replace(
@@ -392,6 +403,7 @@ class TieredRuntime:
             "cost": parts.cost.snapshot(),
             "probe": parts.probe,
             "served": parts.served,
+            "queue_lookahead": 0 if parts.lookahead is None else len(parts.lookahead),
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:

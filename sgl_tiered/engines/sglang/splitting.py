@@ -77,6 +77,8 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
         ) -> Any:
             """Tell the planner what the pass has grown by."""
             coordinator.admitted(admission.prefix_len, admission.extend_len)
+            if runtime.lookahead is not None:
+                runtime.lookahead.running(req.rid)
             return super()._commit_prefill_admission(req, admission, *rest)
 
         def add_chunked_req(self, req: Any) -> Any:
