@@ -61,8 +61,13 @@ class DeviceRanking:
 
     @property
     def version(self) -> int:
-        """Grows when a run's number may have fallen for what was learned."""
+        """Grows when what is learned begins or ceases to be used."""
         return 0 if self._history is None else self._history.version
+
+    @property
+    def is_aging(self) -> bool:
+        """Whether numbers fall as runs age, so that they are to be asked anew."""
+        return self._history is not None and self._history.is_used
 
     def see(
         self, digest: bytes, tokens: Int32s, seen_pages: int, sequence: int
@@ -104,14 +109,14 @@ class DeviceRanking:
             accessed, inserted: numbers of its last access and of the one that made it.
             num_hits: times that it was used again.
         """
-        score, queued, next_use, horizon = 0.0, 0, math.inf, 0.0
+        score, queued, next_use, worth = 0.0, 0, math.inf, 0.0
         if key is not None and self.lookahead is not None:
             short = int(np.frombuffer(key, np.uint64, 1)[0])
             queued = self.lookahead.queued(short)
             next_use = self.lookahead.next_use(short)
             score = self.lookahead.score(short)
         if self._history is not None:
-            horizon = self._history.horizon(kind)
+            worth = self._history.density(kind, accessed)
         return self.policy.priority(
             EvictionFacts(
                 tier=TierId.DEVICE,
@@ -124,6 +129,6 @@ class DeviceRanking:
                 score=score,
                 queued=queued,
                 next_use=next_use,
-                horizon=horizon,
+                worth=worth,
             )
         )

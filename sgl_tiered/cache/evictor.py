@@ -1,10 +1,11 @@
-"""Which copies of a tier go when it needs room: a lazy heap over the tier's leaves.
+"""Which copies of a tier go when it needs room: lazy heaps over the tier's leaves.
 
-The heap has at most one valid item per node. An item may be stale (the node was used
-again, is no leaf any more, or is gone); it is put right when its turn comes, so that an
-access costs nothing here. Where a number may have fallen, ``requeue`` makes a new item;
-where all may have, the heap is gone through some nodes at a time. Pages go from the end
-of a leaf, so what stays of a prompt is always its beginning.
+A node has at most one valid item. An item may be stale (the node was used again, is no
+leaf any more, or is gone); it is put right when its turn comes, so that an access costs
+nothing here. Where a number may have fallen, ``requeue`` makes a new item. Runs whose
+worth falls as they age, alike for all of a kind, have a heap per kind, the least
+recently used on top: only the tops have to be ranked when room is needed. Pages go from
+the end of a leaf, so what stays of a prompt is always its beginning.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from sgl_tiered.policies.eviction.base import EvictionFacts, EvictionPolicy
 
 __all__ = ["Evictor", "Victims"]
 
-_REQUEUED = 64
-"""Nodes ranked anew per call after horizons changed: 0.3 ms of 4,096 in one go."""
 _MIN_ITEMS = 1024
 """Up to so many items, and as many again as were valid, none is looked for in vain."""
+_NO_GROUP = -1
+_Item = tuple[float, int, int, int, Node]
+"""Number, last access, place in the prompt negated, number of the item, node."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,9 +61,8 @@ class Evictor:
         self._policy = policy
         self._outlook = outlook
         self._version = 0
-        # Nodes to rank anew, since horizons have changed.
-        self._aged: list[Node] = []
-        self._heap: list[tuple[float, int, int, int, Node]] = []
+        self._heaps: dict[int, list[_Item]] = {}
+        self._num_items = 0
         self._num_pushed = 0
         self._compact_at = _MIN_ITEMS
 
@@ -72,7 +73,7 @@ class Evictor:
 
     def priority(self, node: Node, num_taken: int = 0) -> float:
         """Return the policy's number for a node, less some of its last pages."""
-        score, queued, next_use, horizon = self._outlook.facts(
+        score, queued, next_use, worth = self._outlook.facts(
             node, self._tier, num_taken
         )
         facts = EvictionFacts(
@@ -86,7 +87,7 @@ class Evictor:
             score=score,
             queued=queued,
             next_use=next_use,
-            horizon=horizon,
+            worth=worth,
         )
         return self._policy.priority(facts)
 
@@ -100,28 +101,10 @@ class Evictor:
         if node.queued[self._tier]:
             self._put(node)
 
-    def _put(self, node: Node, num_taken: int = 0) -> None:
-        self._num_pushed += 1
-        node.queued[self._tier] = self._num_pushed
-        # Ties: least recently used, then the end of the longer prompt.
-        item = (
-            self.priority(node, num_taken),
-            node.access_sequence,
-            -node.first_page,
-            self._num_pushed,
-            node,
-        )
-        heapq.heappush(self._heap, item)
-        if len(self._heap) > self._compact_at:
-            tier = self._tier
-            self._heap[:] = [i for i in self._heap if i[-1].queued[tier] == i[3]]
-            heapq.heapify(self._heap)
-            self._compact_at = 2 * len(self._heap) + _MIN_ITEMS
-
     def clear(self) -> None:
         """Forget all nodes."""
-        self._heap.clear()
-        self._aged.clear()
+        self._heaps.clear()
+        self._num_items = 0
 
     def select(
         self,
@@ -142,34 +125,31 @@ class Evictor:
             is pinned, in flight, protected or too valuable. Nothing has changed.
         """
         tier = self._tier
-        self._age()
-        heap = self._heap
+        self._regroup()
         chosen: list[Victims] = []
         aside: list[Node] = []
         # Pages below a node, and of it, that would be gone if the victims so far were.
         gone: dict[Node, int] = {}
         taken: dict[Node, int] = {}
-        while num_pages > 0 and heap:
-            item = heapq.heappop(heap)
+        raised: dict[Node, None] = {}
+        # The tops of the heaps by their numbers now; the last field is the group.
+        tops: list[tuple[_Item, int]] = []
+        for group in list(self._heaps):
+            self._look(group, tops, gone)
+        while num_pages > 0 and tops:
+            item, group = heapq.heappop(tops)
             node = item[-1]
             if node.queued[tier] != item[3]:
                 # It was ranked anew since.
                 continue
             node.queued[tier] = 0
-            if node.parent is None or not node.resident[tier]:
-                continue
-            if node.below[tier] > gone.get(node, 0):
-                continue
-            num_taken = taken.get(node, 0)
-            priority = self.priority(node, num_taken)
-            if (priority, node.access_sequence) > item[:2]:
-                self._put(node, num_taken)
-                continue
+            self._look(group, tops, gone)
             aside.append(node)
-            if below is not None and priority >= below:
+            if below is not None and item[0] >= below:
                 break
             if node in protected:
                 continue
+            num_taken = taken.get(node, 0)
             rows, has_more = self._evictable(node, num_pages, num_taken)
             if not len(rows):
                 continue
@@ -177,31 +157,93 @@ class Evictor:
             num_pages -= len(rows)
             taken[node] = num_taken + len(rows)
             if has_more:
-                if num_pages > 0:
-                    self._put(node, taken[node])
+                self._raise(node, tops, taken[node])
+                raised[node] = None
                 continue
             above: Node | None = node.parent
             while above is not None:
                 gone[above] = gone.get(above, 0) + taken[node]
                 if above.resident[tier] and above.below[tier] == gone[above]:
-                    self.push(above)
+                    self._raise(above, tops)
+                    raised[above] = None
                 above = above.parent
-        for node in dict.fromkeys(aside):
-            if node in taken:
-                # What was ranked without its last pages is ranked with them again.
-                node.queued[tier] = 0
+        for node in raised:
+            # Ranked as if the victims were gone, which they need not be.
+            node.queued[tier] = 0
+        for node in (*aside, *raised):
             self.push(node)
         return chosen
 
-    def _age(self) -> None:
-        """Go on ranking nodes anew, if horizons have changed."""
+    def _put(self, node: Node) -> None:
+        group = self._outlook.group(node, self._tier)
+        number = float(node.access_sequence) if group else self.priority(node)
+        heapq.heappush(self._heaps.setdefault(group, []), self._item(node, number))
+        self._num_items += 1
+        if self._num_items > self._compact_at:
+            self._compact()
+
+    def _item(self, node: Node, number: float) -> _Item:
+        """Return a new item, the node's valid one from now on."""
+        self._num_pushed += 1
+        node.queued[self._tier] = self._num_pushed
+        # Ties: least recently used, then the end of the longer prompt.
+        sequence, first = node.access_sequence, -node.first_page
+        return (number, sequence, first, self._num_pushed, node)
+
+    def _raise(
+        self, node: Node, tops: list[tuple[_Item, int]], num_taken: int = 0
+    ) -> None:
+        """Put a node among the tops that has become a leaf, or lost its end."""
+        item = self._item(node, self.priority(node, num_taken))
+        heapq.heappush(tops, (item, _NO_GROUP))
+
+    def _look(
+        self, group: int, tops: list[tuple[_Item, int]], gone: dict[Node, int]
+    ) -> None:
+        """Put the valid top of a heap among the tops, by its number now."""
+        tier, heap = self._tier, self._heaps.get(group)
+        while heap:
+            item = heap[0]
+            node = item[-1]
+            if node.queued[tier] != item[3]:
+                heapq.heappop(heap)
+                self._num_items -= 1
+                continue
+            if not node.resident[tier] or node.parent is None:
+                pass
+            elif node.below[tier] > gone.get(node, 0):
+                pass
+            else:
+                number = self.priority(node)
+                is_grouped = self._outlook.group(node, tier) == group
+                known = float(node.access_sequence) if group else number
+                if is_grouped and (known, node.access_sequence) <= item[:2]:
+                    heapq.heappush(tops, ((number, *item[1:]), group))
+                    return
+                self._put(node)
+                continue
+            # No leaf now: it is pushed when it is one again.
+            node.queued[tier] = 0
+
+    def _regroup(self) -> None:
+        """Rank all anew where groups have begun or ceased to be."""
         version = self._outlook.version(self._tier)
         if version != self._version:
             self._version = version
-            self._aged = [item[-1] for item in self._heap]
-        for node in self._aged[-_REQUEUED:]:
-            self.requeue(node)
-        del self._aged[-_REQUEUED:]
+            self._compact()
+            nodes = [item[-1] for heap in self._heaps.values() for item in heap]
+            self.clear()
+            for node in nodes:
+                self._put(node)
+
+    def _compact(self) -> None:
+        """Drop the items that are not valid."""
+        tier = self._tier
+        for heap in self._heaps.values():
+            heap[:] = [item for item in heap if item[-1].queued[tier] == item[3]]
+            heapq.heapify(heap)
+        self._num_items = sum(len(heap) for heap in self._heaps.values())
+        self._compact_at = 2 * self._num_items + _MIN_ITEMS
 
     def _evictable(
         self, node: Node, num_pages: int, num_taken: int

@@ -1,4 +1,4 @@
-"""What is known of the coming uses of a run: the queue's view, and learned horizons.
+"""What is known of the coming uses of a run: the queue's view, and learned worth.
 
 Joins ``QueueLookahead`` and the tiers' ``ReuseHistory`` for the evictors, which ask per
 node. A policy that looks at neither costs nothing here.
@@ -12,16 +12,16 @@ from typing import Protocol
 
 from sgl_tiered.cache.index import Node
 from sgl_tiered.cache.lookahead import QueueLookahead
-from sgl_tiered.cache.reuse import ReuseHistory
+from sgl_tiered.cache.reuse import NUM_KINDS, ReuseHistory
 from sgl_tiered.core.plans import UInt64s
 
 __all__ = ["NO_OUTLOOK", "ComingUses", "Outlook", "OutlookFacts"]
 
 OutlookFacts = tuple[float, int, float, float]
-"""``score``, ``queued``, ``next_use``, ``horizon`` of ``EvictionFacts``."""
+"""``score``, ``queued``, ``next_use``, ``worth`` of ``EvictionFacts``."""
 _NOTHING: OutlookFacts = (0.0, 0, math.inf, 0.0)
-_SMOOTHING = 1 / 1024
-"""Share of a new figure in the mean of what a reload takes."""
+_SECONDS_STEPS = 64
+"""Reload times are told apart by powers of 2, from 2**-64 s on."""
 
 
 class Outlook(Protocol):
@@ -35,8 +35,12 @@ class Outlook(Protocol):
         """Return from where on the same requests wait as for the page at a position."""
         ...
 
+    def group(self, node: Node, tier: int) -> int:
+        """Return the group of runs that lose worth alike as they age; 0 for none."""
+        ...
+
     def version(self, tier: int) -> int:
-        """Return a number that grows when horizons have changed."""
+        """Return a number that grows when the groups have changed."""
         ...
 
 
@@ -47,6 +51,10 @@ class _NoOutlook:
 
     def alike_from(self, node: Node, position: int) -> int:
         del node, position
+        return 0
+
+    def group(self, node: Node, tier: int) -> int:
+        del node, tier
         return 0
 
     def version(self, tier: int) -> int:
@@ -62,7 +70,7 @@ class ComingUses:
 
     Args:
         lookahead: the queue; None where no policy looks at it.
-        histories: by tier number, for the tiers whose policy looks at horizons.
+        histories: by tier number, for the tiers whose policy looks at worth.
         key_of: (node, position) -> short key of a page of the run.
         reload_s: (node, tier number) -> seconds per page to bring a run back that the
             tier loses; None where all pages are alike.
@@ -79,8 +87,6 @@ class ComingUses:
         self.histories = histories
         self._key_of = key_of
         self._reload_s = reload_s
-        # Mean of what ``reload_s`` said, per tier: what is usual.
-        self._usual_s: dict[int, float] = {}
 
     def facts(self, node: Node, tier: int, num_taken: int) -> OutlookFacts:
         """Return what is known of a run's last page in a tier, less some pages."""
@@ -91,10 +97,11 @@ class ComingUses:
             next_use = self.lookahead.next_use(key)
             score = self.lookahead.score(key)
         history = self.histories.get(tier)
-        horizon = 0.0
+        worth = 0.0
         if history is not None and history.is_used:
-            horizon = history.horizon(node.kinds[tier], self._weight(node, tier))
-        return score, queued, next_use, horizon
+            density = history.density(node.kinds[tier], node.access_sequence)
+            worth = density * 2.0 ** (self._step(node, tier) - _SECONDS_STEPS)
+        return score, queued, next_use, worth
 
     def alike_from(self, node: Node, position: int) -> int:
         """Return from where on the same requests wait as for the page at a position.
@@ -116,8 +123,15 @@ class ComingUses:
                 low = middle + 1
         return low
 
+    def group(self, node: Node, tier: int) -> int:
+        """Return the group of runs that lose worth alike as they age; 0 for none."""
+        history = self.histories.get(tier)
+        if history is None or not history.is_used:
+            return 0
+        return 1 + node.kinds[tier] + NUM_KINDS * self._step(node, tier)
+
     def version(self, tier: int) -> int:
-        """Return a number that grows when horizons have changed."""
+        """Return a number that grows when the groups have changed."""
         history = self.histories.get(tier)
         return 0 if history is None else history.version
 
@@ -143,10 +157,9 @@ class ComingUses:
             last.append((tier, int(kinds[-1])))
         return last
 
-    def _weight(self, node: Node, tier: int) -> float:
-        if self._reload_s is None:
-            return 1.0
-        seconds = self._reload_s(node, tier)
-        usual_s = self._usual_s.setdefault(tier, seconds)
-        self._usual_s[tier] = usual_s + (seconds - usual_s) * _SMOOTHING
-        return seconds / usual_s if usual_s > 0 else 1.0
+    def _step(self, node: Node, tier: int) -> int:
+        """Return what a page of a run costs to bring back, in powers of 2."""
+        seconds = 1.0 if self._reload_s is None else self._reload_s(node, tier)
+        if seconds <= 0.0:
+            return 0
+        return max(0, _SECONDS_STEPS + round(math.log2(seconds)))

@@ -1,30 +1,28 @@
-"""How long pages are worth their room: learned online, per tier, in bounded memory.
+"""What pages are worth their room: learned online, per tier, in bounded memory.
 
 Each page of a sample (by its key, so always the same ones) is remembered from one use to
 the next, whether the tier still has it or not. Pages are told apart by *kinds*: how
 often they were used, how many turns the conversation had that they came with, and how
 long its prompt was. Per kind the ages at which they are used again give, as a life table
-with censoring does (Kaplan and Meier, 1958), the share H(T) used again within T accesses
-and the mean room s(T) that a page takes if it is kept for T accesses at most. The
-*horizon* T of a kind solves
+with censoring does (Kaplan and Meier, 1958), the share S(a) not used again by age a and
+the mean time I(a) that a page waits if it is given up at that age. From them follows
+the reuse per access of room that a page of age a has still to give,
 
-    max  sum_k rate_k * H_k(T_k)   so that   sum_k rate_k * s_k(T_k) = capacity,
+    density(a) = max over b > a of (S(a) - S(b)) / (I(b) - I(a)).
 
-that is, T_k maximises H_k(T) - price * s_k(T) at the one price that fills the tier. A
-page whose reload costs w times the usual has its horizon at price / w. Ages are counted
-in accesses, and nothing depends on a clock or on chance: ranks that see the same
-requests learn the same.
-
-Whether this is better than LRU is not believed but tried, see ``cache/duel.py``: without
-proof every horizon is 0, and that is LRU.
+Ages are counted in accesses, and nothing depends on a clock or on chance: ranks that
+see the same requests learn the same. Whether ranking by density is better than LRU is
+not believed but tried, see ``cache/duel.py``: without proof every density is 0.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.cache.duel import Duel
+from sgl_tiered.cache.duel import AGE_EDGES, Duel
 from sgl_tiered.core.plans import Int32s, Int64s, UInt8s, UInt64s
 
 __all__ = ["NUM_KINDS", "ReuseHistory"]
@@ -39,7 +37,8 @@ _NUM_USES, _NUM_TURNS, _NUM_LENGTHS = 5, 4, 4
 NUM_KINDS = _NUM_USES * _NUM_TURNS * _NUM_LENGTHS
 _FIRST_LENGTH = 2_048
 """Tokens; prompts are told apart at 1, 4 and 16 times it."""
-_EDGES: Int64s = np.unique(np.round(2.0 ** (np.arange(0, 49) / 2))).astype(np.int64)
+_EDGES: Int64s = AGE_EDGES
+_EDGE_LIST: list[int] = _EDGES.tolist()
 _WIDTHS: Float64s = np.diff(np.concatenate([[0], _EDGES])).astype(np.float64)
 _PRIOR_PAGES = 100.0
 """Weight of all kinds together in the estimate for one, in pages: some prompts' worth."""
@@ -47,8 +46,6 @@ _FIRST_FIT, _FIT_EVERY = 64, 256
 """Requests until the first fit, and between two later ones."""
 _HALF_LIFE = 16_384
 """Requests after which what was seen counts half."""
-_WEIGHT_STEPS = 3
-"""Weights are rounded to powers of 2, from 2**-3 to 2**3."""
 _NO_KINDS: UInt8s = np.zeros(0, np.uint8)
 
 
@@ -58,7 +55,7 @@ class ReuseHistory:
     Args:
         capacity_pages: pages of the tier, at least 1.
         page_tokens: tokens of a page.
-        trusted: use the horizons without proof, for experiments.
+        trusted: use the densities without proof, for experiments.
     """
 
     def __init__(
@@ -80,38 +77,41 @@ class ReuseHistory:
         shape = (NUM_KINDS, len(_EDGES) + 1)
         self._ended: Float64s = np.zeros(shape)
         self._dropped: Float64s = np.zeros(shape)
-        self._begun: Float64s = np.zeros(NUM_KINDS)
-        self._span = 0.0
         self._sequence = 0
         self._num_requests = 0
         self._fit_at = _FIRST_FIT
         self._fitted_at = 0
-        # Per weight and kind, in accesses.
-        self._horizons: Float64s = np.zeros((2 * _WEIGHT_STEPS + 1, NUM_KINDS))
+        # By kind and by place of the age in the edges.
+        self._densities: Float64s = np.zeros(shape)
         self._duel = Duel(max(1, round(self._capacity)))
         self._version = 0
 
     @property
     def version(self) -> int:
-        """Grows when horizons have changed, so that a rank may have fallen."""
+        """Grows when densities begin or cease to be given out."""
         return self._version
 
     @property
     def is_used(self) -> bool:
-        """Whether horizons are given out; without, everything ranks as under LRU."""
+        """Whether densities are given out; without, everything ranks as under LRU."""
         return self._trusted or self._duel.is_won
 
-    def horizon(self, kind: int, weight: float = 1.0) -> float:
-        """Return for how many accesses a page is worth its room.
+    @property
+    def gain(self) -> float:
+        """Sampled pages that ranking by density has hit more than LRU, faded."""
+        return self._duel.gain
+
+    def density(self, kind: int, accessed: int) -> float:
+        """Return the uses per access of room that a page has still to give.
 
         Args:
             kind: of the page, as ``see`` told it.
-            weight: how much dearer than usual it is to bring back.
+            accessed: number of its last access.
         """
         if not self.is_used:
             return 0.0
-        step = 0 if weight == 1.0 else _step(weight)
-        return float(self._horizons[_WEIGHT_STEPS + step, kind])
+        place = bisect_left(_EDGE_LIST, self._sequence - accessed)
+        return float(self._densities[kind, place])
 
     def see(self, keys: UInt64s, seen_pages: int, sequence: int) -> UInt8s:
         """Note that a request used its pages; return the kind of each.
@@ -119,7 +119,7 @@ class ReuseHistory:
         Args:
             keys: uint64 [n], of all pages of the prompt, from its start.
             seen_pages: leading pages of earlier calls for the same request.
-            sequence: number of the access, in the unit of horizons.
+            sequence: number of the access, in the unit of ages.
         """
         if not len(keys):
             return _NO_KINDS
@@ -137,8 +137,9 @@ class ReuseHistory:
         self._begin(picked[num_seen:], keys, slots, num_seen, turn)
         kinds = self._kind[slots]
         if num_seen < len(picked):
-            horizons = self._horizons[_WEIGHT_STEPS, kinds[num_seen:]]
-            self._duel.see(keys[picked[num_seen:]], horizons, sequence)
+            self._duel.see(
+                keys[picked].tolist(), kinds.tolist(), num_seen, sequence
+            )
             if self._duel.turned:
                 self._version += 1
         if self._num_requests >= self._fit_at:
@@ -157,8 +158,6 @@ class ReuseHistory:
     # -- Learning ------------------------------------------------------------------
 
     def _advance(self, sequence: int, *, is_new: bool) -> None:
-        if self._sequence:
-            self._span += max(0, sequence - self._sequence)
         self._sequence = max(self._sequence, sequence)
         self._num_requests += is_new
 
@@ -205,7 +204,6 @@ class ReuseHistory:
             kind = (uses * _NUM_TURNS + min(_NUM_TURNS, turn) - 1) * _NUM_LENGTHS + size
             self._kind[slot] = kind
             self._last[slot] = self._sequence
-            self._begun[kind] += 1.0
 
     def _drop_oldest(self, num_needed: int) -> None:
         used = np.fromiter(self._slots.values(), np.int64, len(self._slots))
@@ -223,7 +221,7 @@ class ReuseHistory:
         self._free += gone.tolist()
 
     def _fit(self) -> None:
-        """Solve for the horizons; a millisecond or two."""
+        """Make the life tables anew; a millisecond or two."""
         since = self._num_requests - self._fitted_at
         self._fit_at = self._num_requests + min(_FIT_EVERY, max(_FIRST_FIT, since))
         self._fitted_at = self._num_requests
@@ -233,32 +231,33 @@ class ReuseHistory:
         bins = np.searchsorted(_EDGES, ages)
         np.add.at(waiting, (self._kind[used], bins), _faded(ages))
         gone = waiting + self._dropped
-        hits, rooms = _life_table(self._ended, gone)
-        rates = self._begun / max(1.0, self._span)
-        self._horizons = _solve(hits, rooms, rates, self._capacity)
+        self._densities = _densities(self._ended, gone)
+        self._duel.use(self._densities)
         fade = 0.5 ** (since / _HALF_LIFE)
-        for array in (self._ended, self._dropped, self._begun):
-            array *= fade
-        self._span *= fade
-        self._version += 1
+        self._ended *= fade
+        self._dropped *= fade
 
 
-def _life_table(ended: Float64s, gone: Float64s) -> tuple[Float64s, Float64s]:
-    """Return H and s of each kind at each edge; [kinds, edges + 1], 0 first.
+def _densities(ended: Float64s, gone: Float64s) -> Float64s:
+    """Return the density of each kind at each age, [kinds, edges + 1].
 
     Args:
         ended: pages used again, by kind and age.
         gone: pages whose next use was not seen by that age.
     """
-    prior_hits, prior_risk = ended.sum(0), _at_risk(ended.sum(0), gone.sum(0))
-    prior = prior_hits / np.maximum(prior_risk, 1e-9)
+    prior = ended.sum(0) / np.maximum(_at_risk(ended.sum(0), gone.sum(0)), 1e-9)
     hazard = (ended + _PRIOR_PAGES * prior) / (_at_risk(ended, gone) + _PRIOR_PAGES)
     hazard = np.minimum(hazard, 1.0)[:, :-1]
-    left = np.cumprod(1.0 - hazard, axis=1)
-    left = np.concatenate([np.ones((len(left), 1)), left], axis=1)
+    start = np.ones((len(hazard), 1))
+    left = np.concatenate([start, np.cumprod(1.0 - hazard, axis=1)], axis=1)
     rooms = np.cumsum(_WIDTHS * (left[:, :-1] + left[:, 1:]) / 2, axis=1)
-    rooms = np.concatenate([np.zeros((len(left), 1)), rooms], axis=1)
-    return 1.0 - left, rooms
+    rooms = np.concatenate([0 * start, rooms], axis=1)
+    found = np.zeros_like(left)
+    for place in range(left.shape[1] - 1):
+        uses = left[:, place : place + 1] - left[:, place + 1 :]
+        kept = rooms[:, place + 1 :] - rooms[:, place : place + 1]
+        found[:, place] = (uses / np.maximum(kept, 1e-12)).max(axis=1)
+    return found
 
 
 def _at_risk(ended: Float64s, gone: Float64s) -> Float64s:
@@ -267,37 +266,6 @@ def _at_risk(ended: Float64s, gone: Float64s) -> Float64s:
     reached = np.cumsum(both[..., ::-1], axis=-1)[..., ::-1]
     risk: Float64s = reached - gone / 2
     return risk
-
-
-def _solve(
-    hits: Float64s, rooms: Float64s, rates: Float64s, capacity: float
-) -> Float64s:
-    """Return the horizons by weight and kind, at the price that fills the capacity."""
-    ages = np.concatenate([[0], _EDGES]).astype(np.float64)
-    kinds = np.arange(len(rates))
-
-    def best(price: float) -> tuple[npt.NDArray[np.intp], float]:
-        chosen = np.argmax(hits - price * rooms, axis=1)
-        return chosen, float(rates @ rooms[kinds, chosen])
-
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        price = (low + high) / 2
-        if best(price)[1] > capacity:
-            low = price
-        else:
-            high = price
-    (over, room_over), (under, room_under) = best(low), best(high)
-    gap = room_over - room_under
-    part = 0.0 if gap <= 0 else min(1.0, max(0.0, (capacity - room_under) / gap))
-    horizons = []
-    for step in range(-_WEIGHT_STEPS, _WEIGHT_STEPS + 1):
-        if step:
-            over, under = best(low / 2.0**step)[0], best(high / 2.0**step)[0]
-        horizons.append(ages[under] + part * (ages[over] - ages[under]))
-        if step == 0:
-            assert (horizons[-1] >= 0).all(), "a horizon before the last access"
-    return np.array(horizons)
 
 
 def _mixed(keys: UInt64s) -> UInt64s:
@@ -316,8 +284,3 @@ def _faded(ages: Int64s) -> Float64s:
 
 def _log4(value: int) -> int:
     return (max(1, value).bit_length() + 1) // 2 if value else 0
-
-
-def _step(weight: float) -> int:
-    step = round(float(np.log2(max(weight, 1e-9))))
-    return max(-_WEIGHT_STEPS, min(_WEIGHT_STEPS, step))

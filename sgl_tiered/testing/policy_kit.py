@@ -36,7 +36,7 @@ def _random_facts(rng: np.random.Generator) -> EvictionFacts:
         score=float(rng.integers(0, 4)),
         queued=queued,
         next_use=float(rng.integers(1, 100_000)) if queued else math.inf,
-        horizon=float(rng.integers(0, 5_000)),
+        worth=float(rng.random()) * 1e-3,
     )
 
 
@@ -90,7 +90,7 @@ class EvictionPolicyKit:
     def test_use_never_lowers_the_priority(
         self, policy: EvictionPolicy, facts: list[EvictionFacts]
     ) -> None:
-        """Access, hit, score, horizon and queue protect, or do nothing."""
+        """Access, hit, score, worth and queue protect, or do nothing."""
         for item in facts:
             used = replace(
                 item,
@@ -99,10 +99,10 @@ class EvictionPolicyKit:
             )
             hit = replace(item, num_hits=item.num_hits + 1)
             scored = replace(item, score=item.score + 1.0)
-            longer = replace(item, horizon=item.horizon + 1.0)
+            worthier = replace(item, worth=item.worth * 2)
             sooner = min(item.next_use, 100_000.0) - 1.0
             wanted = replace(item, queued=item.queued + 1, next_use=sooner)
-            for better in (used, hit, scored, longer, wanted):
+            for better in (used, hit, scored, worthier, wanted):
                 assert policy.priority(better) >= policy.priority(item)
 
     def test_what_it_does_not_need_does_not_matter(
@@ -114,7 +114,7 @@ class EvictionPolicyKit:
             if not policy.needs_queue:
                 bare = replace(bare, score=0.0, queued=0, next_use=math.inf)
             if not policy.needs_reuse:
-                bare = replace(bare, horizon=0.0)
+                bare = replace(bare, worth=0.0)
             assert policy.priority(bare) == policy.priority(item)
 
     def test_tells_runs_apart(

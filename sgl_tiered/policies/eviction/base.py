@@ -33,8 +33,8 @@ class EvictionFacts:
         queued: waiting requests that will use the run's last page.
         next_use: place in the queue, counted from the server's start, of the first of
             these; infinite without one.
-        horizon: accesses after its last one for which the run is worth its room, as
-            learned from runs like it; 0 where nobody learns.
+        worth: seconds saved per access for which a page of the run is kept, as
+            learned from pages like it; 0 where nobody learns.
     """
 
     tier: TierId
@@ -47,7 +47,7 @@ class EvictionFacts:
     score: float
     queued: int = 0
     next_use: float = math.inf
-    horizon: float = 0.0
+    worth: float = 0.0
 
 
 @runtime_checkable
@@ -66,15 +66,17 @@ class EvictionPolicy(Protocol):
 
     @property
     def needs_reuse(self) -> bool:
-        """Whether it looks at ``horizon``."""
+        """Whether it looks at ``worth``."""
         ...
 
     def priority(self, facts: EvictionFacts) -> float:
         """Return a finite number; the run with the lowest is evicted first.
 
         Equal facts give equal numbers, and a later access, a further hit, a higher
-        score, a longer horizon or one more request that waits for the run never lowers
-        the number: the cache re-ranks a run when its turn comes, so it would see a
-        fall too late. Where a score or the queue falls it re-ranks at once.
+        score, a higher worth or one more request that waits for the run never lowers the
+        number: the cache re-ranks a run when its turn comes, so it would see a fall
+        too late. Where a score or the queue falls it re-ranks at once, and a worth
+        falls alike for all runs of a kind. Of equal numbers the least recently used
+        run goes first.
         """
         ...
