@@ -78,9 +78,7 @@ class Chain:
         """Batches that have not ended."""
         return list(self._under_way.values())
 
-    def see(
-        self, path: list[Node], keys: UInt8s, seen_pages: int
-    ) -> UInt8s:
+    def see(self, path: list[Node], keys: UInt8s, seen_pages: int) -> UInt8s:
         """Note that a request has these pages; return sightings of those in no tier.
 
         Args:

@@ -36,7 +36,10 @@ class Outlook(Protocol):
         ...
 
     def group(self, node: Node, tier: int) -> int:
-        """Return the group of runs that lose worth alike as they age; 0 for none."""
+        """Return the group of runs that lose worth alike as they age; 0 for none.
+
+        A run that is waited for is in none.
+        """
         ...
 
     def version(self, tier: int) -> int:
@@ -127,6 +130,9 @@ class ComingUses:
         """Return the group of runs that lose worth alike as they age; 0 for none."""
         history = self.histories.get(tier)
         if history is None or not history.is_used:
+            return 0
+        if self.facts(node, tier, 0)[1]:
+            # Ranked by the queue: on top of its kind it would hide the others.
             return 0
         return 1 + node.kinds[tier] + NUM_KINDS * self._step(node, tier)
 

@@ -137,9 +137,7 @@ class ReuseHistory:
         self._begin(picked[num_seen:], keys, slots, num_seen, turn)
         kinds = self._kind[slots]
         if num_seen < len(picked):
-            self._duel.see(
-                keys[picked].tolist(), kinds.tolist(), num_seen, sequence
-            )
+            self._duel.see(keys[picked].tolist(), kinds.tolist(), num_seen, sequence)
             if self._duel.turned:
                 self._version += 1
         if self._num_requests >= self._fit_at:

@@ -56,7 +56,12 @@ class DeviceStrategy(EvictionStrategy):
         )
 
     def note(
-        self, node: Any, digest: bytes, tokens: Int32s, seen_pages: int, page_tokens: int
+        self,
+        node: Any,
+        digest: bytes,
+        tokens: Int32s,
+        seen_pages: int,
+        page_tokens: int,
     ) -> None:
         """Tell a policy that learns of a request's pages, which end with ``node``.
 
