@@ -9,8 +9,8 @@ or the requests that would really wait (``queue``): those behind each request in
 simulated server's queue (an H800 with 54 GB of KV and 512 GB of host) at the trace's
 rate, or at the slower one named.
 
-Ratios are hit prompt tokens over all. ``gap`` is (hit - LRU) / (OPT - LRU). Exits with 1
-where ``cost`` hits less than LRU. The last line is one JSON object.
+Ratios are hit prompt tokens over all. ``gap`` is (hit - LRU) / (OPT - LRU). Exits with
+1 where ``cost`` hits less than LRU. The last line is one JSON object.
 
     python benchmarks/sim/eviction.py conversation=PATH weka=PATH sharegpt=PATH tau=PATH
 """
@@ -137,7 +137,7 @@ def in_time(workload: SimWorkload, page_tokens: int) -> tuple[PageTrace, list[in
 def waiting_behind(
     workload: SimWorkload, order: Sequence[int], page_tokens: int
 ) -> list[int]:
-    """Return how many requests wait when each one is admitted, in a simulated server."""
+    """Return how many requests wait behind each one when a server admits it."""
     spec = SimSpec(
         page_size=page_tokens, device_gb=54.0, host_gb=512.0, order="fcfs"
     ).server()
@@ -180,7 +180,7 @@ class Table:
         ]
         behind = np.array(self._behind)
         print(
-            f"\n**{self.name}**: {len(self.pages):,} requests, {total:,} prompt tokens, "
+            f"\n**{self.name}**: {len(self.pages):,} requests, {total:,} tokens, "
             f"pages of {self.kind.page_tokens}; waiting behind a request: mean "
             f"{behind.mean():.1f}, p99 {np.percentile(behind, 99):.0f}"
         )

@@ -1,11 +1,11 @@
 """Densities against LRU, on a sample of pages: which of the two a tier should trust.
 
-Two small caches see the sampled pages that a tier's requests use, with the same share of
-its capacity (a miniature simulation, Waldspurger et al., USENIX ATC 2017). One evicts
-the least recently used page; the other, as the tier does, the leaf of the prompts' tree
-with the lowest density. The densities win once they have hit more by twice the spread of
-that difference from request to request, and lose again as soon as they have hit less.
-What was long ago counts less.
+Two small caches see the sampled pages that a tier's requests use, with the same share
+of its capacity (a miniature simulation, Waldspurger et al., USENIX ATC 2017). One
+evicts the least recently used page; the other, as the tier does, the leaf of the
+prompts' tree with the lowest density. The densities win once they have hit more by
+twice the spread of that difference from request to request, and lose again as soon as
+they have hit less. What was long ago counts less.
 """
 
 from __future__ import annotations

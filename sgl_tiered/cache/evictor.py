@@ -209,21 +209,18 @@ class Evictor:
                 heapq.heappop(heap)
                 self._num_items -= 1
                 continue
-            if not node.resident[tier] or node.parent is None:
-                pass
-            elif node.below[tier] > gone.get(node, 0):
-                pass
-            else:
-                number = self.priority(node)
-                is_grouped = self._outlook.group(node, tier) == group
-                known = float(node.access_sequence) if group else number
-                if is_grouped and (known, node.access_sequence) <= item[:2]:
-                    heapq.heappush(tops, ((number, *item[1:]), group))
-                    return
-                self._put(node)
+            is_leaf = node.resident[tier] and node.parent is not None
+            if not is_leaf or node.below[tier] > gone.get(node, 0):
+                # It is pushed when it is a leaf again.
+                node.queued[tier] = 0
                 continue
-            # No leaf now: it is pushed when it is one again.
-            node.queued[tier] = 0
+            number = self.priority(node)
+            is_grouped = self._outlook.group(node, tier) == group
+            known = float(node.access_sequence) if group else number
+            if is_grouped and (known, node.access_sequence) <= item[:2]:
+                heapq.heappush(tops, ((number, *item[1:]), group))
+                return
+            self._put(node)
 
     def _regroup(self) -> None:
         """Rank all anew where groups have begun or ceased to be."""

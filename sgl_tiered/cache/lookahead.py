@@ -1,9 +1,9 @@
-"""What waiting and running requests will use: the queue as eviction and prefetch see it.
+"""What waiting and running requests will use: the queue as others see it.
 
 One object per rank, fed alike by the engine and by the simulator. Pages go by the first
-64 bits of their keys, in any tree: two pages with equal bits would only be ranked alike.
-A place in the queue is a number that grows with every request that enters it, so it
-does not change while the queue moves on.
+64 bits of their keys, in any tree: two pages with equal bits would only be ranked
+alike. A place in the queue is a number that grows with every request that enters it, so
+it does not change while the queue moves on.
 
 CaR's Score is kept beside it: a request gives its pages 1 while it is in the window
 (the first requests of the queue) and 2 while it runs.
@@ -24,7 +24,7 @@ from sgl_tiered.core.plans import Int32s, UInt8s, UInt64s
 __all__ = ["DEFAULT_WINDOW", "QueueLookahead", "short_keys"]
 
 DEFAULT_WINDOW = 16
-"""Requests of the window: the queue that 16 visible requests stand for in EVICTION.md."""
+"""Requests of the window."""
 _MAX_PAGES = 1 << 20
 """Pages of all requests together, about 130 bytes each; requests beyond go unseen."""
 

@@ -1,12 +1,12 @@
 """What pages are worth their room: learned online, per tier, in bounded memory.
 
-Each page of a sample (by its key, so always the same ones) is remembered from one use to
-the next, whether the tier still has it or not. Pages are told apart by *kinds*: how
+Each page of a sample (by its key, so always the same ones) is remembered from one use
+to the next, whether the tier still has it or not. Pages are told apart by *kinds*: how
 often they were used, how many turns the conversation had that they came with, and how
-long its prompt was. Per kind the ages at which they are used again give, as a life table
-with censoring does (Kaplan and Meier, 1958), the share S(a) not used again by age a and
-the mean time I(a) that a page waits if it is given up at that age. From them follows
-the reuse per access of room that a page of age a has still to give,
+long its prompt was. Per kind the ages at which they are used again give, as a life
+table with censoring does (Kaplan and Meier, 1958), the share S(a) not used again by age
+a and the mean time I(a) that a page waits if it is given up at that age. From them
+follows the reuse per access of room that a page of age a has still to give,
 
     density(a) = max over b > a of (S(a) - S(b)) / (I(b) - I(a)).
 
@@ -41,7 +41,7 @@ _EDGES: Int64s = AGE_EDGES
 _EDGE_LIST: list[int] = _EDGES.tolist()
 _WIDTHS: Float64s = np.diff(np.concatenate([[0], _EDGES])).astype(np.float64)
 _PRIOR_PAGES = 100.0
-"""Weight of all kinds together in the estimate for one, in pages: some prompts' worth."""
+"""Weight of all kinds together in the estimate for one, in pages: a few prompts."""
 _FIRST_FIT, _FIT_EVERY = 64, 256
 """Requests until the first fit, and between two later ones."""
 _HALF_LIFE = 16_384
@@ -250,7 +250,7 @@ def _densities(ended: Float64s, gone: Float64s) -> Float64s:
     left = np.concatenate([start, np.cumprod(1.0 - hazard, axis=1)], axis=1)
     rooms = np.cumsum(_WIDTHS * (left[:, :-1] + left[:, 1:]) / 2, axis=1)
     rooms = np.concatenate([0 * start, rooms], axis=1)
-    found = np.zeros_like(left)
+    found: Float64s = np.zeros(left.shape)
     for place in range(left.shape[1] - 1):
         uses = left[:, place : place + 1] - left[:, place + 1 :]
         kept = rooms[:, place + 1 :] - rooms[:, place : place + 1]

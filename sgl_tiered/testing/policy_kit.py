@@ -108,7 +108,8 @@ class EvictionPolicyKit:
     def test_what_it_does_not_need_does_not_matter(
         self, policy: EvictionPolicy, facts: list[EvictionFacts]
     ) -> None:
-        """Where ``needs_queue`` or ``needs_reuse`` is False nobody gathers the facts."""
+        """Where ``needs_queue`` or ``needs_reuse`` is False nobody gathers the
+        facts."""
         for item in facts:
             bare = item
             if not policy.needs_queue:

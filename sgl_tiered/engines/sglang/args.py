@@ -240,11 +240,11 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
             )
     config = read_config(values)
     if config.device_eviction is not None:
-        given = getattr(server_args, "radix_eviction_policy", None)
-        if given not in (None, "lru"):
+        theirs = getattr(server_args, "radix_eviction_policy", None)
+        if theirs not in (None, "lru"):
             raise ConfigError(
                 "--tiered-device-eviction",
-                f"and --radix-eviction-policy {given} both rank the device's pages",
+                f"and --radix-eviction-policy {theirs} both rank the device's pages",
                 "give one of them",
             )
     return config

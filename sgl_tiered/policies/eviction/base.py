@@ -73,10 +73,10 @@ class EvictionPolicy(Protocol):
         """Return a finite number; the run with the lowest is evicted first.
 
         Equal facts give equal numbers, and a later access, a further hit, a higher
-        score, a higher worth or one more request that waits for the run never lowers the
-        number: the cache re-ranks a run when its turn comes, so it would see a fall
+        score, a higher worth or one more request that waits for the run never lowers
+        the number: the cache re-ranks a run when its turn comes, so it would see a fall
         too late. Where a score or the queue falls it re-ranks at once, and a worth
-        falls alike for all runs of a kind. Of equal numbers the least recently used
-        run goes first.
+        falls alike for all runs of a kind. Of equal numbers the least recently used run
+        goes first.
         """
         ...

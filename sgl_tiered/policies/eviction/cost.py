@@ -6,12 +6,12 @@ room, less if it is used before, and saves ``reload_s`` if it is:
     worth = reload_s * max over b of P(used within b | a) / E[accesses kept | a, b].
 
 That is reload cost times expected reuse per size and time, all pages being of one size:
-the index that Gittins (1979) proved best for one page at a time, and what LHD (Beckmann,
-Chen, Cidon, NSDI 2018) calls hit density. ``cache/reuse.py`` learns it by kind of page
-and age. A run that a waiting request will use needs no estimate: it outranks all others,
-the first in the queue the highest, which is Belady's rule with the part of the future
-that is known. Where nothing is learned every worth is 0, and the least recently used
-run goes first.
+the index that Gittins (1979) proved best for one page at a time, and what LHD
+(Beckmann, Chen, Cidon, NSDI 2018) calls hit density. ``cache/reuse.py`` learns it by
+kind of page and age. A run that a waiting request will use needs no estimate: it
+outranks all others, the first in the queue the highest, which is Belady's rule with the
+part of the future that is known. Where nothing is learned every worth is 0, and the
+least recently used run goes first.
 """
 
 from __future__ import annotations

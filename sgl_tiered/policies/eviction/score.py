@@ -2,9 +2,9 @@
 
 CaR, section III-B-3 "Cache Replacement Policy": "our policy targets the KV cache node
 with the smallest Score". A request that enters the Shuffled Window adds 1 to the score
-of its nodes, one that is sent to the GPU another 1, and one that has ended takes 2 away.
-The paper does not say what goes first among equal scores, which most nodes have: the
-least recently used one does here.
+of its nodes, one that is sent to the GPU another 1, and one that has ended takes 2
+away. The paper does not say what goes first among equal scores, which most nodes have:
+the least recently used one does here.
 """
 
 from __future__ import annotations

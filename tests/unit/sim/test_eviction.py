@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.sim.replay_support import spell_trace, word_lists
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.eviction.registry import (
@@ -22,6 +21,7 @@ from sgl_tiered.sim.page_trace import PageTrace
 from sgl_tiered.sim.replay import replay_exclusive
 from sgl_tiered.sim.requests import SimWorkload
 from sgl_tiered.sim.server import SimServer
+from tests.unit.sim.replay_support import spell_trace, word_lists
 
 Make = Callable[..., ServerConfig]
 MakeChats = Callable[..., SimWorkload]
