@@ -122,7 +122,7 @@ class _Tree:
         self._capacity = capacity
         self.pages: dict[int, _Page] = {}
         self.densities: npt.NDArray[np.float64] | None = None
-        # Per kind: (accessed, page); items may be stale.
+        # Per kind: (accessed, page), negated per ~kind; items may be stale.
         self._leaves: dict[int, list[tuple[int, int]]] = {}
 
     def use(self, pages: list[int], kinds: list[int], sequence: int) -> None:
@@ -149,17 +149,19 @@ class _Tree:
     def _put(self, page: int) -> None:
         known = self.pages[page]
         if not known.num_children:
-            heap = self._leaves.setdefault(known.kind, [])
-            heapq.heappush(heap, (known.accessed, page))
-            if len(heap) > 4 * self._capacity + 64:
-                heap[:] = [item for item in set(heap) if self._is_valid(item)]
-                heapq.heapify(heap)
+            # Oldest first, and under ~kind youngest first: either may be worth least.
+            for kind, sign in ((known.kind, 1), (~known.kind, -1)):
+                heap = self._leaves.setdefault(kind, [])
+                heapq.heappush(heap, (sign * known.accessed, page))
+                if len(heap) > 4 * self._capacity + 64:
+                    heap[:] = [i for i in set(heap) if self._is_valid(i, kind)]
+                    heapq.heapify(heap)
 
-    def _is_valid(self, item: tuple[int, int], kind: int | None = None) -> bool:
+    def _is_valid(self, item: tuple[int, int], kind: int) -> bool:
         known = self.pages.get(item[1])
-        if known is None or known.num_children or known.accessed != item[0]:
+        if known is None or known.num_children or known.accessed != abs(item[0]):
             return False
-        return kind is None or known.kind == kind
+        return known.kind == (kind if kind >= 0 else ~kind)
 
     def _shrink(self, sequence: int) -> None:
         """Evict the leaves of the lowest density, then the least recently used."""
@@ -171,7 +173,8 @@ class _Tree:
                 heapq.heappop(heap)
             if heap:
                 accessed, page = heap[0]
-                worth = self._density(kind, sequence - accessed)
+                accessed = abs(accessed)
+                worth = self._density(max(kind, ~kind), sequence - accessed)
                 heapq.heappush(heads, (worth, accessed, page, kind))
 
         for kind in list(self._leaves):

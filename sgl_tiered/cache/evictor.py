@@ -3,8 +3,9 @@
 A node has at most one valid item. An item may be stale (the node was used again, is no
 leaf any more, or is gone); it is put right when its turn comes, so that an access costs
 nothing here. Where a number may have fallen, ``requeue`` makes a new item. Runs whose
-worth falls as they age, alike for all of a kind, have a heap per kind, the least
-recently used on top: only the tops have to be ranked when room is needed. Pages go from
+worth changes as they age, alike for all of a kind, have two heaps per kind, with the
+least and with the most recently used on top: worth mostly rises to an age and falls
+from there on, so only the tops have to be ranked when room is needed. Pages go from
 the end of a leaf, so what stays of a prompt is always its beginning.
 """
 
@@ -26,7 +27,7 @@ __all__ = ["Evictor", "Victims"]
 
 _MIN_ITEMS = 1024
 """Up to so many items, and as many again as were valid, none is looked for in vain."""
-_NO_GROUP = -1
+_NO_GROUP = 1 << 62
 _Item = tuple[float, int, int, int, Node]
 """Number, last access, place in the prompt negated, number of the item, node."""
 
@@ -177,8 +178,14 @@ class Evictor:
     def _put(self, node: Node) -> None:
         group = self._outlook.group(node, self._tier)
         number = float(node.access_sequence) if group else self.priority(node)
-        heapq.heappush(self._heaps.setdefault(group, []), self._item(node, number))
+        item = self._item(node, number)
+        heapq.heappush(self._heaps.setdefault(group, []), item)
         self._num_items += 1
+        if group:
+            # What was just used may be worth less than what is due again: see both.
+            young = self._heaps.setdefault(-group, [])
+            heapq.heappush(young, (-number, *item[1:]))
+            self._num_items += 1
         if self._num_items > self._compact_at:
             self._compact()
 
@@ -215,9 +222,11 @@ class Evictor:
                 node.queued[tier] = 0
                 continue
             number = self.priority(node)
-            is_grouped = self._outlook.group(node, tier) == group
+            is_grouped = self._outlook.group(node, tier) == abs(group)
             known = float(node.access_sequence) if group else number
-            if is_grouped and (known, node.access_sequence) <= item[:2]:
+            if group < 0:
+                known = item[0]
+            if is_grouped and (known, node.access_sequence) <= (item[0], item[1]):
                 heapq.heappush(tops, ((number, *item[1:]), group))
                 return
             self._put(node)
