@@ -323,13 +323,17 @@ class DeviceTree:
         return node.key
 
     def _age(self) -> None:
-        """Rank all anew where what was learned has changed."""
-        if self._ranking is None or self._ranking.version == self._version:
+        """Rank all anew where numbers change as runs age, as SGLang's tree does."""
+        ranking = self._ranking
+        if ranking is None:
             return
-        self._version = self._ranking.version
-        for _, item, node in list(self._heap):
-            if node.item == item:
-                self._put(node)
+        if not ranking.is_aging and ranking.version == self._version:
+            return
+        self._version = ranking.version
+        nodes = [node for _, item, node in self._heap if node.item == item]
+        self._heap.clear()
+        for node in nodes:
+            self._put(node)
 
     def _fell(self, digest: bytes, pages: Int32s) -> None:
         """Rank pages anew that a request no longer waits for."""
