@@ -237,10 +237,15 @@ class Evictor:
         if version != self._version:
             self._version = version
             self._compact()
-            nodes = [item[-1] for heap in self._heaps.values() for item in heap]
+            items = [item for heap in self._heaps.values() for item in heap]
             self.clear()
-            for node in nodes:
-                self._put(node)
+            for *_, number, node in items:
+                if node.queued[self._tier] != number:
+                    # Done already: a kind's runs are in two heaps.
+                    continue
+                node.queued[self._tier] = 0
+                if node.parent is not None and node.resident[self._tier]:
+                    self._put(node)
 
     def _compact(self) -> None:
         """Drop the items that are not valid."""
