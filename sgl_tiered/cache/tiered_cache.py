@@ -14,7 +14,7 @@ and eviction or a bad read takes copies away; with the last one the page is gone
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -27,9 +27,10 @@ from sgl_tiered.cache.config import (
     TierConfig,
     check_choice,
 )
-from sgl_tiered.cache.index import Node, concat_rows
+from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
-from sgl_tiered.cache.lookahead import QueueLookahead, short_keys
+from sgl_tiered.cache.lookahead import QueueLookahead
+from sgl_tiered.cache.noted_uses import Kinds, note_uses, reload_costs
 from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore, Recency
@@ -61,8 +62,6 @@ _NOTHING_FOUND = "no page found"
 _BEING_LOADED = "another request's load of these pages is under way"
 _NO_ROWS = np.zeros(0, np.int32)
 _NO_TIERS = np.zeros(0, np.uint8)
-Kinds = Sequence[tuple[int, int]]
-"""Tier number and kind of a page there, see ``cache/reuse.py``."""
 
 
 class TieredCache:
@@ -100,7 +99,9 @@ class TieredCache:
         self._planner = Planner(
             cost, config.layout, config.load_policy, overlaps=config.load_overlaps
         )
-        self._store = PageStore(config, eviction, clock, lookahead, self._reload_s)
+        self._store = PageStore(
+            config, eviction, clock, lookahead, reload_costs(self._planner, self._tiers)
+        )
         self._table = self._store.table
         self._index = self._store.index
         self._chain = Chain(self._store, config, clock)
@@ -292,7 +293,7 @@ class TieredCache:
         """
         path = self._index.walk(self._index.root(digest), _raw(tokens))
         self._store.touch(path)
-        self._see(path, digest, tokens, seen_pages)
+        note_uses(self._store, self._chain, path, digest, tokens, seen_pages)
         return self._store.recency
 
     def plan_offload(
@@ -334,7 +335,8 @@ class TieredCache:
         kinds: Kinds = ()
         if sighted is None:
             store.touch(path)
-            times, kinds = self._see(path, digest, tokens, seen_pages)
+            uses = (path, digest, tokens, seen_pages)
+            times, kinds = note_uses(store, self._chain, *uses)
             if times is not None and self._config.write_policy == "selective":
                 once = np.flatnonzero(times < 2)
                 num_new = int(once[0]) if len(once) else num_new
@@ -377,8 +379,7 @@ class TieredCache:
 
     def num_without_copy(self, digest: bytes, tokens: Int32s, first_page: int) -> int:
         """Return how many of a prompt's pages from ``first_page`` on are in no tier."""
-        path = self._index.walk(self._index.root(digest), _raw(tokens))
-        rows = concat_rows(path)
+        rows = concat_rows(self._index.walk(self._index.root(digest), _raw(tokens)))
         num_pages = len(tokens) // self._config.layout.page_tokens
         num_copied = int(np.count_nonzero(self._table.copies[rows[first_page:]]))
         return num_pages - first_page - num_copied
@@ -431,8 +432,8 @@ class TieredCache:
 
     def finish_demote(self, plan: DemotePlan, result: TransferResult) -> None:
         """Make the copies that arrived hits, drop the others, release the sources."""
-        demotion = self._chain.end(plan.plan_id)
-        edge, store = demotion.edge, self._store
+        demotion, store = self._chain.end(plan.plan_id), self._store
+        edge = demotion.edge
         store.land_copies(
             edge.target, plan.pages, demotion.writes, result.ok, result.checksums
         )
@@ -533,44 +534,6 @@ class TieredCache:
         return self._table.array_bytes() + (sightings.num_bytes if sightings else 0)
 
     # Private.
-
-    def _see(
-        self, path: list[Node], digest: bytes, tokens: Int32s, seen_pages: int
-    ) -> tuple[UInt8s | None, Kinds]:
-        """Tell those who remember that a request has these pages.
-
-        Returns:
-            Sightings of the pages in no tier, where somebody counts them, and the
-            kinds of the last page, where somebody learns.
-        """
-        store, sightings = self._store, self._chain.sightings
-        learns = bool(store.outlook.histories)
-        if sightings is None and not learns:
-            return None, ()
-        keys = store.keys_of(path, digest, tokens)
-        times = None
-        if sightings is not None:
-            times = self._chain.see(path, keys, seen_pages)
-        if not learns:
-            return times, ()
-        sequence = store.recency[0]
-        return times, store.outlook.see(short_keys(keys), path, seen_pages, sequence)
-
-    def _reload_s(self, node: Node, tier: int) -> float:
-        """Return the seconds per page that it costs if a tier loses a run.
-
-        The run comes back from the next tier that has it, or is computed, instead of
-        being read from here.
-        """
-        num_pages = max(1, node.resident[tier])
-        here_s = self._planner.load_s(self._tiers[tier], num_pages)
-        for below in range(tier + 1, len(self._tiers)):
-            if node.resident[below] >= num_pages:
-                there_s = self._planner.load_s(self._tiers[below], num_pages)
-                break
-        else:
-            there_s = self._planner.compute_s(node.first_page, num_pages)
-        return max(there_s - here_s, 0.0) / num_pages
 
     def _no_pages(self, lookup: Lookup, first_page: int, reason: str) -> Decision:
         return Decision(
