@@ -19,7 +19,6 @@ from sgl_tiered.cache.sightings import Sightings
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.keys import page_keys
 from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt8s
 from sgl_tiered.policies.write_admission.registry import make_write_admission
 
@@ -79,30 +78,22 @@ class Chain:
         """Batches that have not ended."""
         return list(self._under_way.values())
 
-    def see(
-        self, path: list[Node], digest: bytes, tokens: Int32s, seen_pages: int
-    ) -> UInt8s:
+    def see(self, path: list[Node], keys: UInt8s, seen_pages: int) -> UInt8s:
         """Note that a request has these pages; return sightings of those in no tier.
 
         Args:
             path: the prompt's nodes in the index.
-            digest: the namespace.
-            tokens: int32, the prompt.
+            keys: of all its pages, uint8 [n, 16].
             seen_pages: leading pages that were noted for this request before.
         """
-        store, sightings = self._store, self.sightings
+        sightings = self.sightings
         assert sightings is not None, "nobody looks at sightings"
-        store.derive_keys(path)
         known = concat_rows(path)
-        last = store.table.keys[known[-1]].tobytes() if len(known) else digest
-        new_tokens = tokens[len(known) * store.page_tokens :]
-        new_keys = page_keys(last, new_tokens, store.page_tokens)
-        keys = np.concatenate([store.table.keys[known], new_keys])
         sightings.see(keys[seen_pages:], seen_pages)
         for edge in self._edges:
             if edge.is_picky and len(known):
                 edge.offer(known)
-        return sightings.count(new_keys)
+        return sightings.count(keys[len(known) :])
 
     def arrived(self, tier: int, rows: Int32s) -> None:
         """Offer pages of one path that have come to a tier to the edge below it."""

@@ -35,7 +35,8 @@ class Node:
         digest: the namespace.
         resident: per tier, pages of the run that have a whole copy there.
         below: per tier, the same over all descendants.
-        queued: per tier, whether the tier's evictor has an item for the node.
+        queued: per tier, number of the evictor's item for the node, 0 for none.
+        kinds: per tier, what kind of page the run's last one is (``cache/reuse.py``).
         access_sequence, insert_sequence: numbers that grow with every access.
     """
 
@@ -47,6 +48,7 @@ class Node:
         "first_page",
         "insert_sequence",
         "inserted_s",
+        "kinds",
         "last_access_s",
         "num_hits",
         "parent",
@@ -54,7 +56,6 @@ class Node:
         "raw",
         "resident",
         "rows",
-        "score",
     )
 
     def __init__(
@@ -74,13 +75,13 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.resident = [0] * num_tiers
         self.below = [0] * num_tiers
-        self.queued = [False] * num_tiers
+        self.queued = [0] * num_tiers
+        self.kinds = [0] * num_tiers
         self.access_sequence = 0
         self.insert_sequence = 0
         self.last_access_s = 0.0
         self.inserted_s = 0.0
         self.num_hits = 0
-        self.score = 0.0
 
     def is_leaf(self, tier: int) -> bool:
         """Return whether the tier has pages of this run and none after it."""
@@ -177,6 +178,23 @@ class RadixIndex:
             position += len(node.raw)
         return np.concatenate(found) if found else _NO_ROWS
 
+    def find(self, start: Node, raw: bytes) -> list[Node]:
+        """Return the nodes below ``start`` that share a page with ``raw``; no split."""
+        page_bytes = self._page_bytes
+        stop = len(raw) - len(raw) % page_bytes
+        path: list[Node] = []
+        node, position = start, 0
+        while position < stop:
+            child = node.children.get(raw[position : position + page_bytes])
+            if child is None:
+                break
+            path.append(child)
+            if not raw.startswith(child.raw, position):
+                break
+            position += len(child.raw)
+            node = child
+        return path
+
     def add(self, parent: Node, raw: bytes, rows: Int32s) -> Node:
         """Add a run after ``parent``; its rows have no copies yet."""
         first = raw[: self._page_bytes]
@@ -217,7 +235,7 @@ class RadixIndex:
         upper.last_access_s = node.last_access_s
         upper.inserted_s = node.inserted_s
         upper.num_hits = node.num_hits
-        upper.score = node.score
+        upper.kinds = list(node.kinds)
         node.raw = node.raw[cut:]
         node.rows = lower_rows.copy()
         node.first_page += num_pages

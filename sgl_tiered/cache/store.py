@@ -8,13 +8,16 @@ a path stays valid while it is worked on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
 from sgl_tiered.cache.config import CacheConfig
 from sgl_tiered.cache.evictor import Evictor
-from sgl_tiered.cache.index import Node, RadixIndex
+from sgl_tiered.cache.index import Node, RadixIndex, concat_rows
+from sgl_tiered.cache.lookahead import QueueLookahead
+from sgl_tiered.cache.outlook import ComingUses
+from sgl_tiered.cache.reuse import ReuseHistory
 from sgl_tiered.cache.stats import StatsCounters
 from sgl_tiered.cache.table import CacheTable
 from sgl_tiered.cache.tombstones import Cause, Tombstones
@@ -28,6 +31,7 @@ from sgl_tiered.core.plans import (
     Int32s,
     Int64s,
     TierOccupancy,
+    UInt8s,
     UInt64s,
 )
 from sgl_tiered.policies.eviction.base import EvictionPolicy
@@ -46,13 +50,24 @@ MiB with 1/64 and 1.28 MiB with 1/32; 0.92 MiB in a tier never full
 
 
 class PageStore:
-    """Table, index, evictors and counters of one cache."""
+    """Table, index, evictors and counters of one cache.
+
+    Args:
+        config: tiers and sizes.
+        eviction: one policy object per tier.
+        clock: time of accesses.
+        lookahead: the queue, for policies that look at it.
+        reload_s: (node, tier number) -> seconds per page to bring a run back that the
+            tier loses, for policies that learn.
+    """
 
     def __init__(
         self,
         config: CacheConfig,
         eviction: Mapping[TierId, EvictionPolicy],
         clock: Clock,
+        lookahead: QueueLookahead | None = None,
+        reload_s: Callable[[Node, int], float] | None = None,
     ) -> None:
         layout = config.layout
         self.tiers = tuple(tier.tier for tier in config.tiers)
@@ -65,10 +80,24 @@ class PageStore:
             layout.page_bytes,
         )
         self.index = RadixIndex(self.table, self.page_bytes, self._push_leaf)
+        policies = [eviction[tier] for tier in self.tiers]
+        looks = any(policy.needs_queue for policy in policies)
+        self.outlook = ComingUses(
+            lookahead if looks else None,
+            {
+                number: ReuseHistory(tier.num_slots, layout.page_tokens)
+                for number, tier in enumerate(config.tiers)
+                if policies[number].needs_reuse
+            },
+            self._short_key,
+            reload_s,
+        )
         self.evictors = [
-            Evictor(self.table, number, eviction[tier])
-            for number, tier in enumerate(self.tiers)
+            Evictor(self.table, number, policy, self.outlook)
+            for number, policy in enumerate(policies)
         ]
+        if looks and lookahead is not None:
+            lookahead.listen(self._fell)
         self.counters = StatsCounters(self.tiers)
         self.tombstones: Tombstones | None = None
         if config.tombstones:
@@ -244,6 +273,8 @@ class PageStore:
         self.index.clear()
         for evictor in self.evictors:
             evictor.clear()
+        for history in self.outlook.histories.values():
+            history.clear()
         for tier in range(len(self.tiers)):
             column = table.entry_of[tier][live]
             table.discard(column[column >= 0].astype(np.int64))
@@ -277,6 +308,21 @@ class PageStore:
             table.keys[node.rows] = page_keys(parent_key, tokens, self.page_tokens)
             table.key_known[node.rows] = True
 
+    def keys_of(self, path: Sequence[Node], digest: bytes, tokens: Int32s) -> UInt8s:
+        """Return the keys of all whole pages of a prompt; O(pages not known).
+
+        Args:
+            path: the prompt's nodes in the index.
+            digest: the namespace.
+            tokens: int32, the prompt.
+        """
+        self.derive_keys(path)
+        known = concat_rows(path)
+        last = self.table.keys[known[-1]].tobytes() if len(known) else digest
+        new_tokens = tokens[len(known) * self.page_tokens :]
+        new_keys = page_keys(last, new_tokens, self.page_tokens)
+        return np.concatenate([self.table.keys[known], new_keys])
+
     def key_before(self, node: Node) -> bytes:
         """Return the key of the page before a run; the digest before the first."""
         parent = node.parent
@@ -287,6 +333,21 @@ class PageStore:
         assert self.table.key_known[row], "keys are derived from the root on"
         key: bytes = self.table.keys[row].tobytes()
         return key
+
+    def _short_key(self, node: Node, position: int) -> int:
+        """Return the key of a page as ``QueueLookahead`` knows it."""
+        row = node.rows[position]
+        if not self.table.key_known[row]:
+            self.derive_keys(self.index.path_to(node))
+        return int(self.table.keys[row, :8].view(np.uint64)[0])
+
+    def _fell(self, digest: bytes, tokens: Int32s) -> None:
+        """Rank pages anew that a request no longer waits for, or no longer uses."""
+        if digest not in self.index.digests:
+            return
+        for node in self.index.find(self.index.root(digest), tokens.tobytes()):
+            for evictor in self.evictors:
+                evictor.requeue(node)
 
     def _push_leaf(self, tier: int, node: Node) -> None:
         self.evictors[tier].push(node)

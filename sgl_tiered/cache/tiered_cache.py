@@ -29,7 +29,9 @@ from sgl_tiered.cache.config import (
 )
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.misses import MissReader
+from sgl_tiered.cache.noted_uses import Kinds, note_uses, reload_costs
 from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
 from sgl_tiered.cache.promotion import Promoter
 from sgl_tiered.cache.stats import CacheStats
@@ -73,6 +75,7 @@ class TieredCache:
         cost: predicted seconds; knows a link for every tier.
         eviction: one policy object per tier.
         clock: time of accesses.
+        lookahead: the queue, for eviction policies that look at it.
 
     Raises:
         ConfigError: a tier without a link or a policy.
@@ -85,6 +88,7 @@ class TieredCache:
         cost: CostModel,
         eviction: Mapping[TierId, EvictionPolicy],
         clock: Clock,
+        lookahead: QueueLookahead | None = None,
     ) -> None:
         for tier in config.tiers:
             if tier.tier not in eviction or tier.tier not in cost.tiers:
@@ -95,12 +99,14 @@ class TieredCache:
                 )
         self._config = config
         self._tiers = tuple(tier.tier for tier in config.tiers)
-        self._store = PageStore(config, eviction, clock)
-        self._table = self._store.table
-        self._index = self._store.index
         self._planner = Planner(
             cost, config.layout, config.load_policy, overlaps=config.load_overlaps
         )
+        self._store = PageStore(
+            config, eviction, clock, lookahead, reload_costs(self._planner, self._tiers)
+        )
+        self._table = self._store.table
+        self._index = self._store.index
         self._chain = Chain(self._store, config, clock)
         self.misses = MissReader(self._store, self._chain, config, clock)
         self.promoter = Promoter(self._store, self._take_plan_id)
@@ -297,8 +303,7 @@ class TieredCache:
         """
         path = self._index.walk(self._index.root(digest), _raw(tokens))
         self._store.touch(path)
-        if self._chain.sightings is not None:
-            self._chain.see(path, digest, tokens, seen_pages)
+        note_uses(self._store, self._chain, path, digest, tokens, seen_pages)
         return self._store.recency
 
     def plan_offload(
@@ -337,13 +342,14 @@ class TieredCache:
         known = concat_rows(path)
         positions = np.flatnonzero(table.entry_of[0].take(known) < 0)
         num_new = num_pages - len(known)
+        kinds: Kinds = ()
         if sighted is None:
             store.touch(path)
-            if self._chain.sightings is not None:
-                times = self._chain.see(path, digest, tokens, seen_pages)
-                if self._config.write_policy == "selective":
-                    once = np.flatnonzero(times < 2)
-                    num_new = int(once[0]) if len(once) else num_new
+            uses = (path, digest, tokens, seen_pages)
+            times, kinds = note_uses(store, self._chain, *uses)
+            if times is not None and self._config.write_policy == "selective":
+                once = np.flatnonzero(times < 2)
+                num_new = int(once[0]) if len(once) else num_new
         if num_new:
             new = np.arange(len(known), len(known) + num_new)
             positions = np.concatenate([positions, new])
@@ -365,6 +371,8 @@ class TieredCache:
             stop = start + num_added * store.page_bytes
             parent = path[-1] if path else root
             added = store.add_pages(parent, raw[start:stop], sighted)
+            for tier, kind in kinds:
+                added.kinds[tier] = kind
             rows = np.concatenate([known, added.rows])
         rows = rows[positions]
         addresses = store.start_copies(0, rows)
@@ -381,8 +389,7 @@ class TieredCache:
 
     def num_without_copy(self, digest: bytes, tokens: Int32s, first_page: int) -> int:
         """Return how many of a prompt's pages from ``first_page`` on are in no tier."""
-        path = self._index.walk(self._index.root(digest), _raw(tokens))
-        rows = concat_rows(path)
+        rows = concat_rows(self._index.walk(self._index.root(digest), _raw(tokens)))
         num_pages = len(tokens) // self._config.layout.page_tokens
         num_copied = int(np.count_nonzero(self._table.copies[rows[first_page:]]))
         return num_pages - first_page - num_copied
@@ -436,8 +443,8 @@ class TieredCache:
 
     def finish_demote(self, plan: DemotePlan, result: TransferResult) -> None:
         """Make the copies that arrived hits, drop the others, release the sources."""
-        demotion = self._chain.end(plan.plan_id)
-        edge, store = demotion.edge, self._store
+        demotion, store = self._chain.end(plan.plan_id), self._store
+        edge = demotion.edge
         found = (plan.pages, demotion.writes, result.ok, result.checksums)
         store.land_copies(edge.target, *found, result.error)
         self._chain.landed(edge, plan.pages, result.ok)

@@ -117,6 +117,7 @@ class ServerConfig:
         load_policy, write_policy, demote_policy, disk_admission: of ``CacheConfig``.
         offload_threshold: share of the device above which ``on-evict`` copies.
         eviction: of the tiers.
+        device_eviction: of the device's tree; lru is SGLang's own.
         staging_bytes: memory for pages on their way from disk; 0 for no bound.
         prefetch: when reads from disk begin: ``none``, ``arrival``, ``car``, see
             policies/prefetch.
@@ -143,6 +144,7 @@ class ServerConfig:
     disk_admission: str = "auto"
     offload_threshold: float = 0.9
     eviction: str = "lru"
+    device_eviction: str = "lru"
     staging_bytes: int = 0
     prefetch: str = "arrival"
     prefetch_window: int = DEFAULT_WINDOW

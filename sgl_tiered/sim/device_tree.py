@@ -2,7 +2,7 @@
 
 Pages are either in the tree (shared, evictable unless locked) or private to a running
 request. As in SGLang a locked node locks its ancestors, eviction takes whole leaves,
-least recently used first, and a match touches its whole path.
+least recently used first or as a policy ranks them, and a match touches its whole path.
 
 Law: ``tree_pages + private_pages + free_pages == capacity_pages``.
 """
@@ -13,10 +13,14 @@ import heapq
 
 import numpy as np
 
+from sgl_tiered.cache.device_ranking import DeviceRanking
+from sgl_tiered.core.plans import Int32s
+
 __all__ = ["DeviceTree", "TreeNode"]
 
 _ITEM = 4
 """Bytes of a stand-in."""
+_MIN_ITEMS = 1024
 
 
 class TreeNode:
@@ -25,8 +29,12 @@ class TreeNode:
     __slots__ = (
         "accessed",
         "children",
-        "in_heap",
+        "inserted",
+        "item",
+        "key",
+        "kind",
         "lock",
+        "num_hits",
         "num_pages",
         "parent",
         "raw",
@@ -39,7 +47,13 @@ class TreeNode:
         self.children: dict[bytes, TreeNode] = {}
         self.lock = 0
         self.accessed = 0
-        self.in_heap = False
+        self.inserted = 0
+        self.num_hits = 0
+        self.kind = 0
+        # Number of its valid item in the heap, 0 for none.
+        self.item = 0
+        # Of the last page, where a policy looks ahead.
+        self.key: bytes | None = None
 
 
 class DeviceTree:
@@ -47,9 +61,21 @@ class DeviceTree:
 
     Args:
         capacity_pages: pages of the pool.
+        ranking: what goes first; None for the least recently used.
+        digest: namespace of all pages.
     """
 
-    def __init__(self, capacity_pages: int) -> None:
+    def __init__(
+        self,
+        capacity_pages: int,
+        ranking: DeviceRanking | None = None,
+        digest: bytes = b"",
+    ) -> None:
+        self._ranking = ranking
+        self._digest = digest
+        self._version = 0
+        if ranking is not None and ranking.lookahead is not None:
+            ranking.lookahead.listen(self._fell)
         self.capacity_pages = capacity_pages
         self.tree_pages = 0
         self.private_pages = 0
@@ -57,7 +83,8 @@ class DeviceTree:
         self.num_evicted_pages = 0
         self.peak_pages = 0
         self._root = TreeNode(None, b"")
-        self._heap: list[tuple[int, int, TreeNode]] = []
+        self._heap: list[tuple[float, int, TreeNode]] = []
+        self._compact_at = _MIN_ITEMS
         self._clock = 0
         self._sequence = 0
 
@@ -87,10 +114,10 @@ class DeviceTree:
             if raw.startswith(child.raw, position):
                 node = child
                 position += len(child.raw)
-                node.accessed = self._clock
+                self._touch(node)
                 continue
             node = self._split(child, _num_equal(child.raw, raw[position:]))
-            node.accessed = self._clock
+            self._touch(node)
             position += len(node.raw)
             break
         return node, position // _ITEM
@@ -127,13 +154,30 @@ class DeviceTree:
         self.private_pages -= num_pages - owned_pages
         if num_known < num_pages:
             leaf = TreeNode(node, raw[num_known * _ITEM :])
-            leaf.accessed = self._clock
+            leaf.accessed = leaf.inserted = self._clock
             node.children[leaf.raw[:_ITEM]] = leaf
             self.tree_pages += leaf.num_pages
             self.evictable_pages += leaf.num_pages
             node = leaf
             self._push(leaf)
         return node, num_known - owned_pages
+
+    def note(self, node: TreeNode, pages: Int32s, seen_pages: int) -> None:
+        """Tell a policy that learns of a request's pages, which end with ``node``.
+
+        Args:
+            node: where they end.
+            pages: int32, stand-ins of all of them.
+            seen_pages: leading pages of earlier calls for the same request.
+        """
+        if self._ranking is None or not self._ranking.learns:
+            return
+        kinds = self._ranking.see(self._digest, pages, seen_pages, self._clock)
+        end, above = len(pages), node
+        while above.parent is not None and end > 0:
+            above.kind = kinds[end - 1]
+            end -= above.num_pages
+            above = above.parent
 
     def lock(self, node: TreeNode) -> None:
         """Keep a node and its ancestors."""
@@ -199,13 +243,17 @@ class DeviceTree:
     def evict(self, num_pages: int) -> int:
         """Drop whole leaves until as many pages are gone; return how many went."""
         num_gone = 0
+        self._age()
         while num_gone < num_pages and self._heap:
-            accessed, _, node = heapq.heappop(self._heap)
-            node.in_heap = False
+            number, item, node = heapq.heappop(self._heap)
+            if node.item != item:
+                # It was ranked anew since.
+                continue
+            node.item = 0
             parent = node.parent
             if parent is None or node.lock or node.children:
                 continue
-            if node.accessed > accessed:
+            if self._number(node) > number:
                 self._push(node)
                 continue
             del parent.children[node.raw[:_ITEM]]
@@ -232,12 +280,75 @@ class DeviceTree:
         assert self.private_pages >= 0, self.private_pages
         assert self.free_pages >= 0, self.free_pages
 
+    def _touch(self, node: TreeNode) -> None:
+        node.accessed = self._clock
+        node.num_hits += 1
+
     def _push(self, node: TreeNode) -> None:
-        if node.in_heap or node.lock or node.children or node.parent is None:
+        if node.item or node.lock or node.children or node.parent is None:
             return
-        node.in_heap = True
+        self._put(node)
+
+    def _put(self, node: TreeNode) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (node.accessed, self._sequence, node))
+        node.item = self._sequence
+        heapq.heappush(self._heap, (self._number(node), self._sequence, node))
+        if len(self._heap) > self._compact_at:
+            self._heap[:] = [item for item in self._heap if item[2].item == item[1]]
+            heapq.heapify(self._heap)
+            self._compact_at = 2 * len(self._heap) + _MIN_ITEMS
+
+    def _number(self, node: TreeNode) -> float:
+        ranking = self._ranking
+        if ranking is None:
+            return node.accessed
+        return ranking.number(
+            self._key(node) if ranking.looks_ahead else None,
+            node.kind,
+            node.num_pages,
+            node.accessed,
+            node.inserted,
+            node.num_hits,
+        )
+
+    def _key(self, node: TreeNode) -> bytes:
+        """Return the key of a run's last page; derived once per run."""
+        if node.key is None:
+            assert self._ranking is not None
+            parent = node.parent
+            if parent is None:
+                return self._digest
+            pages = np.frombuffer(node.raw, np.int32)
+            node.key = self._ranking.last_key(self._key(parent), pages)
+        return node.key
+
+    def _age(self) -> None:
+        """Rank all anew where numbers change as runs age, as SGLang's tree does."""
+        ranking = self._ranking
+        if ranking is None:
+            return
+        if not ranking.is_aging and ranking.version == self._version:
+            return
+        self._version = ranking.version
+        nodes = [node for _, item, node in self._heap if node.item == item]
+        self._heap.clear()
+        for node in nodes:
+            self._put(node)
+
+    def _fell(self, digest: bytes, pages: Int32s) -> None:
+        """Rank pages anew that a request no longer waits for."""
+        del digest
+        node, position, raw = self._root, 0, pages.tobytes()
+        while position < len(raw):
+            child = node.children.get(raw[position : position + _ITEM])
+            if child is None:
+                return
+            if child.item:
+                self._put(child)
+            if not raw.startswith(child.raw, position):
+                return
+            position += len(child.raw)
+            node = child
 
     def _split(self, node: TreeNode, num_pages: int) -> TreeNode:
         """Cut a run; return the upper part, a new node. Locks hold the lower one."""
@@ -247,6 +358,9 @@ class DeviceTree:
         upper = TreeNode(parent, node.raw[: num_pages * _ITEM])
         upper.lock = node.lock
         upper.accessed = node.accessed
+        upper.inserted = node.inserted
+        upper.num_hits = node.num_hits
+        upper.kind = node.kind
         parent.children[upper.raw[:_ITEM]] = upper
         node.raw = node.raw[num_pages * _ITEM :]
         node.num_pages -= num_pages

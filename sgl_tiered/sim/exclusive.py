@@ -15,18 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from sgl_tiered.cache.evictor import Evictor, Victims
 from sgl_tiered.cache.index import Node, RadixIndex, concat_rows
+from sgl_tiered.cache.lookahead import QueueLookahead
+from sgl_tiered.cache.outlook import ComingUses
+from sgl_tiered.cache.reuse import ReuseHistory
 from sgl_tiered.cache.table import CacheTable
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import Int32s
+from sgl_tiered.core.plans import Int32s, UInt64s
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.eviction.base import EvictionPolicy
 
-__all__ = ["ExclusiveHierarchy", "ExclusiveTier"]
+__all__ = ["ExclusiveHierarchy", "ExclusiveTier", "page_ids"]
 
 _ROOT = b""
 _ID_BYTES = 4
@@ -53,6 +57,8 @@ class ExclusiveHierarchy:
     Args:
         tiers: fastest first; hits move to the first.
         max_request_pages: pages of the longest request to come.
+        page_tokens: tokens of a page, for policies that learn.
+        lookahead: the queue, made with ``keys_of=page_ids``; None without one.
 
     Attributes:
         lost_pages: per tier, pages that it has passed to the next, or dropped if last.
@@ -62,7 +68,12 @@ class ExclusiveHierarchy:
     """
 
     def __init__(
-        self, tiers: Sequence[ExclusiveTier], *, max_request_pages: int
+        self,
+        tiers: Sequence[ExclusiveTier],
+        *,
+        max_request_pages: int,
+        page_tokens: int = 1,
+        lookahead: QueueLookahead | None = None,
     ) -> None:
         order = [int(tier.tier) for tier in tiers]
         if not order or order != sorted(set(order)):
@@ -89,10 +100,23 @@ class ExclusiveHierarchy:
         )
         self._index = RadixIndex(self._table, _ID_BYTES, self._push_leaf)
         self._index.open(_ROOT)
+        # What a tier passes on is found in the next: it keeps what all down to it do.
+        reached = list(accumulate(self._capacities))
+        self._outlook = ComingUses(
+            lookahead,
+            {
+                number: ReuseHistory(reached[number], page_tokens)
+                for number, tier in enumerate(tiers)
+                if tier.policy.needs_reuse
+            },
+            _key_of,
+        )
         self._evictors = [
-            Evictor(self._table, number, tier.policy)
+            Evictor(self._table, number, tier.policy, self._outlook)
             for number, tier in enumerate(tiers)
         ]
+        if lookahead is not None:
+            lookahead.listen(self._fell)
         self._sequence = 0
         self.lost_pages: dict[TierId, int] = dict.fromkeys(self._tiers, 0)
 
@@ -130,8 +154,9 @@ class ExclusiveHierarchy:
             node.access_sequence = self._sequence
             node.last_access_s = float(self._sequence)
             node.num_hits += 1
+        new_kinds = self._outlook.see(page_ids(_ROOT, pages), path, 0, self._sequence)
         self._raise(path, rows)
-        self._add_new(path, raw, len(pages) - len(rows))
+        self._add_new(path, raw, len(pages) - len(rows), new_kinds)
         self._push_down()
         return hits
 
@@ -149,7 +174,13 @@ class ExclusiveHierarchy:
                 num_missing = len(node.rows) - node.resident[0]
                 self._index.change_node(0, node, num_missing)
 
-    def _add_new(self, path: list[Node], raw: bytes, num_new: int) -> None:
+    def _add_new(
+        self,
+        path: list[Node],
+        raw: bytes,
+        num_new: int,
+        kinds: Sequence[tuple[int, int]],
+    ) -> None:
         if not num_new:
             return
         rows = self._table.alloc_rows(num_new)
@@ -157,6 +188,8 @@ class ExclusiveHierarchy:
         node = self._index.add(parent, raw[len(raw) - num_new * _ID_BYTES :], rows)
         node.access_sequence = node.insert_sequence = self._sequence
         node.last_access_s = node.inserted_s = float(self._sequence)
+        for tier, kind in kinds:
+            node.kinds[tier] = kind
         self._place(0, rows)
         self._index.change_node(0, node, num_new)
 
@@ -195,3 +228,19 @@ class ExclusiveHierarchy:
 
     def _push_leaf(self, tier: int, node: Node) -> None:
         self._evictors[tier].push(node)
+
+    def _fell(self, digest: bytes, pages: Int32s) -> None:
+        """Rank pages anew that a request no longer waits for."""
+        for node in self._index.find(self._index.root(digest), pages.tobytes()):
+            for evictor in self._evictors:
+                evictor.requeue(node)
+
+
+def page_ids(digest: bytes, pages: Int32s) -> UInt64s:
+    """Return the keys of pages: their ids, which stand for whole prefixes."""
+    del digest
+    return pages.astype(np.uint64)
+
+
+def _key_of(node: Node, position: int) -> int:
+    return int.from_bytes(node.raw[position * _ID_BYTES :][:_ID_BYTES], "little")

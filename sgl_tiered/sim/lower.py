@@ -21,6 +21,7 @@ import numpy as np
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
 from sgl_tiered.cache.foresight import foresee
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.tiered_cache import TieredCache
@@ -51,7 +52,10 @@ from sgl_tiered.sim.links import Link
 from sgl_tiered.sim.reads import SimPromotions, SimRead, SimStaging
 from sgl_tiered.sim.times import StandInCost
 
-__all__ = ["LowerTiers", "StartedLoad"]
+__all__ = ["NAMESPACE", "LowerTiers", "StartedLoad"]
+
+NAMESPACE = Namespace("sim", "bfloat16", 1)
+"""Of all pages, on the device too."""
 
 _DEMOTE_PAGES = 128
 _AHEAD_PAGES = 256
@@ -86,6 +90,7 @@ class LowerTiers:
         queue: simulated time.
         log: gets transfers.
         wake: called with whether a waiting request may now go on, when a transfer ends.
+        lookahead: the queue, where a policy looks at it.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class LowerTiers:
         queue: EventQueue,
         log: EventLog,
         wake: Callable[[bool], None],
+        lookahead: QueueLookahead | None = None,
     ) -> None:
         self._queue = queue
         self._log = log
@@ -101,8 +107,8 @@ class LowerTiers:
         self._page_bytes = config.page_bytes
         self._page_tokens = config.page_tokens
         self._max_offloads = config.max_offloads
-        self.cache = _make_cache(config, queue)
-        self._digest = self.cache.open_namespace(Namespace("sim", "bfloat16", 1))
+        self.cache = _make_cache(config, queue, lookahead)
+        self._digest = self.cache.open_namespace(NAMESPACE)
         self._memory = tuple(t.tier for t in config.tiers if t.tier is not TierId.DISK)
         self._disk = config.tiers[-1] if config.tiers[-1].tier is TierId.DISK else None
         discipline = config.link_discipline
@@ -465,7 +471,9 @@ def _num_resident(tree: DeviceTree, prompt: Deferred) -> int:
     return tree.find(prompt.tokens.tobytes())[1]
 
 
-def _make_cache(config: ServerConfig, queue: EventQueue) -> TieredCache:
+def _make_cache(
+    config: ServerConfig, queue: EventQueue, lookahead: QueueLookahead | None
+) -> TieredCache:
     """Return the cache, with pages of one stand-in token and of the real size."""
     part_bytes = config.page_bytes // (2 * config.num_layers)
     layout = PageLayout(config.num_layers, 1, part_bytes)
@@ -494,4 +502,5 @@ def _make_cache(config: ServerConfig, queue: EventQueue) -> TieredCache:
         cost=StandInCost(config.times, config.page_tokens, costs),
         eviction={tier: make_eviction_policy(config.eviction, rng) for tier in slots},
         clock=queue,
+        lookahead=lookahead,
     )

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
@@ -24,7 +25,7 @@ from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.lru import LRUPolicy
-from sgl_tiered.sim.exclusive import ExclusiveHierarchy, ExclusiveTier
+from sgl_tiered.sim.exclusive import ExclusiveHierarchy, ExclusiveTier, page_ids
 from sgl_tiered.sim.page_trace import PageTrace
 
 __all__ = ["ReplayResult", "ServedPolicies", "replay_exclusive", "replay_served"]
@@ -85,7 +86,11 @@ class _Hits:
             num_tokens = reached
 
 
-def replay_exclusive(trace: PageTrace, tiers: Sequence[ExclusiveTier]) -> ReplayResult:
+def replay_exclusive(
+    trace: PageTrace,
+    tiers: Sequence[ExclusiveTier],
+    visible: int | Sequence[int] = 0,
+) -> ReplayResult:
     """Replay through an exclusive hierarchy.
 
     Where a policy other than LRU leaves the pages of a prompt in mixed order, a last
@@ -94,13 +99,31 @@ def replay_exclusive(trace: PageTrace, tiers: Sequence[ExclusiveTier]) -> Replay
     Args:
         trace: the requests.
         tiers: fastest first.
+        visible: requests that policies see waiting behind the one that is served; one
+            number, or one for each request.
     """
+    lookahead = QueueLookahead(1, keys_of=page_ids) if visible else None
     hierarchy = ExclusiveHierarchy(
-        tiers, max_request_pages=int(trace.num_pages.max(initial=0))
+        tiers,
+        max_request_pages=int(trace.num_pages.max(initial=0)),
+        page_tokens=trace.page_tokens,
+        lookahead=lookahead,
     )
     hits = _Hits(trace, [tier.tier for tier in tiers])
+    num_entered = 0
     for request in range(len(trace)):
-        hits.add(request, hierarchy.access(trace.pages(request)))
+        pages = trace.pages(request)
+        if lookahead is None:
+            hits.add(request, hierarchy.access(pages))
+            continue
+        num_behind = visible if isinstance(visible, int) else visible[request]
+        last = min(len(trace), request + 1 + num_behind)
+        for waiting in range(num_entered, last):
+            lookahead.entered(waiting, b"", trace.pages(waiting))
+        num_entered = max(num_entered, last)
+        lookahead.running(request)
+        hits.add(request, hierarchy.access(pages))
+        lookahead.finished(request)
     return ReplayResult(
         prompt_tokens=trace.total_tokens,
         hit_tokens=hits.tokens,

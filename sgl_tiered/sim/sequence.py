@@ -40,6 +40,7 @@ class Sequence:
         "load_bytes",
         "load_s",
         "node",
+        "noted_pages",
         "num_retractions",
         "offloaded_pages",
         "outputs",
@@ -65,6 +66,7 @@ class Sequence:
         self.cxl_bytes = 0
         self.node: TreeNode | None = None
         self.tree_pages = 0
+        self.noted_pages = 0
         self.private_pages = 0
         self.offloaded_pages = 0
         self.admitted_s = -1.0
@@ -109,6 +111,9 @@ class Sequence:
         self.node = node
         self.private_pages -= num_pages - self.tree_pages
         self.tree_pages = num_pages
+        if num_pages > self.noted_pages:
+            tree.note(node, self.request.page_ids[:num_pages], self.noted_pages)
+            self.noted_pages = num_pages
 
     def release(self, tree: DeviceTree) -> None:
         """Give everything back."""

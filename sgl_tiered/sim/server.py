@@ -12,8 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
+from sgl_tiered.cache.device_ranking import DeviceRanking
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.prefetcher import measured_tpot_s
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
+from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.prefetch.base import Decoding
 from sgl_tiered.sim.admission import Admission, PassPlan
 from sgl_tiered.sim.answers import AnswerLengths
@@ -22,7 +27,7 @@ from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import Event, EventLog, EventQueue, Priority
 from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.holding import Holding
-from sgl_tiered.sim.lower import LowerTiers
+from sgl_tiered.sim.lower import NAMESPACE, LowerTiers
 from sgl_tiered.sim.records import (
     DecodeSegment,
     PrefillPass,
@@ -64,10 +69,15 @@ class SimServer:
         self.config = config
         self.queue = EventQueue()
         self.log = EventLog()
-        self.tree = DeviceTree(config.capacity_pages)
+        self.lookahead = _make_lookahead(config)
+        self._digest = NAMESPACE.digest()
+        ranking = _make_ranking(config, self.lookahead)
+        self.tree = DeviceTree(config.capacity_pages, ranking, self._digest)
         self.lower: LowerTiers | None = None
         if config.tiers:
-            self.lower = LowerTiers(config, self.queue, self.log, self._wake)
+            self.lower = LowerTiers(
+                config, self.queue, self.log, self._wake, self.lookahead
+            )
         self.lengths = AnswerLengths.make(config, workload.requests)
         self.ledger = SimLedger(config, self.queue, self.lower, len(workload.requests))
         self._holding: Holding | None = None
@@ -159,6 +169,10 @@ class SimServer:
 
     def _enqueue(self, seq: Sequence, *, at_front: bool) -> None:
         self._waiting.insert(0 if at_front else len(self._waiting), seq)
+        if self.lookahead is not None:
+            num_pages = seq.matchable_pages(self.config.page_tokens)
+            pages = seq.request.page_ids[:num_pages]
+            self.lookahead.entered(seq.index, self._digest, pages)
         if self.lower is not None:
             num_pages = seq.matchable_pages(self.config.page_tokens)
             pages = seq.request.page_ids[:num_pages]
@@ -232,6 +246,8 @@ class SimServer:
         num_bytes = cxl_bytes = 0
         loading = [seq for seq, _, _ in plan.parts if seq.load_bytes]
         for seq, context, new in plan.parts:
+            if self.lookahead is not None:
+                self.lookahead.running(seq.index)
             if seq.admitted_s < 0:
                 seq.admitted_s = now_s
             self.log.add(now_s, "prefill", seq.index, context, new)
@@ -447,6 +463,8 @@ class SimServer:
             seq.num_retractions += 1
             self._num_retractions += 1
             seq.release(self.tree)
+            if self.lookahead is not None:
+                self.lookahead.left(seq.index)
             if self.lower is not None:
                 self.lower.forget(seq.index)
             self._enqueue(seq, at_front=is_vllm)
@@ -457,6 +475,8 @@ class SimServer:
         self._publish(seq)
         seq.release(self.tree)
         self.ledger.finished(seq)
+        if self.lookahead is not None:
+            self.lookahead.finished(seq.index)
         if self.lower is not None:
             self.lower.forget(seq.index)
         if self.lengths is not None:
@@ -476,3 +496,27 @@ class SimServer:
             request = self._workload.requests[follower]
             arrival_s = max(request.arrival_s, now_s + request.think_s)
             self._plan_arrival(follower, arrival_s)
+
+
+def _make_lookahead(config: ServerConfig) -> QueueLookahead | None:
+    names = [config.device_eviction, *([config.eviction] if config.tiers else [])]
+    rng = np.random.default_rng(config.seed)
+    needed = any(make_eviction_policy(name, rng).needs_queue for name in names)
+    return QueueLookahead(1) if needed else None
+
+
+def _make_ranking(
+    config: ServerConfig, lookahead: QueueLookahead | None
+) -> DeviceRanking | None:
+    """Return the ranking of the device's tree; None for SGLang's own LRU."""
+    if config.device_eviction == "lru":
+        return None
+    return DeviceRanking(
+        make_eviction_policy(
+            config.device_eviction, np.random.default_rng(config.seed)
+        ),
+        config.capacity_pages,
+        1,
+        lookahead,
+        real_page_tokens=config.page_tokens,
+    )

@@ -108,6 +108,7 @@ class SimSpec:
     disk_admission: str = "auto"
     offload_threshold: float = 0.9
     eviction: str = "lru"
+    device_eviction: str = "lru"
     load_mode: str = ""
     link_discipline: str = "fair"
     prefetch: str = "arrival"
@@ -209,6 +210,7 @@ class SimSpec:
             disk_admission=self.disk_admission,
             offload_threshold=self.offload_threshold,
             eviction=self.eviction,
+            device_eviction=self.device_eviction,
             staging_bytes=int(self.staging_gb * GB / ranks),
             prefetch=self.prefetch,
             prefetch_window=self.prefetch_window,

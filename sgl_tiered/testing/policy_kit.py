@@ -26,6 +26,7 @@ __all__ = ["EvictionPolicyKit", "LengthPredictorKit", "WriteAdmissionKit"]
 def _random_facts(rng: np.random.Generator) -> EvictionFacts:
     inserted = int(rng.integers(1, 10_000))
     accessed = inserted + int(rng.integers(0, 10_000))
+    queued = max(0, int(rng.integers(-3, 4)))
     return EvictionFacts(
         tier=TierId(int(rng.choice([TierId.HOST, TierId.DISK]))),
         num_pages=int(rng.integers(1, 1000)),
@@ -34,7 +35,10 @@ def _random_facts(rng: np.random.Generator) -> EvictionFacts:
         access_sequence=accessed,
         insert_sequence=inserted,
         num_hits=int(rng.integers(0, 20)),
-        score=float(rng.integers(-3, 4)),
+        score=float(rng.integers(0, 4)),
+        queued=queued,
+        next_use=float(rng.integers(1, 100_000)) if queued else math.inf,
+        worth=float(rng.random()) * 1e-3,
     )
 
 
@@ -88,7 +92,7 @@ class EvictionPolicyKit:
     def test_use_never_lowers_the_priority(
         self, policy: EvictionPolicy, facts: list[EvictionFacts]
     ) -> None:
-        """A later access, a further hit or a higher score protects, or does nothing."""
+        """Access, hit, score, worth and queue protect, or do nothing."""
         for item in facts:
             used = replace(
                 item,
@@ -97,8 +101,24 @@ class EvictionPolicyKit:
             )
             hit = replace(item, num_hits=item.num_hits + 1)
             scored = replace(item, score=item.score + 1.0)
-            for better in (used, hit, scored):
+            worthier = replace(item, worth=item.worth * 2)
+            sooner = min(item.next_use, 100_000.0) - 1.0
+            wanted = replace(item, queued=item.queued + 1, next_use=sooner)
+            for better in (used, hit, scored, worthier, wanted):
                 assert policy.priority(better) >= policy.priority(item)
+
+    def test_what_it_does_not_need_does_not_matter(
+        self, policy: EvictionPolicy, facts: list[EvictionFacts]
+    ) -> None:
+        """Where ``needs_queue`` or ``needs_reuse`` is False nobody gathers the
+        facts."""
+        for item in facts:
+            bare = item
+            if not policy.needs_queue:
+                bare = replace(bare, score=0.0, queued=0, next_use=math.inf)
+            if not policy.needs_reuse:
+                bare = replace(bare, worth=0.0)
+            assert policy.priority(bare) == policy.priority(item)
 
     def test_tells_runs_apart(
         self, policy: EvictionPolicy, facts: list[EvictionFacts]

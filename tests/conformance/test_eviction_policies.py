@@ -34,6 +34,20 @@ class TestRandom(EvictionPolicyKit):
         return make_eviction_policy("random", rng)
 
 
+class TestScore(EvictionPolicyKit):
+    """score."""
+
+    def make_policy(self, rng: np.random.Generator) -> EvictionPolicy:
+        return make_eviction_policy("score", rng)
+
+
+class TestCost(EvictionPolicyKit):
+    """cost."""
+
+    def make_policy(self, rng: np.random.Generator) -> EvictionPolicy:
+        return make_eviction_policy("cost", rng)
+
+
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_every_registered_policy_has_a_kit(name: str) -> None:
     """A policy that a flag can name is checked above."""

@@ -94,8 +94,19 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_eviction_policy: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="Which page leaves a full tier; default lru.",
+            help="Which page leaves a full tier: lru (default), fifo, random, score "
+            "(what the window and the device use least) or cost (what saves the least "
+            "time for its room, as learned and as the queue says).",
             choices=list(CHOICES["eviction_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_device_eviction: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="The same for the device, in SGLang's Python tree; default SGLang's "
+            "own policy and tree.",
+            choices=list(CHOICES["device_eviction"]),
         ),
         _NS,
     ] = None
@@ -301,6 +312,14 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
     config = read_config(values)
     if values["order"] is not None or config.order != "fcfs":
         _refuse_other_orders(server_args, config.order)
+    if config.device_eviction is not None:
+        theirs = getattr(server_args, "radix_eviction_policy", None)
+        if theirs not in (None, "lru"):
+            raise ConfigError(
+                "--tiered-device-eviction",
+                f"and --radix-eviction-policy {theirs} both rank the device's pages",
+                "give one of them",
+            )
     return config
 
 

@@ -30,12 +30,13 @@ from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.ahead import OffloadAhead
 from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
+from sgl_tiered.engines.sglang.device_eviction import DeviceStrategy
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
 
-__all__ = ["TieredRadixCache"]
+__all__ = ["TieredRadixCache", "plain_tokens"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,15 @@ class TieredRadixCache(UnifiedRadixCache):
     Args:
         params: SGLang's construction facts.
         runtime: cache, tiers and pipelines of this rank.
+        strategy: ranks the device's pages; None where SGLang does.
     """
 
-    def __init__(self, params: Any, runtime: TieredRuntime) -> None:
+    def __init__(
+        self,
+        params: Any,
+        runtime: TieredRuntime,
+        strategy: DeviceStrategy | None = None,
+    ) -> None:
         # The parent's constructor calls reset() before there is anything to reset.
         self._tiered: TieredRuntime | None = None
         self._ahead: OffloadAhead | None = None
@@ -70,6 +77,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self._locks: dict[int, tuple[Any, Any]] = {}
         super().__init__(params)
         self._tiered = runtime
+        self._strategy = strategy
         if runtime.deferred is not None:
             self._ahead = OffloadAhead(self, runtime, runtime.deferred)
 
@@ -359,6 +367,8 @@ class TieredRadixCache(UnifiedRadixCache):
             self.tiered.lengths.book.left(request.rid)
         if any(req.rid == request.rid for req in self._in_flight):
             # Its load runs: finish_external_linker_loads ends it.
+            if self.tiered.lookahead is not None:
+                self.tiered.lookahead.left(request.rid)
             return
         self._forget(request.rid)
         self.tiered.explainer.aborted(request.rid)
@@ -470,11 +480,13 @@ class TieredRadixCache(UnifiedRadixCache):
         max_pages = len(key) // self.page_size
         if max_pages == 0:
             return None
-        tokens = _tokens(key.token_ids, len(key))
+        tokens = plain_tokens(key.token_ids, len(key))
         if tokens is None:
             return None
         self._keys[req.rid] = key
         digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        if self.tiered.lookahead is not None:
+            self.tiered.lookahead.entered(req.rid, digest, tokens)
         return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
@@ -492,13 +504,16 @@ class TieredRadixCache(UnifiedRadixCache):
         if self.tiered.config.write_policy == "selective" and not req.finished():
             # Each plan counts as a sighting, and a request is to be one.
             return
-        tokens = _tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
+        tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if tokens is None:
             return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
         seen_pages = 0
         if state is not None:
             seen_pages, state.num_offloaded = state.num_offloaded, num_pages
+        if self._strategy is not None:
+            node = self.tree_core.node_by_id(req.last_node)
+            self._strategy.note(node, digest, tokens, seen_pages, self.page_size)
         if self._ahead is not None:
             where = (req.extra_key, req.cache_salt)
             self._ahead.note(digest, tokens, seen_pages, *where)
@@ -568,7 +583,7 @@ class TieredRadixCache(UnifiedRadixCache):
             )
 
 
-def _tokens(token_ids: Any, num_tokens: int) -> npt.NDArray[np.int32] | None:
+def plain_tokens(token_ids: Any, num_tokens: int) -> npt.NDArray[np.int32] | None:
     """Return the first tokens as int32; None where they are not plain token ids.
 
     Images and the like stand in a prompt as hashes of up to 64 bits. Cut to 32 bits,

@@ -22,6 +22,7 @@ from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
+from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
 from sgl_tiered.policies.length.registry import NO_PREDICTOR, make_length_predictor
 from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.policies.prefetch.registry import PREFETCH_POLICIES
@@ -49,7 +50,8 @@ EMULATED_TIERS = (TierId.HOST, TierId.CXL, TierId.DISK)
 """Tiers that ``--tiered-emulate`` and ``POST /tiered/faults`` know."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "eviction_policy": ("lru", "fifo", "random"),
+    "eviction_policy": EVICTION_POLICIES,
+    "device_eviction": EVICTION_POLICIES,
     "write_policy": ("write-through", "selective", "on-evict"),
     "demote_policy": ("write-through", "on-evict"),
     "disk_admission": ("auto", "all", "second-hit", "reuse"),
@@ -80,7 +82,9 @@ class TieredConfig:
         disk_threads: I/Os that the disk tier has in flight, per folder.
         disk_io: how it does them: auto, threads, bounce, uring, mmap.
         staging_bytes: memory through which disk pages go up to the device.
-        eviction_policy: which page leaves a full tier: lru, fifo, random.
+        eviction_policy: which page leaves a full tier: lru, fifo, random, score, cost.
+        device_eviction: the same for the device, by SGLang's Python tree; None for
+            SGLang's own tree and policy.
         write_policy: when a page is offloaded to the host: write-through (when it is
             computed), selective (when it is seen a second time) or on-evict (the
             coldest, once the device is fuller than ``offload_threshold``).
@@ -118,6 +122,7 @@ class TieredConfig:
     disk_io: str = "auto"
     staging_bytes: int = _DEFAULT_STAGING_BYTES
     eviction_policy: str = "lru"
+    device_eviction: str | None = None
     write_policy: str = "write-through"
     offload_threshold: float = 0.9
     demote_policy: str = "write-through"
@@ -168,6 +173,9 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
             settings.get("staging_size", _DEFAULT_STAGING_BYTES),
         ),
         eviction_policy=_choice(settings, "eviction_policy", "lru"),
+        device_eviction=_choice(settings, "device_eviction", "")
+        if "device_eviction" in settings
+        else None,
         write_policy=_choice(settings, "write_policy", "write-through"),
         offload_threshold=_share(settings, "offload_threshold", 0.9),
         demote_policy=_choice(settings, "demote_policy", "write-through"),

@@ -12,6 +12,8 @@ import torch
 
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import DeferredOffloads
+from sgl_tiered.cache.device_ranking import DeviceRanking
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.tombstones import cells_for
 from sgl_tiered.core.clock import SystemClock
@@ -20,8 +22,12 @@ from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
 from sgl_tiered.engines.sglang.args import tiered_config
-from sgl_tiered.engines.sglang.cache import TieredRadixCache
+from sgl_tiered.engines.sglang.cache import TieredRadixCache, plain_tokens
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
+from sgl_tiered.engines.sglang.device_eviction import (
+    DeviceStrategy,
+    use_device_policy,
+)
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
@@ -69,9 +75,10 @@ def build_cache(ctx: Any) -> Any:
     assert config is not None, "the factory is only called for --radix-cache-backend"
     refuse_unsupported(ctx)
     runtime = _build_runtime(ctx, config)
+    strategy = _device_strategy(ctx, config, runtime)
 
     def make(params: Any) -> TieredRadixCache:
-        return TieredRadixCache(params, runtime)
+        return TieredRadixCache(params, runtime, strategy)
 
     cache = create_unified_radix_cache(ctx, cache_class=make)
     counter = runtime.counter
@@ -158,6 +165,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         calibration=read_fitting("--tiered-calibration", config.calibration, model),
     )
     rng = np.random.default_rng(config.seed)
+    lookahead = _lookahead(config, layout)
     tiers = [tier for tier in (host, cxl, disk) if tier is not None]
     _refuse_unknown_tiers(config, [tier.tier_id for tier in tiers])
     cache = TieredCache(
@@ -180,6 +188,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             for tier in tiers
         },
         clock=clock,
+        lookahead=lookahead,
     )
     completions = CompletionQueue()
     loader = LayerwiseLoader(
@@ -248,6 +257,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         ),
         demoters=demoters,
         stager=stager,
+        lookahead=lookahead,
         deferred=_deferred(config, allocator.size // layout.page_tokens, layout, rng),
         probe=figures,
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
@@ -257,6 +267,35 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     _log_start(parts, layout)
     emulator.arm()
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
+
+
+def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:
+    """Return the queue's view where a policy looks at it."""
+    names = {config.eviction_policy, config.device_eviction} - {None}
+    rng = np.random.default_rng(config.seed)
+    if any(make_eviction_policy(str(name), rng).needs_queue for name in names):
+        return QueueLookahead(layout.page_tokens)
+    return None
+
+
+def _device_strategy(
+    ctx: Any, config: TieredConfig, runtime: TieredRuntime
+) -> DeviceStrategy | None:
+    """Plug a policy into SGLang's tree where one was asked for."""
+    if config.device_eviction is None:
+        return None
+    page_tokens = ctx.params.page_size
+    ranking = DeviceRanking(
+        make_eviction_policy(
+            config.device_eviction, np.random.default_rng(config.seed)
+        ),
+        max(1, ctx.params.token_to_kv_pool_allocator.size // page_tokens),
+        page_tokens,
+        runtime.lookahead,
+    )
+    strategy = DeviceStrategy(ranking, runtime.namespace, plain_tokens)
+    use_device_policy(ctx.params, strategy)
+    return strategy
 
 
 def _deferred(

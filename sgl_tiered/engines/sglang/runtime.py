@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.deferred import DeferredOffloads
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.clock import Clock
@@ -123,6 +124,7 @@ class Parts:
     offloader: OffloadWorker
     demoters: dict[tuple[TierId, TierId], DemoteWorker]
     stager: StagingReader | None
+    lookahead: QueueLookahead | None
     deferred: DeferredOffloads | None
     probe: dict[str, float]
     served: dict[str, Any]
@@ -230,6 +232,11 @@ class TieredRuntime:
         return self._parts.lengths
 
     @property
+    def lookahead(self) -> QueueLookahead | None:
+        """What requests will use; None where no policy looks."""
+        return self._parts.lookahead
+
+    @property
     def page_tokens(self) -> int:
         """Tokens in a page."""
         return self._parts.device.layout.page_tokens
@@ -333,6 +340,8 @@ class TieredRuntime:
         self._waits.pop(rid, None)
         if self.admission is not None:
             self.admission.forget(rid)
+        if self.lookahead is not None:
+            self.lookahead.finished(rid)
         state = self.coordinator.state(rid)
         self.coordinator.release(rid)
         if state is not None:
@@ -411,6 +420,8 @@ class TieredRuntime:
             self.prefetcher.cancel_all()
         self._waits.clear()
         self.explainer.reset()
+        if self.lookahead is not None:
+            self.lookahead.clear()
         # The weights may have changed, which is why SGLang resets.
         parts = self._parts
         parts.namespace = replace(
@@ -467,6 +478,7 @@ class TieredRuntime:
             "probe": parts.probe,
             "served": parts.served,
             **({} if parts.lengths is None else {"lengths": parts.lengths.stats()}),
+            "queue_lookahead": 0 if parts.lookahead is None else len(parts.lookahead),
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:

@@ -127,6 +127,21 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
+        "device eviction",
+        _SRT + "mem_cache.utils.get_eviction_strategy",
+        ("eviction_policy", "config"),
+    ),
+    Seam(
+        "tree choice",
+        _SRT + "mem_cache.cache_init_params.CacheInitParams",
+        ("eviction_policy", "eviction_policy_config", "tree_core_backend"),
+    ),
+    Seam(
+        "node of the Python tree",
+        _SRT + "mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore",
+        attributes=("node_by_id",),
+    ),
+    Seam(
         "radix key",
         _SRT + "mem_cache.radix_cache.RadixKey",
         ("token_ids", "extra_key", "cache_salt"),

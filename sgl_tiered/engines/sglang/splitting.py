@@ -80,6 +80,8 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             """Tell the planner what the pass has grown by, and the ledger by whom."""
             coordinator.admitted(admission.prefix_len, admission.extend_len)
             explainer.admitted(req, coordinator.state(req.rid), admission.prefix_len)
+            if runtime.lookahead is not None:
+                runtime.lookahead.running(req.rid)
             return super()._commit_prefill_admission(req, admission, *rest)
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:

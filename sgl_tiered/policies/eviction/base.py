@@ -6,6 +6,7 @@ one in flight, the last pages of a run first), keeps the heap and frees the slot
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -27,7 +28,13 @@ class EvictionFacts:
             orders them as the clock does, without ties and alike on every rank.
         insert_sequence: number of the access that inserted the run.
         num_hits: loads that the run has served.
-        score: importance given from outside; 0 where nobody gives one.
+        score: importance that waiting and running requests give it (CaR); 0 where
+            nobody keeps one.
+        queued: waiting requests that will use the run's last page.
+        next_use: place in the queue, counted from the server's start, of the first of
+            these; infinite without one.
+        worth: seconds saved per access for which a page of the run is kept, as
+            learned from pages like it; 0 where nobody learns.
     """
 
     tier: TierId
@@ -38,6 +45,9 @@ class EvictionFacts:
     insert_sequence: int
     num_hits: int
     score: float
+    queued: int = 0
+    next_use: float = math.inf
+    worth: float = 0.0
 
 
 @runtime_checkable
@@ -49,11 +59,24 @@ class EvictionPolicy(Protocol):
         """The word used in flags and reports."""
         ...
 
+    @property
+    def needs_queue(self) -> bool:
+        """Whether it looks at ``score``, ``queued`` or ``next_use``."""
+        ...
+
+    @property
+    def needs_reuse(self) -> bool:
+        """Whether it looks at ``worth``."""
+        ...
+
     def priority(self, facts: EvictionFacts) -> float:
         """Return a finite number; the run with the lowest is evicted first.
 
-        Equal facts give equal numbers, and a later access, a further hit or a higher
-        score never lowers the number: the cache re-ranks a run when its turn comes,
-        so it would see a fall too late.
+        Equal facts give equal numbers, and a later access, a further hit, a higher
+        score, a higher worth or one more request that waits for the run never lowers
+        the number: the cache re-ranks a run when its turn comes, so it would see a fall
+        too late. Where a score or the queue falls it re-ranks at once, and a worth
+        falls alike for all runs of a kind. Of equal numbers the least recently used run
+        goes first.
         """
         ...

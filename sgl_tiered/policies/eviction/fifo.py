@@ -11,6 +11,8 @@ class FIFOPolicy:
     """Evicts what came first, used or not."""
 
     name = "fifo"
+    needs_queue = False
+    needs_reuse = False
 
     def priority(self, facts: EvictionFacts) -> float:
         """Return the number of the access that inserted the run."""

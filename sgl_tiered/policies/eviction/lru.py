@@ -11,6 +11,8 @@ class LRUPolicy:
     """Evicts what was not used for longest."""
 
     name = "lru"
+    needs_queue = False
+    needs_reuse = False
 
     def priority(self, facts: EvictionFacts) -> float:
         """Return the number of the last access: as its time, but without ties."""

@@ -19,6 +19,8 @@ class RandomPolicy:
     """
 
     name = "random"
+    needs_queue = False
+    needs_reuse = False
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._seed = int(rng.integers(1 << 63))

@@ -8,9 +8,11 @@ import numpy as np
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.eviction.base import EvictionPolicy
+from sgl_tiered.policies.eviction.cost import CostPolicy
 from sgl_tiered.policies.eviction.fifo import FIFOPolicy
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.policies.eviction.random import RandomPolicy
+from sgl_tiered.policies.eviction.score import ScorePolicy
 
 __all__ = ["EVICTION_POLICIES", "make_eviction_policy"]
 
@@ -18,6 +20,8 @@ _MAKERS: dict[str, Callable[[np.random.Generator], EvictionPolicy]] = {
     "lru": lambda _: LRUPolicy(),
     "fifo": lambda _: FIFOPolicy(),
     "random": RandomPolicy,
+    "score": lambda _: ScorePolicy(),
+    "cost": lambda _: CostPolicy(),
 }
 
 EVICTION_POLICIES: tuple[str, ...] = tuple(_MAKERS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
@@ -29,6 +30,7 @@ def make_cache() -> Callable[..., TieredCache]:
         cxl: int = 0,
         eviction: str = "lru",
         clock: ManualClock | None = None,
+        lookahead: QueueLookahead | None = None,
         **settings: object,
     ) -> TieredCache:
         sizes = {TierId.HOST: host, TierId.CXL: cxl, TierId.DISK: disk}
@@ -43,6 +45,7 @@ def make_cache() -> Callable[..., TieredCache]:
             ),
             eviction={t.tier: make_eviction_policy(eviction, rng) for t in tiers},
             clock=clock or ManualClock(),
+            lookahead=lookahead,
         )
 
     return make

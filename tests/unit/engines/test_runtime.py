@@ -78,6 +78,7 @@ class Rig:
                 offloader=OffloadWorker(self.pool, self.host, *work),
                 demoters={tiers: DemoteWorker(self.host, self.cxl, *work)},
                 stager=None,
+                lookahead=None,
                 deferred=None,
                 probe={},
                 served={},

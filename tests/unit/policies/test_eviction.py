@@ -41,6 +41,27 @@ def test_fifo_evicts_what_came_first() -> None:
     assert policy.priority(OLD) < policy.priority(younger)
 
 
+def test_score_comes_before_recency() -> None:
+    """The smallest score goes first; of equal scores the least recently used."""
+    policy = make_eviction_policy("score", np.random.default_rng(0))
+    wanted = replace(OLD, score=1.0, access_sequence=1)
+    younger = replace(OLD, access_sequence=11)
+    numbers = [policy.priority(facts) for facts in (OLD, younger, wanted)]
+    assert numbers == sorted(set(numbers))
+
+
+def test_cost_comes_before_recency_and_the_queue_before_cost() -> None:
+    """Worth ranks what nobody waits for; what is waited for goes by its place."""
+    policy = make_eviction_policy("cost", np.random.default_rng(0))
+    worthy = replace(OLD, worth=1e-6)
+    worthier = replace(OLD, worth=2e-6, access_sequence=1)
+    later = replace(OLD, queued=1, next_use=9.0)
+    sooner = replace(OLD, queued=1, next_use=8.0)
+    order = (replace(OLD, access_sequence=99), worthy, worthier, later, sooner)
+    numbers = [policy.priority(facts) for facts in order]
+    assert numbers == sorted(set(numbers))
+
+
 def test_random_draws_once_per_insertion() -> None:
     """Use never changes the draw; insertions spread evenly over [0, 1)."""
     policy = make_eviction_policy("random", np.random.default_rng(0))

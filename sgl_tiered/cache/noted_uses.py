@@ -1,0 +1,70 @@
+"""What the cache tells those who remember: who used which pages, and what a loss costs.
+
+Free functions over the parts of ``TieredCache``; nothing is kept here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sgl_tiered.cache.chain import Chain
+from sgl_tiered.cache.index import Node
+from sgl_tiered.cache.lookahead import short_keys
+from sgl_tiered.cache.planner import Planner
+from sgl_tiered.cache.store import PageStore
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.plans import Int32s, UInt8s
+
+__all__ = ["Kinds", "note_uses", "reload_costs"]
+
+Kinds = Sequence[tuple[int, int]]
+"""Tier number and kind of a page there, see ``reuse.py``."""
+
+
+def note_uses(
+    store: PageStore,
+    chain: Chain,
+    path: list[Node],
+    digest: bytes,
+    tokens: Int32s,
+    seen_pages: int,
+) -> tuple[UInt8s | None, Kinds]:
+    """Tell those who remember that a request has these pages.
+
+    Returns:
+        Sightings of the pages in no tier, where somebody counts them, and the kinds of
+        the last page, where somebody learns.
+    """
+    learns = bool(store.outlook.histories)
+    if chain.sightings is None and not learns:
+        return None, ()
+    keys = store.keys_of(path, digest, tokens)
+    times = None
+    if chain.sightings is not None:
+        times = chain.see(path, keys, seen_pages)
+    if not learns:
+        return times, ()
+    sequence = store.recency[0]
+    return times, store.outlook.see(short_keys(keys), path, seen_pages, sequence)
+
+
+def reload_costs(
+    planner: Planner, tiers: Sequence[TierId]
+) -> Callable[[Node, int], float]:
+    """Return what tells the seconds per page that it costs if a tier loses a run.
+
+    The run comes back from the next tier that has it, or is computed, instead of being
+    read from there.
+    """
+
+    def reload_s(node: Node, tier: int) -> float:
+        num_pages = max(1, node.resident[tier])
+        here_s = planner.load_s(tiers[tier], num_pages)
+        there_s = planner.compute_s(node.first_page, num_pages)
+        for below in range(tier + 1, len(tiers)):
+            if node.resident[below] >= num_pages:
+                there_s = planner.load_s(tiers[below], num_pages)
+                break
+        return max(there_s - here_s, 0.0) / num_pages
+
+    return reload_s
