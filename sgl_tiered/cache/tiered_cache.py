@@ -1,9 +1,8 @@
 """TieredCache: decides what is kept below the device, where, and what to bring back.
 
-Pure decisions, no I/O: it hands out frozen plans, pipelines carry them out, and the
-results come back through ``finish_*``. What a plan reads is pinned and what it writes
-is set aside until then. All methods are called on one thread, the engine's scheduler
-thread. Expected negatives (miss, full, stale) are values; a broken law is an assertion.
+Pure decisions, no I/O: it hands out frozen plans, pipelines carry them out, and results
+come back through ``finish_*``. What a plan reads is pinned, what it writes set aside. All
+on one thread. Expected negatives (miss, full, stale) are values; broken laws assertions.
 
 The life of a page: ``plan_offload`` gives it a row and a slot in the first tier,
 ``finish_offload`` makes the copy a hit, ``plan_demote`` / ``finish_demote`` add a copy
@@ -21,12 +20,7 @@ import numpy as np
 
 from sgl_tiered.cache.adoption import adopt_records
 from sgl_tiered.cache.chain import Chain, Demotion
-from sgl_tiered.cache.config import (
-    LOAD_POLICIES,
-    CacheConfig,
-    TierConfig,
-    check_choice,
-)
+from sgl_tiered.cache.config import LOAD_POLICIES, CacheConfig, TierConfig, check_choice
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
 from sgl_tiered.cache.lookahead import QueueLookahead
@@ -63,8 +57,7 @@ _MISS, _BUSY = 255, 254
 """Codes beside the tier ids in the table that maps a row's flags to a source."""
 _NOTHING_FOUND = "no page found"
 _BEING_LOADED = "another request's load of these pages is under way"
-_NO_ROWS = np.zeros(0, np.int32)
-_NO_TIERS = np.zeros(0, np.uint8)
+_NO_ROWS, _NO_TIERS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
 
 
 class TieredCache:
