@@ -1,8 +1,8 @@
 """TieredCache: decides what is kept below the device, where, and what to bring back.
 
-Pure decisions, no I/O: it hands out frozen plans, pipelines carry them out, and results
-come back through ``finish_*``. What a plan reads is pinned, what it writes set aside. All
-on one thread. Expected negatives (miss, full, stale) are values; broken laws assertions.
+Pure decisions, no I/O, on one thread: it hands out frozen plans, pipelines carry them
+out, results come back through ``finish_*``. What a plan reads is pinned, what it writes
+set aside. Expected negatives (miss, full, stale) are values, broken laws assertions.
 
 The life of a page: ``plan_offload`` gives it a row and a slot in the first tier,
 ``finish_offload`` makes the copy a hit, ``plan_demote`` / ``finish_demote`` add a copy

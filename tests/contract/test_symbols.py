@@ -64,6 +64,8 @@ def test_what_we_override_exists(symbols):
         "finish_offloads",
         "submit_offload",
         "repair_loads",
+        "waiting_request",
+        "watch_queue",
     }
     # What our prefill adder asks for.
     own |= {"split_end", "resume_split", "keep_back", "undo_back"}

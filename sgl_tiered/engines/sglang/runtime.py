@@ -31,6 +31,7 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
+from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
@@ -47,7 +48,7 @@ from sgl_tiered.pipelines.completions import (
     StageFinished,
 )
 from sgl_tiered.pipelines.demote import DemoteWorker
-from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadTicket
+from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
@@ -56,7 +57,7 @@ from sgl_tiered.tiers.base import MemoryTier, Tier
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.emulator import Emulator
 
-__all__ = ["LayerCounter", "TieredRuntime"]
+__all__ = ["TieredRuntime"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,36 +72,6 @@ _DRAIN_TIMEOUT_S = 5.0
 and its slots stay set aside until it does."""
 _MAX_REPORTS = 1024
 """Reports of requests that ended and were not asked for: aborted ones, mostly."""
-
-
-class LayerCounter:
-    """What SGLang's KV pool asks before a layer is read: has it arrived?"""
-
-    def __init__(self) -> None:
-        self.latest = -1
-        self._tickets: dict[int, LoadTicket] = {}
-        self._current: LoadTicket | None = None
-
-    def add(self, ticket: LoadTicket) -> int:
-        """Register a batch's loads; return the index that travels with the batch."""
-        self.latest += 1
-        # A batch is consumed before the next is built, so only the last one matters;
-        # one more is kept for a batch that is still on the device.
-        self._tickets.pop(self.latest - 2, None)
-        self._tickets[self.latest] = ticket
-        return self.latest
-
-    def set_consumer(self, index: int) -> None:
-        """Name the batch whose forward begins; -1 for one without loads."""
-        self._current = self._tickets.get(index) if index >= 0 else None
-
-    def wait_until(self, layer: int) -> None:
-        """Let the model not read ``layer`` before it has arrived.
-
-        On CUDA its stream waits, elsewhere the calling thread does.
-        """
-        if self._current is not None:
-            self._current.wait_layer(layer)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.runtime import LayerCounter
+from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket, Segment
 from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice

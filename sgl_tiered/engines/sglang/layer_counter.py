@@ -1,0 +1,37 @@
+"""What lets a model wait for the layers of its batch's loads, one by one."""
+
+from __future__ import annotations
+
+from sgl_tiered.pipelines.layerwise_load import LoadTicket
+
+__all__ = ["LayerCounter"]
+
+
+class LayerCounter:
+    """What SGLang's KV pool asks before a layer is read: has it arrived?"""
+
+    def __init__(self) -> None:
+        self.latest = -1
+        self._tickets: dict[int, LoadTicket] = {}
+        self._current: LoadTicket | None = None
+
+    def add(self, ticket: LoadTicket) -> int:
+        """Register a batch's loads; return the index that travels with the batch."""
+        self.latest += 1
+        # A batch is consumed before the next is built, so only the last one matters;
+        # one more is kept for a batch that is still on the device.
+        self._tickets.pop(self.latest - 2, None)
+        self._tickets[self.latest] = ticket
+        return self.latest
+
+    def set_consumer(self, index: int) -> None:
+        """Name the batch whose forward begins; -1 for one without loads."""
+        self._current = self._tickets.get(index) if index >= 0 else None
+
+    def wait_until(self, layer: int) -> None:
+        """Let the model not read ``layer`` before it has arrived.
+
+        On CUDA its stream waits, elsewhere the calling thread does.
+        """
+        if self._current is not None:
+            self._current.wait_layer(layer)
