@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.base import AdmissionPolicy
 from sgl_tiered.policies.admission.none import NoAdmission
 from sgl_tiered.policies.admission.slo import SloAdmission
+from sgl_tiered.policies.by_name import maker_of
 
 __all__ = ["ADMISSIONS", "NO_ADMISSION", "make_admission"]
 
@@ -27,11 +27,4 @@ def make_admission(name: str) -> AdmissionPolicy:
     Raises:
         ConfigError: no policy has this name.
     """
-    maker = _MAKERS.get(name)
-    if maker is None:
-        raise ConfigError(
-            "slo_admission",
-            f"{name!r} is not known",
-            f"choose one of {', '.join(ADMISSIONS)}",
-        )
-    return maker()
+    return maker_of(_MAKERS, "slo_admission", name)()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.by_name import maker_of
 from sgl_tiered.policies.eviction.base import EvictionPolicy
 from sgl_tiered.policies.eviction.cost import CostPolicy
 from sgl_tiered.policies.eviction.fifo import FIFOPolicy
@@ -33,11 +33,4 @@ def make_eviction_policy(name: str, rng: np.random.Generator) -> EvictionPolicy:
     Raises:
         ConfigError: no policy has this name.
     """
-    maker = _MAKERS.get(name)
-    if maker is None:
-        raise ConfigError(
-            "eviction_policy",
-            f"{name!r} is not known",
-            f"choose one of {', '.join(EVICTION_POLICIES)}",
-        )
-    return maker(rng)
+    return maker_of(_MAKERS, "eviction_policy", name)(rng)

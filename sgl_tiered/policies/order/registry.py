@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.by_name import maker_of
 from sgl_tiered.policies.order.base import RequestOrder
 from sgl_tiered.policies.order.car import CaROrder
 from sgl_tiered.policies.order.cost import CostOrder
@@ -31,9 +31,4 @@ def make_order(name: str) -> RequestOrder:
     Raises:
         ConfigError: none has this name.
     """
-    maker = _MAKERS.get(name)
-    if maker is None:
-        raise ConfigError(
-            "order", f"{name!r} is not known", f"choose one of {', '.join(ORDERS)}"
-        )
-    return maker()
+    return maker_of(_MAKERS, "order", name)()

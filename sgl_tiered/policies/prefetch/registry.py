@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.by_name import maker_of
 from sgl_tiered.policies.prefetch.arrival import ArrivalPrefetch
 from sgl_tiered.policies.prefetch.base import PrefetchPolicy
 from sgl_tiered.policies.prefetch.car import CarPrefetch
@@ -27,11 +27,4 @@ def make_prefetch_policy(name: str) -> PrefetchPolicy:
     Raises:
         ConfigError: no policy has this name.
     """
-    maker = _MAKERS.get(name)
-    if maker is None:
-        raise ConfigError(
-            "prefetch",
-            f"{name!r} is not known",
-            f"choose one of {', '.join(PREFETCH_POLICIES)}",
-        )
-    return maker()
+    return maker_of(_MAKERS, "prefetch", name)()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.by_name import maker_of
 from sgl_tiered.policies.write_admission.all import AllAdmission
 from sgl_tiered.policies.write_admission.auto import AutoAdmission
 from sgl_tiered.policies.write_admission.base import WriteAdmission
@@ -29,11 +29,4 @@ def make_write_admission(name: str) -> WriteAdmission:
     Raises:
         ConfigError: no policy has this name.
     """
-    maker = _MAKERS.get(name)
-    if maker is None:
-        raise ConfigError(
-            "disk_admission",
-            f"{name!r} is not known",
-            f"choose one of {', '.join(WRITE_ADMISSIONS)}",
-        )
-    return maker()
+    return maker_of(_MAKERS, "disk_admission", name)()
