@@ -82,17 +82,29 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             explainer.admitted(req, coordinator.state(req.rid), admission.prefix_len)
             if runtime.lookahead is not None:
                 runtime.lookahead.running(req.rid)
-            return super()._commit_prefill_admission(req, admission, *rest)
+            super()._commit_prefill_admission(req, admission, *rest)
+            if admission.is_chunked:
+                self._keep_rest(req)
 
         def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
             """Note what is said of a request, which may end the search."""
-            verdict = super().add_one_req(req, *args, **kwargs)
+            if self.rem_input_tokens <= 0:
+                # SGLang looks at this after it has added a request, which is too late
+                # where an unfinished prompt waits: it would count the pass as its own.
+                verdict = AddReqResult.OTHER
+            else:
+                verdict = super().add_one_req(req, *args, **kwargs)
             explainer.looked_at(verdict.name)
             return verdict
 
         def add_chunked_req(self, req: Any) -> Any:
             """Let the unfinished prompt go on, behind its back if that has come."""
             self._has_split = cache.split_end(req) is not None
+            if not self._fits(req):
+                # Decoders took the room meanwhile. They go on, end or are retracted;
+                # nobody passes the unfinished prompt.
+                self.rem_input_tokens = 0
+                return req
             limit = cache.resume_split(req)
             if limit:
                 # SGLang's own bound, where it has set one just before.
@@ -104,6 +116,28 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
                 cache.keep_back(req)
             else:
                 cache.undo_back(req)
+            if left is not None:
+                self._keep_rest(req)
             return left
+
+        def _keep_rest(self, req: Any) -> None:
+            """Keep room for the rest of an unfinished prompt and for its answer."""
+            if self.rem_chunk_tokens is None or self.rem_chunk_tokens <= 0:
+                return  # nobody follows in this pass
+            self.memory_budget.reserve(
+                len(req.full_untruncated_fill_ids) - req.extend_end,
+                self._get_running_request_total_token_offset(req),
+            )
+
+        def _fits(self, req: Any) -> bool:
+            """Say whether there is room for the next chunk, or no decoder to wait for.
+
+            Its chunk cannot be refused later: SGLang stops where it gets no slots.
+            """
+            batch, chunk = self.running_batch, self.rem_chunk_tokens
+            if chunk is None or batch is None or batch.is_empty():
+                return True
+            left = len(req.full_untruncated_fill_ids) - req.prefix_len
+            return bool(self.ceil_paged_tokens(min(left, chunk)) <= self.cur_rem_tokens)
 
     return TieredPrefillAdder
