@@ -7,11 +7,12 @@ with device, host, CXL and disk of the sizes given (decimal GB) at 131,072 B per
 1. Token hits by tier, the shipped chain (inclusive) beside what LRU of the same sizes
    must hit by stack distances, and beside an exclusive chain. Exits with 1 where a tier
    of the shipped chain is further than 2 points from the theory.
-2. Write admission of the disk: bytes written there, and hits, for each policy.
+2. Write admission of the disk: bytes written there, and hits, for each policy, and
+   under each eviction policy of the tiers below the device that is named.
 3. Write policy of the first tier: bytes copied off the device, and hits.
 
     python benchmarks/sim/chain.py mooncake_conversation_trace.jsonl.gz \
-        [--sizes-gb 54,256,1000,4000] [--page-tokens 512]
+        [--sizes-gb 54,256,1000,4000] [--page-tokens 512] [--eviction lru,cost]
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def shares(rates: list[float]) -> str:
     return " | ".join(f"{rate:.4f}" for rate in [*rates, sum(rates)])
 
 
-def tables(chain: Chain) -> dict[str, Any]:
+def tables(chain: Chain, evictions: list[str]) -> dict[str, Any]:
     """Print the tables; return their figures."""
     tiers = [tier.label for tier in chain.slots]
     titles = " | ".join([*tiers, "all"])
@@ -123,18 +124,26 @@ def tables(chain: Chain) -> dict[str, Any]:
 
     admissions = {}
     if TierId.DISK in chain.slots:
-        print("\n| disk admission | TB written to disk | disk hits | all hits |")
-        print("|---|---|---|---|")
+        titles = "disk admission | eviction | TB written to disk | disk hits | all hits"
+        print(f"\n| {titles} |\n|---|---|---|---|---|")
         for name in WRITE_ADMISSIONS:
-            result = base if name == "all" else chain.run(disk_admission=name)
-            rates = by_tier(chain, result)
-            written = tb(result, TierId.DISK)
-            admissions[name] = {
-                "tb_written": written,
-                "disk": rates[-1],
-                "all": sum(rates),
-            }
-            print(f"| {name} | {written:.2f} | {rates[-1]:.4f} | {sum(rates):.4f} |")
+            for eviction in evictions:
+                result = base
+                if (name, eviction) != ("all", "lru"):
+                    result = chain.run(disk_admission=name, eviction=eviction)
+                rates = by_tier(chain, result)
+                written = tb(result, TierId.DISK)
+                key = name if eviction == "lru" else f"{name} {eviction}"
+                admissions[key] = {
+                    "tb_written": written,
+                    "disk": rates[-1],
+                    "all": sum(rates),
+                }
+                print(
+                    f"| {name} | {eviction} | {written:.2f} | {rates[-1]:.4f} | "
+                    f"{sum(rates):.4f} |",
+                    flush=True,
+                )
     first = list(chain.slots)[1]
     runs = {
         "write-through": base,
@@ -175,6 +184,7 @@ def main() -> int:
         help="device, host, CXL and disk; 0 for a tier that is not there",
     )
     parser.add_argument("--page-tokens", type=int, default=512)
+    parser.add_argument("--eviction", default="lru", help="below the device")
     args = parser.parse_args()
     try:
         sizes = [float(size) for size in args.sizes_gb.split(",")]
@@ -185,7 +195,7 @@ def main() -> int:
             f"{chain.pages.total_tokens:,} prompt tokens, pages of "
             f"{args.page_tokens}; {args.sizes_gb} GB of device, host, CXL and disk"
         )
-        figures = tables(chain)
+        figures = tables(chain, args.eviction.split(","))
     except (TraceError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

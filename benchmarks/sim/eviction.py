@@ -21,7 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def poisson(rate_per_s: float) -> dict[str, Any]:
 
 KINDS = {
     "conversation": Kind(512, slowdown=8.0),
-    "weka": Kind(512),
+    "weka": Kind(512, slowdown=4.0),
     "sharegpt": Kind(
         16,
         sizes_gb=(10.0, *SIZES_GB),
@@ -100,18 +100,17 @@ KINDS = {
 PATH_OF = {"sharegpt": "lengths", "tau": "path", "react": "sessions"}
 
 
-def read(name: str, path: Path, page_tokens: int) -> SimWorkload:
+def read(name: str, kind: Kind, path: Path) -> SimWorkload:
     """Read a trace as requests of the simulator."""
-    kind = KINDS[name]
     if kind.workload:
         params = {**kind.params, PATH_OF[name]: str(path)}
         workload = make_workload(kind.workload, params, SEED, 128_000)
-        return from_sessions(workload, page_tokens)
+        return from_sessions(workload, kind.page_tokens)
     if name == "conversation":
         trace = read_mooncake(path)
     else:
         trace = read_weka(path, max_prompt_tokens=WEKA_MAX_PROMPT_TOKENS)
-    spec = SimSpec(page_size=page_tokens, slowdown=kind.slowdown)
+    spec = SimSpec(page_size=kind.page_tokens, slowdown=kind.slowdown)
     return from_trace(trace, spec)
 
 
@@ -156,18 +155,18 @@ def waiting_behind(
 class Table:
     """One trace: what every policy hits at every size."""
 
-    def __init__(self, name: str, path: Path, num_requests: int) -> None:
-        kind = KINDS[name]
+    def __init__(self, name: str, kind: Kind, path: Path, num_requests: int) -> None:
         self.name = name
         self.kind = kind
-        workload = read(name, path, kind.page_tokens)
+        workload = read(name, kind, path)
         if num_requests:
             kept = workload.requests[:num_requests]
             workload = SimWorkload(workload.name, workload.page_tokens, kept)
-        self.pages, order = in_time(workload, kind.page_tokens)
+        self._workload = workload
+        self.pages, self._order = in_time(workload, kind.page_tokens)
         self._lru = LRUCurve(self.pages)
         self._opt = OptBound(self.pages)
-        self._behind = waiting_behind(workload, order, kind.page_tokens)
+        self._behind: list[int] = []
         self.rows: dict[str, dict[str, float]] = {}
 
     def run(self, policies: Sequence[str]) -> None:
@@ -178,12 +177,20 @@ class Table:
             max(1, int(size * GB) // (self.kind.page_tokens * TOKEN_BYTES))
             for size in sizes
         ]
-        behind = np.array(self._behind)
         print(
             f"\n**{self.name}**: {len(self.pages):,} requests, {total:,} tokens, "
-            f"pages of {self.kind.page_tokens}; waiting behind a request: mean "
-            f"{behind.mean():.1f}, p99 {np.percentile(behind, 99):.0f}"
+            f"pages of {self.kind.page_tokens}"
         )
+        if any(name.endswith(" queue") for name in policies):
+            self._behind = waiting_behind(
+                self._workload, self._order, self.kind.page_tokens
+            )
+            behind = np.array(self._behind)
+            print(
+                f"Waiting behind a request, {self.kind.slowdown:g} times slower than "
+                f"recorded: mean {behind.mean():.1f}, median {np.median(behind):.0f}, "
+                f"p99 {np.percentile(behind, 99):.0f}"
+            )
         print(f"\n| policy | {' | '.join(f'{size:g} GB' for size in sizes)} |")
         print("|---" * (len(sizes) + 1) + "|")
         self._row("lru", [self._lru.hit_tokens(num) / total for num in slots])
@@ -246,6 +253,8 @@ def main() -> int:
     parser.add_argument("traces", nargs="+", metavar="KIND=PATH")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--requests", type=int, default=0, help="first ones; 0: all")
+    parser.add_argument("--sizes-gb", default="", help="of the tier; else by kind")
+    parser.add_argument("--slowdown", type=float, default=0.0, help="else by kind")
     args = parser.parse_args()
     tables = []
     try:
@@ -253,7 +262,13 @@ def main() -> int:
             name, _, path = item.partition("=")
             if name not in KINDS:
                 parser.error(f"{name!r} is none of {', '.join(KINDS)}")
-            table = Table(name, Path(path), args.requests)
+            kind = KINDS[name]
+            if args.sizes_gb:
+                sizes = tuple(float(size) for size in args.sizes_gb.split(","))
+                kind = replace(kind, sizes_gb=sizes)
+            if args.slowdown:
+                kind = replace(kind, slowdown=args.slowdown)
+            table = Table(name, kind, Path(path), args.requests)
             table.run(args.policies.split(","))
             tables.append(table)
     except (TraceError, ValueError) as error:

@@ -3,8 +3,9 @@
 Under the write policy ``on-evict`` a prompt that was computed is only noted. Once less
 of the device is free than ``1 - threshold`` of it, the coldest prompts are copied, as
 many as could be evicted without loss to make up for it, and no more: what is used again
-meanwhile is never copied. The device's own tree evicts; what it drops before a copy was
-made is told by ``sweep`` and lost.
+meanwhile is never copied. Where the queue is seen, what a waiting request is about to
+use comes after all others. The device's own tree evicts; what it drops before a copy
+was made is told by ``sweep`` and lost.
 
 Knows neither the device's tree nor transfers; one thread, the engine's.
 """
@@ -12,9 +13,13 @@ Knows neither the device's tree nor transfers; one thread, the engine's.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.store import Recency
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import page_keys
@@ -68,6 +73,7 @@ class DeferredOffloads:
         page_tokens: tokens of a page.
         capacity_pages: pages of the device.
         threshold: share of the device in use above which copies are made, 0 to 1.
+        lookahead: the queue; None where nobody looks at it.
     """
 
     def __init__(
@@ -76,13 +82,15 @@ class DeferredOffloads:
         page_tokens: int,
         capacity_pages: int,
         threshold: float,
+        lookahead: QueueLookahead | None = None,
     ) -> None:
         self._policy = policy
+        self._lookahead = lookahead if policy.needs_queue else None
         self._page_tokens = page_tokens
         self._reserve_pages = capacity_pages - int(threshold * capacity_pages)
         # By the key of the last page, which names the whole prompt.
         self._prompts: dict[bytes, Deferred] = {}
-        self._heap: list[tuple[float, int, Deferred]] = []
+        self._heap: list[tuple[float, int, int, Deferred]] = []
         self._num_pushed = 0
         # Copied and thought to be on the device still, coldest first.
         self._clean: deque[Deferred] = deque()
@@ -133,14 +141,21 @@ class DeferredOffloads:
     def next(self, free_pages: int) -> Deferred | None:
         """Return the coldest prompt without copies, if the device needs room for it.
 
-        The same again until ``settle`` or ``note`` is called for it.
+        The same again until ``settle`` or ``note`` is called for it, or the queue has
+        changed. O(log prompts) for each one that is passed over.
         """
         if free_pages + self._clean_pages >= self._reserve_pages:
             return None
-        prompt = self._pop()
-        if prompt is not None:
+        found, last_use = None, 0.0
+        looked_at = []
+        while last_use < math.inf and (prompt := self._pop()) is not None:
+            looked_at.append(prompt)
+            next_use = self._next_use(prompt)
+            if next_use > last_use:
+                found, last_use = prompt, next_use
+        for prompt in looked_at:
             self._push(prompt)
-        return prompt
+        return found
 
     def settle(self, prompt: Deferred, num_pages: int) -> None:
         """Note that a prompt's first pages have copies, or cannot have any now."""
@@ -218,6 +233,12 @@ class DeferredOffloads:
     def _is_known(self, prompt: Deferred) -> bool:
         return self._prompts.get(prompt.name) is prompt
 
+    def _next_use(self, prompt: Deferred) -> float:
+        """Return the place in the queue of who uses all of a prompt; infinite: none."""
+        if self._lookahead is None:
+            return math.inf
+        return self._lookahead.next_use(int(np.frombuffer(prompt.name, np.uint64)[0]))
+
     def _priority(self, prompt: Deferred) -> float:
         return self._policy.priority(
             EvictionFacts(
@@ -236,13 +257,14 @@ class DeferredOffloads:
         # Facts of a prompt do not change: a use makes a new one. So no item is stale
         # but those of prompts that are forgotten.
         self._num_pushed += 1
-        item = (self._priority(prompt), self._num_pushed, prompt)
+        recency = prompt.recency[0]
+        item = (self._priority(prompt), recency, self._num_pushed, prompt)
         heapq.heappush(self._heap, item)
 
     def _pop(self) -> Deferred | None:
         """Take the coldest that has no copies out of the heap."""
         while self._heap:
-            _, _, prompt = heapq.heappop(self._heap)
+            *_, prompt = heapq.heappop(self._heap)
             if self._is_known(prompt) and not prompt.num_clean:
                 return prompt
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ AGE_EDGES: npt.NDArray[np.int64] = np.unique(
     np.round(2.0 ** (np.arange(0, 49) / 2))
 ).astype(np.int64)
 """Ages are told apart at these, in accesses."""
+_EDGE_LIST: list[int] = AGE_EDGES.tolist()
 _HALF_LIFE = 4_096
 """Requests with pages in the sample after which a difference counts half."""
 _FADE = 0.5 ** (1 / _HALF_LIFE)
@@ -106,24 +108,29 @@ class Duel:
 
 
 class _Page:
-    __slots__ = ("accessed", "kind", "num_children", "parent")
+    __slots__ = ("accessed", "item", "kind", "num_children", "parent")
 
     def __init__(self, parent: int | None) -> None:
         self.parent = parent
         self.num_children = 0
         self.accessed = 0
         self.kind = 0
+        # Number of its valid item.
+        self.item = 0
 
 
 class _Tree:
-    """Pages of prompts, evicted leaf by leaf; of a kind the oldest first."""
+    """Pages of prompts, evicted leaf by leaf: the lowest density first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self.pages: dict[int, _Page] = {}
         self.densities: npt.NDArray[np.float64] | None = None
-        # Per kind: (accessed, page), negated per ~kind; items may be stale.
-        self._leaves: dict[int, list[tuple[int, int]]] = {}
+        # (density, last access, number of the item, page); items may be stale.
+        self._leaves: list[tuple[float, int, int, int]] = []
+        # (access from which on the density is another, number of the item, page).
+        self._steps: list[tuple[int, int, int]] = []
+        self._num_items = 0
 
     def use(self, pages: list[int], kinds: list[int], sequence: int) -> None:
         """Bring in the pages of a prompt, and evict what is too much."""
@@ -138,67 +145,54 @@ class _Tree:
             known.kind = kind
             before = page
         if before is not None:
-            self._put(before)
+            self._put(before, sequence)
         if len(self.pages) > self._capacity:
             self._shrink(sequence)
 
     def clear(self) -> None:
         self.pages.clear()
         self._leaves.clear()
+        self._steps.clear()
 
-    def _put(self, page: int) -> None:
+    def _put(self, page: int, sequence: int) -> None:
         known = self.pages[page]
-        if not known.num_children:
-            # Oldest first, and under ~kind youngest first: either may be worth least.
-            for kind, sign in ((known.kind, 1), (~known.kind, -1)):
-                heap = self._leaves.setdefault(kind, [])
-                heapq.heappush(heap, (sign * known.accessed, page))
-                if len(heap) > 4 * self._capacity + 64:
-                    heap[:] = [i for i in set(heap) if self._is_valid(i, kind)]
-                    heapq.heapify(heap)
+        if known.num_children:
+            return
+        self._num_items += 1
+        known.item = self._num_items
+        place = bisect_left(_EDGE_LIST, sequence - known.accessed)
+        density = 0.0
+        if self.densities is not None:
+            density = float(self.densities[known.kind, place])
+        item = (density, known.accessed, known.item, page)
+        heapq.heappush(self._leaves, item)
+        if place < len(_EDGE_LIST):
+            step = known.accessed + _EDGE_LIST[place] + 1
+            heapq.heappush(self._steps, (step, known.item, page))
+        if len(self._leaves) > 4 * self._capacity + 64:
+            self._leaves = [i for i in self._leaves if self._is_valid(*i[2:])]
+            self._steps = [i for i in self._steps if self._is_valid(*i[1:])]
+            heapq.heapify(self._leaves)
+            heapq.heapify(self._steps)
 
-    def _is_valid(self, item: tuple[int, int], kind: int) -> bool:
-        known = self.pages.get(item[1])
-        if known is None or known.num_children or known.accessed != abs(item[0]):
-            return False
-        return known.kind == (kind if kind >= 0 else ~kind)
+    def _is_valid(self, item: int, page: int) -> bool:
+        known = self.pages.get(page)
+        return known is not None and known.item == item and not known.num_children
 
     def _shrink(self, sequence: int) -> None:
         """Evict the leaves of the lowest density, then the least recently used."""
-        heads: list[tuple[float, int, int, int]] = []
-
-        def look(kind: int) -> None:
-            heap = self._leaves[kind]
-            while heap and not self._is_valid(heap[0], kind):
-                heapq.heappop(heap)
-            if heap:
-                accessed, page = heap[0]
-                accessed = abs(accessed)
-                worth = self._density(max(kind, ~kind), sequence - accessed)
-                heapq.heappush(heads, (worth, accessed, page, kind))
-
-        for kind in list(self._leaves):
-            look(kind)
-        while len(self.pages) > self._capacity and heads:
-            _, accessed, page, kind = heapq.heappop(heads)
-            if not self._is_valid((accessed, page), kind):
-                look(kind)
+        while self._steps and self._steps[0][0] <= sequence:
+            _, item, page = heapq.heappop(self._steps)
+            if self._is_valid(item, page):
+                self._put(page, sequence)
+        while len(self.pages) > self._capacity and self._leaves:
+            _, _, item, page = heapq.heappop(self._leaves)
+            if not self._is_valid(item, page):
                 continue
             parent = self.pages.pop(page).parent
-            look(kind)
             if parent is not None:
-                above = self.pages[parent]
-                above.num_children -= 1
-                self._put(parent)
-                if not above.num_children:
-                    worth = self._density(above.kind, sequence - above.accessed)
-                    item = (worth, above.accessed, parent, above.kind)
-                    heapq.heappush(heads, item)
-
-    def _density(self, kind: int, age: int) -> float:
-        if self.densities is None:
-            return 0.0
-        return float(self.densities[kind, int(AGE_EDGES.searchsorted(age))])
+                self.pages[parent].num_children -= 1
+                self._put(parent, sequence)
 
 
 def _run(pages: list[int], cache: dict[int, None] | dict[int, _Page]) -> int:

@@ -1,12 +1,11 @@
-"""Which copies of a tier go when it needs room: lazy heaps over the tier's leaves.
+"""Which copies of a tier go when it needs room: a lazy heap over the tier's leaves.
 
 A node has at most one valid item. An item may be stale (the node was used again, is no
 leaf any more, or is gone); it is put right when its turn comes, so that an access costs
-nothing here. Where a number may have fallen, ``requeue`` makes a new item. Runs whose
-worth changes as they age, alike for all of a kind, have two heaps per kind, with the
-least and with the most recently used on top: worth mostly rises to an age and falls
-from there on, so only the tops have to be ranked when room is needed. Pages go from
-the end of a leaf, so what stays of a prompt is always its beginning.
+nothing here. Where a number may have fallen, ``requeue`` makes a new item. A worth that
+changes with age does so in steps: a second heap has the access at which each run takes
+its next one, and only then it is ranked anew. Pages go from the end of a leaf, so what
+stays of a prompt is always its beginning.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ __all__ = ["Evictor", "Victims"]
 
 _MIN_ITEMS = 1024
 """Up to so many items, and as many again as were valid, none is looked for in vain."""
-_NO_GROUP = 1 << 62
 _Item = tuple[float, int, int, int, Node]
 """Number, last access, place in the prompt negated, number of the item, node."""
 
@@ -62,8 +60,9 @@ class Evictor:
         self._policy = policy
         self._outlook = outlook
         self._version = 0
-        self._heaps: dict[int, list[_Item]] = {}
-        self._num_items = 0
+        self._heap: list[_Item] = []
+        # (number of the access, number of the item, node), where worth takes a step.
+        self._steps: list[tuple[int, int, Node]] = []
         self._num_pushed = 0
         self._compact_at = _MIN_ITEMS
 
@@ -94,7 +93,8 @@ class Evictor:
 
     def push(self, node: Node) -> None:
         """Take note of a node that may be a leaf; O(log nodes)."""
-        if not node.queued[self._tier]:
+        if not node.queued[self._tier] or self._outlook.ages(self._tier):
+            # One that was no leaf may be younger by now, and worth less for it.
             self._put(node)
 
     def requeue(self, node: Node) -> None:
@@ -104,8 +104,8 @@ class Evictor:
 
     def clear(self) -> None:
         """Forget all nodes."""
-        self._heaps.clear()
-        self._num_items = 0
+        self._heap.clear()
+        self._steps.clear()
 
     def select(
         self,
@@ -126,25 +126,15 @@ class Evictor:
             is pinned, in flight, protected or too valuable. Nothing has changed.
         """
         tier = self._tier
-        self._regroup()
+        self._refresh()
         chosen: list[Victims] = []
         aside: list[Node] = []
         # Pages below a node, and of it, that would be gone if the victims so far were.
         gone: dict[Node, int] = {}
         taken: dict[Node, int] = {}
         raised: dict[Node, None] = {}
-        # The tops of the heaps by their numbers now; the last field is the group.
-        tops: list[tuple[_Item, int]] = []
-        for group in list(self._heaps):
-            self._look(group, tops, gone)
-        while num_pages > 0 and tops:
-            item, group = heapq.heappop(tops)
+        while num_pages > 0 and (item := self._pop(gone, taken)) is not None:
             node = item[-1]
-            if node.queued[tier] != item[3]:
-                # It was ranked anew since.
-                continue
-            node.queued[tier] = 0
-            self._look(group, tops, gone)
             aside.append(node)
             if below is not None and item[0] >= below:
                 break
@@ -158,103 +148,98 @@ class Evictor:
             num_pages -= len(rows)
             taken[node] = num_taken + len(rows)
             if has_more:
-                self._raise(node, tops, taken[node])
+                self._add(node, self.priority(node, taken[node]))
                 raised[node] = None
                 continue
             above: Node | None = node.parent
             while above is not None:
                 gone[above] = gone.get(above, 0) + taken[node]
                 if above.resident[tier] and above.below[tier] == gone[above]:
-                    self._raise(above, tops)
+                    self._add(above, self.priority(above))
                     raised[above] = None
                 above = above.parent
         for node in raised:
             # Ranked as if the victims were gone, which they need not be.
             node.queued[tier] = 0
         for node in (*aside, *raised):
-            self.push(node)
+            if not node.queued[tier]:
+                self._put(node)
         return chosen
 
     def _put(self, node: Node) -> None:
-        group = self._outlook.group(node, self._tier)
-        number = float(node.access_sequence) if group else self.priority(node)
-        item = self._item(node, number)
-        heapq.heappush(self._heaps.setdefault(group, []), item)
-        self._num_items += 1
-        if group:
-            # What was just used may be worth less than what is due again: see both.
-            young = self._heaps.setdefault(-group, [])
-            heapq.heappush(young, (-number, *item[1:]))
-            self._num_items += 1
-        if self._num_items > self._compact_at:
+        self._add(node, self.priority(node))
+        step = self._outlook.next_step(node, self._tier)
+        if step is not None:
+            heapq.heappush(self._steps, (step, self._num_pushed, node))
+        if len(self._heap) + len(self._steps) > self._compact_at:
             self._compact()
 
-    def _item(self, node: Node, number: float) -> _Item:
-        """Return a new item, the node's valid one from now on."""
+    def _add(self, node: Node, number: float) -> None:
+        """Make an item, the node's valid one from now on."""
         self._num_pushed += 1
         node.queued[self._tier] = self._num_pushed
         # Ties: least recently used, then the end of the longer prompt.
         sequence, first = node.access_sequence, -node.first_page
-        return (number, sequence, first, self._num_pushed, node)
+        item = (number, sequence, first, self._num_pushed, node)
+        heapq.heappush(self._heap, item)
 
-    def _raise(
-        self, node: Node, tops: list[tuple[_Item, int]], num_taken: int = 0
-    ) -> None:
-        """Put a node among the tops that has become a leaf, or lost its end."""
-        item = self._item(node, self.priority(node, num_taken))
-        heapq.heappush(tops, (item, _NO_GROUP))
-
-    def _look(
-        self, group: int, tops: list[tuple[_Item, int]], gone: dict[Node, int]
-    ) -> None:
-        """Put the valid top of a heap among the tops, by its number now."""
-        tier, heap = self._tier, self._heaps.get(group)
+    def _pop(self, gone: dict[Node, int], taken: dict[Node, int]) -> _Item | None:
+        """Take out the leaf with the lowest number; None if there is no leaf."""
+        tier, heap = self._tier, self._heap
         while heap:
-            item = heap[0]
+            item = heapq.heappop(heap)
             node = item[-1]
             if node.queued[tier] != item[3]:
-                heapq.heappop(heap)
-                self._num_items -= 1
                 continue
-            is_leaf = node.resident[tier] and node.parent is not None
-            if not is_leaf or node.below[tier] > gone.get(node, 0):
+            node.queued[tier] = 0
+            if not self._is_leaf(node, gone.get(node, 0)):
                 # It is pushed when it is a leaf again.
-                node.queued[tier] = 0
                 continue
-            number = self.priority(node)
-            is_grouped = self._outlook.group(node, tier) == abs(group)
-            known = float(node.access_sequence) if group else number
-            if group < 0:
-                known = item[0]
-            if is_grouped and (known, node.access_sequence) <= (item[0], item[1]):
-                heapq.heappush(tops, ((number, *item[1:]), group))
-                return
-            self._put(node)
+            number = self.priority(node, taken.get(node, 0))
+            if (number, node.access_sequence) <= (item[0], item[1]):
+                return item
+            if node in taken:
+                self._add(node, number)
+            else:
+                self._put(node)
+        return None
 
-    def _regroup(self) -> None:
-        """Rank all anew where groups have begun or ceased to be."""
-        version = self._outlook.version(self._tier)
+    def _is_leaf(self, node: Node, num_gone: int = 0) -> bool:
+        tier = self._tier
+        is_there = node.resident[tier] > 0 and node.parent is not None
+        return is_there and node.below[tier] <= num_gone
+
+    def _refresh(self) -> None:
+        """Rank anew what took a step, and all where learning began or ended."""
+        tier = self._tier
+        version = self._outlook.version(tier)
         if version != self._version:
             self._version = version
-            self._compact()
-            items = [item for heap in self._heaps.values() for item in heap]
+            items = [item for item in self._heap if item[-1].queued[tier] == item[3]]
             self.clear()
-            for *_, number, node in items:
-                if node.queued[self._tier] != number:
-                    # Done already: a kind's runs are in two heaps.
-                    continue
-                node.queued[self._tier] = 0
-                if node.parent is not None and node.resident[self._tier]:
-                    self._put(node)
+            for *_, node in items:
+                self._rank_anew(node)
+            return
+        now, steps = self._outlook.now(tier), self._steps
+        while steps and steps[0][0] <= now:
+            _, number, node = heapq.heappop(steps)
+            if node.queued[tier] == number:
+                self._rank_anew(node)
+
+    def _rank_anew(self, node: Node) -> None:
+        node.queued[self._tier] = 0
+        if self._is_leaf(node):
+            self._put(node)
 
     def _compact(self) -> None:
         """Drop the items that are not valid."""
         tier = self._tier
-        for heap in self._heaps.values():
-            heap[:] = [item for item in heap if item[-1].queued[tier] == item[3]]
-            heapq.heapify(heap)
-        self._num_items = sum(len(heap) for heap in self._heaps.values())
-        self._compact_at = 2 * self._num_items + _MIN_ITEMS
+        heap, steps = self._heap, self._steps
+        heap[:] = [item for item in heap if item[-1].queued[tier] == item[3]]
+        steps[:] = [item for item in steps if item[-1].queued[tier] == item[1]]
+        heapq.heapify(heap)
+        heapq.heapify(steps)
+        self._compact_at = 2 * (len(heap) + len(steps)) + _MIN_ITEMS
 
     def _evictable(
         self, node: Node, num_pages: int, num_taken: int

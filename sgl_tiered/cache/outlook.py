@@ -12,7 +12,7 @@ from typing import Protocol
 
 from sgl_tiered.cache.index import Node
 from sgl_tiered.cache.lookahead import QueueLookahead
-from sgl_tiered.cache.reuse import NUM_KINDS, ReuseHistory
+from sgl_tiered.cache.reuse import ReuseHistory
 from sgl_tiered.core.plans import UInt64s
 
 __all__ = ["NO_OUTLOOK", "ComingUses", "Outlook", "OutlookFacts"]
@@ -20,8 +20,6 @@ __all__ = ["NO_OUTLOOK", "ComingUses", "Outlook", "OutlookFacts"]
 OutlookFacts = tuple[float, int, float, float]
 """``score``, ``queued``, ``next_use``, ``worth`` of ``EvictionFacts``."""
 _NOTHING: OutlookFacts = (0.0, 0, math.inf, 0.0)
-_SECONDS_STEPS = 64
-"""Reload times are told apart by powers of 2, from 2**-64 s on."""
 
 
 class Outlook(Protocol):
@@ -35,15 +33,20 @@ class Outlook(Protocol):
         """Return from where on the same requests wait as for the page at a position."""
         ...
 
-    def group(self, node: Node, tier: int) -> int:
-        """Return the group of runs that lose worth alike as they age; 0 for none.
+    def ages(self, tier: int) -> bool:
+        """Return whether a run's worth changes as it ages."""
+        ...
 
-        A run that is waited for is in none.
-        """
+    def next_step(self, node: Node, tier: int) -> int | None:
+        """Return the access at which age alone changes a run's worth; None: never."""
+        ...
+
+    def now(self, tier: int) -> int:
+        """Return the number of the latest access, in the unit of ``next_step``."""
         ...
 
     def version(self, tier: int) -> int:
-        """Return a number that grows when the groups have changed."""
+        """Return a number that grows when worth has changed for all runs at once."""
         ...
 
 
@@ -56,8 +59,16 @@ class _NoOutlook:
         del node, position
         return 0
 
-    def group(self, node: Node, tier: int) -> int:
+    def ages(self, tier: int) -> bool:
+        del tier
+        return False
+
+    def next_step(self, node: Node, tier: int) -> int | None:
         del node, tier
+        return None
+
+    def now(self, tier: int) -> int:
+        del tier
         return 0
 
     def version(self, tier: int) -> int:
@@ -103,7 +114,7 @@ class ComingUses:
         worth = 0.0
         if history is not None and history.is_used:
             density = history.density(node.kinds[tier], node.access_sequence)
-            worth = density * 2.0 ** (self._step(node, tier) - _SECONDS_STEPS)
+            worth = density * self._seconds(node, tier)
         return score, queued, next_use, worth
 
     def alike_from(self, node: Node, position: int) -> int:
@@ -126,18 +137,25 @@ class ComingUses:
                 low = middle + 1
         return low
 
-    def group(self, node: Node, tier: int) -> int:
-        """Return the group of runs that lose worth alike as they age; 0 for none."""
+    def ages(self, tier: int) -> bool:
+        """Return whether a run's worth changes as it ages."""
+        history = self.histories.get(tier)
+        return history is not None and history.is_used
+
+    def next_step(self, node: Node, tier: int) -> int | None:
+        """Return the access at which age alone changes a run's worth; None: never."""
         history = self.histories.get(tier)
         if history is None or not history.is_used:
-            return 0
-        if self.facts(node, tier, 0)[1]:
-            # Ranked by the queue: on top of its kind it would hide the others.
-            return 0
-        return 1 + node.kinds[tier] + NUM_KINDS * self._step(node, tier)
+            return None
+        return history.next_step(node.access_sequence)
+
+    def now(self, tier: int) -> int:
+        """Return the number of the latest access, in the unit of ``next_step``."""
+        history = self.histories.get(tier)
+        return 0 if history is None else history.sequence
 
     def version(self, tier: int) -> int:
-        """Return a number that grows when the groups have changed."""
+        """Return a number that grows when worth has changed for all runs at once."""
         history = self.histories.get(tier)
         return 0 if history is None else history.version
 
@@ -163,9 +181,10 @@ class ComingUses:
             last.append((tier, int(kinds[-1])))
         return last
 
-    def _step(self, node: Node, tier: int) -> int:
-        """Return what a page of a run costs to bring back, in powers of 2."""
-        seconds = 1.0 if self._reload_s is None else self._reload_s(node, tier)
-        if seconds <= 0.0:
-            return 0
-        return max(0, _SECONDS_STEPS + round(math.log2(seconds)))
+    def _seconds(self, node: Node, tier: int) -> float:
+        """Return what a page of a run costs to bring back, as a power of 2."""
+        if self._reload_s is None:
+            return 1.0
+        seconds = self._reload_s(node, tier)
+        # Nodes of one prompt differ by little: age and kind decide between them.
+        return 2.0 ** round(math.log2(seconds)) if seconds > 0.0 else 0.0

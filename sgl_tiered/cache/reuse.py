@@ -32,7 +32,8 @@ Float64s = npt.NDArray[np.float64]
 _MAX_TRACKED = 32_768
 """Pages remembered, about 200 bytes each."""
 _REACH = 8
-"""Pages are remembered while so many times the tier's capacity of others is used."""
+"""Pages are remembered while at least so many times the tier's capacity of others is
+used: where that is more than can be remembered, only a sample of the pages is."""
 _NUM_USES, _NUM_TURNS, _NUM_LENGTHS = 5, 4, 4
 NUM_KINDS = _NUM_USES * _NUM_TURNS * _NUM_LENGTHS
 _FIRST_LENGTH = 2_048
@@ -65,7 +66,7 @@ class ReuseHistory:
         self._rate = min(1.0, _MAX_TRACKED / (_REACH * max(1, capacity_pages)))
         self._bound = np.uint64(min(self._rate * 2.0**64, 2.0**64 - 2048))
         self._capacity = max(1.0, capacity_pages * self._rate)
-        self._limit = int(min(_MAX_TRACKED, _REACH * self._capacity)) + 64
+        self._limit = _MAX_TRACKED + 64
         self._trusted = trusted
         self._slots: dict[int, int] = {}
         self._free = list(range(self._limit))
@@ -100,6 +101,22 @@ class ReuseHistory:
     def gain(self) -> float:
         """Sampled pages that ranking by density has hit more than LRU, faded."""
         return self._duel.gain
+
+    @property
+    def sequence(self) -> int:
+        """Number of the latest access."""
+        return self._sequence
+
+    def next_step(self, accessed: int) -> int | None:
+        """Return the access at which a page's density changes by age; None: never.
+
+        Args:
+            accessed: number of its last access.
+        """
+        place = bisect_left(_EDGE_LIST, self._sequence - accessed)
+        if place == len(_EDGE_LIST):
+            return None
+        return accessed + _EDGE_LIST[place] + 1
 
     def density(self, kind: int, accessed: int) -> float:
         """Return the uses per access of room that a page has still to give.

@@ -178,6 +178,7 @@ class LowerTiers:
                 1,
                 config.capacity_pages,
                 config.offload_threshold,
+                lookahead,
             )
         self._num_evicted = 0
         self.late_pages = 0

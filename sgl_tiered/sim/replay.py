@@ -25,6 +25,7 @@ from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.sim.exclusive import ExclusiveHierarchy, ExclusiveTier, page_ids
 from sgl_tiered.sim.page_trace import PageTrace
 
@@ -145,13 +146,14 @@ class ServedPolicies:
     """How the tiers below the device are run; see ``CacheConfig``.
 
     Attributes:
-        write_policy, demote_policy, disk_admission: by their names.
+        write_policy, demote_policy, disk_admission, eviction: by their names.
         offload_threshold: share of the device above which ``on-evict`` copies.
     """
 
     write_policy: str = "write-through"
     demote_policy: str = "write-through"
     disk_admission: str = "all"
+    eviction: str = "lru"
     offload_threshold: float = 0.9
 
 
@@ -163,7 +165,7 @@ def replay_served(
 ) -> ReplayResult:
     """Replay through what is shipped: device LRU over an inclusive ``TieredCache``.
 
-    Eviction is LRU everywhere, and the load policy is ``always``: without time nothing
+    The device evicts by LRU, and the load policy is ``always``: without time nothing
     says what a load costs. Every transfer succeeds, and ends before the next request
     comes.
 
@@ -299,13 +301,15 @@ def _tiered_cache(lower: Sequence[TierConfig], policies: ServedPolicies) -> Tier
         demote_policy=policies.demote_policy,
         disk_admission=policies.disk_admission,
     )
-    link = LinkCost(1e-6, 1e9)
+    link, rng = LinkCost(1e-6, 1e9), np.random.default_rng(1)
     return TieredCache(
         config,
         cost=CostModel(
             PrefillCost(1000, 1, 1, 1e9), {tier.tier: link for tier in lower}
         ),
-        eviction={tier.tier: LRUPolicy() for tier in lower},
+        eviction={
+            tier.tier: make_eviction_policy(policies.eviction, rng) for tier in lower
+        },
         clock=ManualClock(),
     )
 

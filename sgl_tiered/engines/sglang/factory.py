@@ -258,7 +258,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         demoters=demoters,
         stager=stager,
         lookahead=lookahead,
-        deferred=_deferred(config, allocator.size // layout.page_tokens, layout, rng),
+        deferred=_deferred(
+            config, allocator.size // layout.page_tokens, layout, lookahead, rng
+        ),
         probe=figures,
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
         lengths=_lengths(config),
@@ -302,6 +304,7 @@ def _deferred(
     config: TieredConfig,
     num_device_pages: int,
     layout: PageLayout,
+    lookahead: QueueLookahead | None,
     rng: np.random.Generator,
 ) -> DeferredOffloads | None:
     if config.write_policy != "on-evict":
@@ -311,6 +314,7 @@ def _deferred(
         layout.page_tokens,
         num_device_pages,
         config.offload_threshold,
+        lookahead,
     )
 
 

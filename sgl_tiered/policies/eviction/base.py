@@ -75,8 +75,8 @@ class EvictionPolicy(Protocol):
         Equal facts give equal numbers, and a later access, a further hit, a higher
         score, a higher worth or one more request that waits for the run never lowers
         the number: the cache re-ranks a run when its turn comes, so it would see a fall
-        too late. Where a score or the queue falls it re-ranks at once, and a worth
-        falls alike for all runs of a kind. Of equal numbers the least recently used run
-        goes first.
+        too late. Where a score or the queue falls it re-ranks at once, and where a
+        worth takes a step with age, at that step. Of equal numbers the least recently
+        used run goes first.
         """
         ...

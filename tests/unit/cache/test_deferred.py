@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
+from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.core.plans import Int32s
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.testing.strategies import spell
@@ -25,8 +26,9 @@ class Device:
 
     def __init__(self, policy: str = "lru", threshold: float = 0.5) -> None:
         rng = np.random.default_rng(0)
+        self.queue = QueueLookahead(PAGE_TOKENS)
         self.deferred = DeferredOffloads(
-            make_eviction_policy(policy, rng), PAGE_TOKENS, 20, threshold
+            make_eviction_policy(policy, rng), PAGE_TOKENS, 20, threshold, self.queue
         )
         self._time = 0
 
@@ -73,6 +75,30 @@ def test_the_coldest_goes_first_until_enough_could_be_dropped() -> None:
     assert device.copy(free_pages=3) == "klmn"
     assert device.deferred.clean_pages == 8
     assert device.next(free_pages=3) is None
+
+
+@pytest.mark.parametrize("policy", ["score", "cost"])
+def test_what_the_queue_uses_is_copied_last(policy: str) -> None:
+    """Of two that are waited for, the one whose turn comes later goes first."""
+    device = Device(policy)
+    device.note("abcd", "klmn", "wxyz")
+    device.queue.entered(1, DIGEST, prompt("abcde"))
+    device.queue.entered(2, DIGEST, prompt("klmn"))
+    assert device.next() == "wxyz"
+    device.queue.entered(3, DIGEST, prompt("wxyz"))
+    assert device.next() == "wxyz"
+    device.queue.left(2)
+    assert device.next() == "klmn"
+    device.queue.clear()
+    assert device.next() == "abcd"
+
+
+def test_lru_does_not_look_at_the_queue() -> None:
+    """What was not used for longest is copied, whoever waits for it."""
+    device = Device("lru")
+    device.note("abcd", "klmn")
+    device.queue.entered(1, DIGEST, prompt("abcd"))
+    assert device.next() == "abcd"
 
 
 def test_use_makes_a_prompt_the_last() -> None:

@@ -94,6 +94,32 @@ def test_memory_is_bounded() -> None:
     assert history.see(pages(0, 0), 0, 999).tolist() == []
 
 
+def test_a_small_tier_remembers_beyond_its_room() -> None:
+    """What comes again after a thousand other pages is known to be used twice."""
+    history = ReuseHistory(4, PAGE_TOKENS)
+    first = history.see(pages(0, 4), 0, 1)
+    for number in range(20):
+        history.see(pages(10_000 + 50 * number, 50), 0, 2 + number)
+    assert (history.see(pages(0, 4), 0, 99) != first).all()
+
+
+def test_steps_tell_when_a_density_changes() -> None:
+    """A page that gets one access older has another density only at its step."""
+    history = ReuseHistory(120, PAGE_TOKENS, trusted=True)
+    teach(history, 40)
+    kind = int(history.see(pages(10_000_000, 4), 0, 10_000)[0])
+    now, num_changes = history.sequence, 0
+    for age in range(300):
+        accessed = now - age
+        step = history.next_step(accessed)
+        assert step is not None
+        assert step > now
+        if history.density(kind, accessed) != history.density(kind, accessed - 1):
+            num_changes += 1
+            assert step == now + 1
+    assert num_changes > 3
+
+
 def test_a_sample_stands_for_a_large_tier() -> None:
     """Of 100 million pages few are looked at, and each still gets a kind."""
     history = ReuseHistory(100_000_000, 16)
@@ -134,6 +160,18 @@ def test_the_duel_is_not_won_without_hits(densities: dict[int, float]) -> None:
     fight = duel(densities, 40)
     assert not fight.is_won
     assert fight.gain <= 0
+
+
+def test_neither_the_oldest_nor_the_youngest_need_go() -> None:
+    """Where a middle age is worth least, the page of that age makes room."""
+    fight = Duel(3)
+    table = np.ones((1, len(AGE_EDGES) + 1))
+    table[0, AGE_EDGES.searchsorted(3) : AGE_EDGES.searchsorted(12)] = 0.1
+    fight.use(table)
+    for page, sequence in ((1, 1), (2, 14), (3, 19), (4, 20), (1, 21)):
+        fight.see([page], [0], 0, sequence)
+    # LRU gave up the oldest, 1.
+    assert fight.gain == pytest.approx(1)
 
 
 def test_a_lost_lead_ends_the_trust() -> None:
