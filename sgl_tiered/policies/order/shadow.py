@@ -42,7 +42,7 @@ class FCFSShadow:
         self._num_pairs = 0
         # By index, in order of arrival: who joined and is not yet paired.
         self._joined: dict[int, tuple[float, float]] = {}
-        self._last: dict[int, tuple[float, int]] = {}
+        self._last: dict[int, WaitingFacts] = {}
         self._last_s = 0.0
         self._next_index = 0
         self._held_s = 0.0
@@ -66,35 +66,39 @@ class FCFSShadow:
             waiting: by order of arrival.
             now_s: clock value.
         """
-        current = {f.index: (f.service_s, f.num_new_tokens) for f in waiting}
+        current = {facts.index: facts for facts in waiting}
         gone = self._last.keys() - current.keys()
         if gone:
             self._serve(gone, current)
         if len(gone) < len(self._last):
             # Somebody waited all the time, so the server was not out of work.
-            served_s = sum(self._last[index][0] for index in gone)
-            num_tokens = sum(self._last[index][1] for index in gone)
+            served = [self._last[index] for index in gone]
+            served_s = sum(facts.service_s for facts in served)
+            num_tokens = sum(facts.num_new_tokens for facts in served)
             keep = DECAY ** len(gone)
             self._held_s = self._held_s * keep + now_s - self._last_s - served_s
             self._num_tokens = self._num_tokens * keep + num_tokens
-        for facts in waiting:
-            if facts.index >= self._next_index:
-                self._joined[facts.index] = (facts.arrival_s, facts.service_s)
+        # Those who are new are the last.
+        first = len(waiting)
+        while first and waiting[first - 1].index >= self._next_index:
+            first -= 1
+        for facts in waiting[first:]:
+            self._joined[facts.index] = (facts.arrival_s, facts.service_s)
         if waiting:
             self._next_index = max(self._next_index, waiting[-1].index + 1)
         self._last, self._last_s = current, now_s
 
-    def _serve(self, gone: set[int], current: dict[int, tuple[float, int]]) -> None:
+    def _serve(self, gone: set[int], current: dict[int, WaitingFacts]) -> None:
         """Pair those that left with the oldest that joined."""
         for index in gone & self._joined.keys():
             arrival_s, _ = self._joined[index]
-            self._joined[index] = (arrival_s, self._last[index][0])
+            self._joined[index] = (arrival_s, self._last[index].service_s)
         for _ in range(len(gone)):
             index = next(iter(self._joined))
             arrival_s, service_s = self._joined.pop(index)
             # They left when the last arrangement was made, not when it was missed.
             if index in current:
-                service_s = current[index][0]
+                service_s = current[index].service_s
             wait_s = self._last_s - arrival_s + service_s
             self._ring_s[self._num_pairs % len(self._ring_s)] = wait_s
             self._num_pairs += 1
