@@ -21,7 +21,7 @@ from sgl_tiered.sim.spec import SimSpec
 from sgl_tiered.sim.synthetic import shared_prefixes
 from sgl_tiered.sim.times import times_of_profile
 
-__all__ = ["Case", "synthetic_cases", "trace_cases"]
+__all__ = ["Case", "shaken", "synthetic_cases", "trace_cases"]
 
 PAGE = 16
 GB = 1e9
@@ -245,30 +245,59 @@ def synthetic_cases(scale: float = 1.0) -> list[Case]:
 
 
 def trace_cases(mooncake: Path | None, weka: Path | None, scale: float) -> list[Case]:
-    """Return the cases of the traces that are given."""
+    """Return the cases of the traces that are given; a seed is a window of the trace.
+
+    Windows follow each other from the trace's beginning, as many as it has, up to
+    three; the server is empty at the start of each.
+    """
     cases = []
     if mooncake is not None:
-        trace = read_mooncake(mooncake, limit=max(int(4_000 * scale), 40))
+        windows = _windows(read_mooncake(mooncake), max(int(4_000 * scale), 40))
         cases += [
-            _trace_case("mooncake, 0.9/s", trace, 0.9),
-            _trace_case("mooncake, 1.2/s", trace, 1.2),
+            _trace_case("mooncake, 0.9/s", windows, 0.9),
+            _trace_case("mooncake, 1.2/s", windows, 1.2),
         ]
     if weka is not None:
         trace = read_weka(weka, max_prompt_tokens=128_000)
-        requests = trace.requests[: max(int(3_000 * scale), 40)]
-        trace = Trace(trace.name, trace.block_tokens, requests)
-        cases.append(_trace_case("weka dev", trace, 1.0, sessions=True))
+        windows = _windows(trace, max(int(3_000 * scale), 40))
+        cases.append(_trace_case("weka dev", windows, 1.0, sessions=True))
     return cases
 
 
+def _windows(trace: Trace, num_requests: int) -> list[Trace]:
+    """Return up to three windows of so many requests, each with a clock from 0."""
+    windows = []
+    num = min(max(len(trace.requests) // num_requests, 1), 3)
+    for first in range(0, num * num_requests, num_requests):
+        requests = trace.requests[first : first + num_requests]
+        start_s = requests[0].arrival_s
+        moved = [replace(r, arrival_s=r.arrival_s - start_s) for r in requests]
+        windows.append(Trace(trace.name, trace.block_tokens, tuple(moved)))
+    return windows
+
+
 def _trace_case(
-    name: str, trace: Trace, rate_per_s: float, *, sessions: bool = False
+    name: str, windows: list[Trace], rate_per_s: float, *, sessions: bool = False
 ) -> Case:
     def make(seed: int) -> tuple[ServerConfig, SimWorkload]:
-        del seed
         spec = SimSpec(rate=rate_per_s, page_size=PAGE, sessions=sessions)
-        load = from_trace(trace, spec)
         config = server(412_000, 1_000_000, 8_000_000)
-        return replace(config, scheduler=replace(config.scheduler)), load
+        return config, from_trace(windows[seed], spec)
 
-    return Case(name, True, False, make, num_seeds=1)
+    return Case(name, True, False, make, num_seeds=len(windows))
+
+
+def shaken(load: SimWorkload, seed: int) -> SimWorkload:
+    """Return the same load with every request sent up to a millisecond later.
+
+    What changes then in a figure is chance: which requests share a pass, who is just
+    before whom. A difference between two orders that is no larger says nothing.
+    """
+    late_s = np.random.default_rng(seed).uniform(0.0, 1e-3, size=len(load.requests))
+    requests = tuple(
+        replace(request, arrival_s=request.arrival_s + late)
+        if request.after < 0
+        else replace(request, think_s=request.think_s + late)
+        for request, late in zip(load.requests, late_s.tolist(), strict=True)
+    )
+    return replace(load, requests=requests)

@@ -100,8 +100,11 @@ class CostOrder:
             return list(range(len(waiting)))
         service_s = np.array([facts.service_s for facts in waiting])
         arrival_s = np.array([facts.arrival_s for facts in waiting])
-        new_tokens = np.array([facts.num_new_tokens for facts in waiting])
-        cost_s = service_s + self._shadow.held_token_s * new_tokens
+        # ``num_new_tokens`` of each, without a call for each.
+        new_tokens = np.array(
+            [facts.num_prompt_tokens - facts.num_device_tokens for facts in waiting]
+        )
+        cost_s = service_s + self._shadow.held_token_s * np.maximum(new_tokens, 1)
         fcfs_s = now_s - arrival_s + np.cumsum(cost_s)
         known = np.concatenate([self._shadow.waits_s, fcfs_s])
         level_s = 0.0

@@ -5,24 +5,29 @@ and what it says stays true for many passes. So each request is looked up once w
 joins, and a bounded number again in every pass: first those that share their beginning
 with one that was just served, as its pages are on the device now; then the head of the
 queue; then one after the other in a circle. Until its first look a request counts as
-computed whole. The engine and the simulator share this object.
+computed whole. Nor are many taken in at once: of a burst the first go to the order in
+this pass, and the others stand behind them by arrival until a later pass takes them in.
+The engine and the simulator share this object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from sgl_tiered.policies.order.base import Location, RequestOrder, WaitingFacts
 
-__all__ = ["NUM_LOOKS", "FactsSource", "Outlook", "QueueOrder"]
+__all__ = ["NUM_JOINS", "NUM_LOOKS", "FactsSource", "Outlook", "QueueOrder"]
 
 K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 K = TypeVar("K", bound=Hashable)
 
 NUM_LOOKS = 8
 """Lookups per pass, see ``benchmarks/micro/ordering.py`` for what they cost."""
+NUM_JOINS = 64
+"""Requests taken in per pass, more than one serves; what a pass adds stays bounded."""
 _NUM_HEAD = 2
 """Looks at those who would be next, of whom most of ``_HEAD`` are served by then."""
 _HEAD = 32
@@ -78,6 +83,7 @@ class QueueOrder(Generic[K]):
         order: decides.
         source: says what is known of a request.
         num_looks: lookups per pass at most, more than those at the head.
+        num_joins: requests at most that a pass takes in, 1 or more.
     """
 
     def __init__(
@@ -85,12 +91,18 @@ class QueueOrder(Generic[K]):
         order: RequestOrder,
         source: FactsSource[K],
         num_looks: int = NUM_LOOKS,
+        num_joins: int = NUM_JOINS,
     ) -> None:
         assert num_looks > _NUM_HEAD, f"{num_looks} lookups per pass"
+        assert num_joins >= 1, f"{num_joins} requests taken in per pass"
         self._order = order
         self._source = source
         self._num_looks = num_looks
+        self._num_joins = num_joins
+        # By arrival: every new entry is the last.
         self._entries: dict[K, _Entry[K]] = {}
+        # When those came that are not taken in yet, by arrival.
+        self._late: dict[K, float] = {}
         self._families: dict[Hashable, dict[K, None]] = {}
         # Keys to look up first, in this order; dicts stand for ordered sets.
         self._fresh: dict[K, None] = {}
@@ -106,7 +118,7 @@ class QueueOrder(Generic[K]):
         return self._order.name
 
     def facts(self, key: K) -> WaitingFacts | None:
-        """Return what is known of a request in the queue; None for any other."""
+        """Return what is known of a request; None of one that is not taken in."""
         entry = self._entries.get(key)
         return None if entry is None else entry.facts
 
@@ -120,28 +132,37 @@ class QueueOrder(Generic[K]):
             now_s: clock value.
         """
         self._pass_number += 1
-        entries = self._enter(keys, now_s)
+        self._forget(keys)
+        self._enter(keys, now_s)
         if self._order.needs_facts:
             self._refresh()
-        by_arrival = sorted(range(len(keys)), key=lambda i: entries[i].facts.index)
-        facts = [entries[i].facts for i in by_arrival]
+        place = {key: position for position, key in enumerate(keys)}
+        by_arrival = [place[key] for key in self._entries]
+        facts = [entry.facts for entry in self._entries.values()]
         arranged = self._order.arrange(facts, now_s, self._pass_number)
         positions = [by_arrival[i] for i in arranged]
+        positions += [place[key] for key in self._late]
         self._head = [keys[i] for i in positions[:_HEAD]]
         return positions
 
-    def _enter(self, keys: Sequence[K], now_s: float) -> list[_Entry[K]]:
-        """Forget who has left and note who has joined."""
-        known = self._entries
-        gone = known.keys() - set(keys) if known else set()
-        if gone:
-            # In order of arrival: that of a set differs from rank to rank.
-            left = [entry for entry in known.values() if entry.key in gone]
-            for entry in left:
-                self._leave(entry)
-        return [known.get(key) or self._join(key, now_s) for key in keys]
+    def _forget(self, keys: Sequence[K]) -> None:
+        """Drop who has left."""
+        here = set(keys)
+        # In order of arrival: that of a set differs from rank to rank.
+        for entry in [e for e in self._entries.values() if e.key not in here]:
+            self._leave(entry)
+        for key in [key for key in self._late if key not in here]:
+            del self._late[key]
 
-    def _join(self, key: K, now_s: float) -> _Entry[K]:
+    def _enter(self, keys: Sequence[K], now_s: float) -> None:
+        """Note who has joined, and take in the oldest of them."""
+        for key in keys:
+            if key not in self._entries:
+                self._late.setdefault(key, now_s)
+        for key in list(islice(self._late, self._num_joins)):
+            self._join(key, self._late.pop(key))
+
+    def _join(self, key: K, arrival_s: float) -> None:
         kin: Hashable = None
         if self._order.needs_facts:
             kin = self._source.kin(key)
@@ -149,11 +170,9 @@ class QueueOrder(Generic[K]):
             self._fresh[key] = None
         outlook = self._source.guess(key) if self._order.needs_facts else _UNKNOWN
         num_tokens = self._source.num_prompt_tokens(key)
-        facts = _facts(self._next_index, now_s, num_tokens, outlook)
-        entry = _Entry(key, kin, facts)
+        facts = _facts(self._next_index, arrival_s, num_tokens, outlook)
+        self._entries[key] = _Entry(key, kin, facts)
         self._next_index += 1
-        self._entries[key] = entry
-        return entry
 
     def _leave(self, entry: _Entry[K]) -> None:
         key = entry.key

@@ -84,6 +84,31 @@ def test_looks_per_pass_are_bounded() -> None:
     assert set(source.looked) == set(keys)
 
 
+def test_a_burst_is_taken_in_a_few_at_a_time() -> None:
+    """The others stand behind, by arrival, and came when they were first seen."""
+    order = Recorder()
+    queue: QueueOrder[str] = QueueOrder(order, Source(), num_joins=3)
+    keys = [f"x{n}" for n in range(8)]
+    assert queue.arrange(keys, 1.0) == list(range(8))
+    assert [f.index for f in order.seen] == [0, 1, 2]
+    # A newcomer at the front of the list is still the last to have come.
+    assert queue.arrange(["y0", *keys], 2.0) == [*range(1, 9), 0]
+    assert len(order.seen) == 6
+    queue.arrange(["y0", *keys], 3.0)
+    assert [f.arrival_s for f in order.seen] == [1.0] * 8 + [2.0]
+
+
+def test_who_leaves_before_it_is_taken_in_is_forgotten() -> None:
+    """An abort in a burst: it takes no number, and comes again as new."""
+    order = Recorder()
+    queue: QueueOrder[str] = QueueOrder(order, Source(), num_joins=1)
+    queue.arrange(["a1", "b1", "c1"], 1.0)
+    assert queue.facts("b1") is None
+    assert queue.arrange(["a1", "c1"], 2.0) == [0, 1]
+    assert queue.arrange(["b1", "c1", "a1"], 3.0) == [2, 1, 0]
+    assert [f.arrival_s for f in order.seen] == [1.0, 1.0, 3.0]
+
+
 def test_everybody_is_looked_at_again_and_again() -> None:
     """Facts change while a request waits; no request keeps its first ones for ever."""
     source = Source()

@@ -135,6 +135,15 @@ def test_the_shadow_pairs_the_first_to_leave_with_the_first_to_come() -> None:
     assert shadow.waits_s.tolist() == [3.0, 2.0 + 0.5]
 
 
+def test_the_shadow_remembers_so_many_and_no_more() -> None:
+    """The oldest wait is written over by the newest."""
+    shadow = FCFSShadow(history=2)
+    queue = [facts(n, 0.0, service_s=1.0 + n) for n in range(4)]
+    for number in range(4):
+        shadow.look(queue[number:], 0.0)
+    assert sorted(shadow.waits_s.tolist()) == [2.0, 3.0]
+
+
 def test_the_shadow_measures_what_passes_do_not_explain() -> None:
     """10 s for a request of 1 s and 100 tokens, while another waited: 9 s were
     something else, and are put down to the room that it took."""
