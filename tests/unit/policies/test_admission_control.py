@@ -121,6 +121,6 @@ def test_due_times_of_those_who_left_are_forgotten():
     for number in range(1_000):
         one = waiter(f"r{number}", 99.0, 20.0)
         subject.first_due([one.rid], lambda position, one=one: one)
-    assert len(subject._due_at_s) < 100
+    assert len(subject._waiting) < 100
     subject.forget("r999")
-    assert "r999" not in subject._due_at_s
+    assert "r999" not in subject._waiting
