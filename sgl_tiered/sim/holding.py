@@ -48,7 +48,7 @@ class Holding:
         waiting: Seq[Sequence],
         now_s: float,
     ) -> None:
-        """Begin a pass while ``running`` decode; ``begun`` is a prompt half computed."""
+        """Begin a pass while ``running`` decode; ``begun`` has part of its prompt."""
         batch = len(running)
         contexts = sum(seq.kv_tokens for seq in running) + batch
 

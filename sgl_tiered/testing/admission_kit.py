@@ -56,9 +56,7 @@ def _candidates(rng: np.random.Generator, num: int) -> list[CandidateFacts]:
     ]
 
 
-def _queue(
-    admission: AdmissionPolicy, candidates: list[CandidateFacts]
-) -> QueueFacts:
+def _queue(admission: AdmissionPolicy, candidates: list[CandidateFacts]) -> QueueFacts:
     return QueueFacts(
         [one.rid for one in candidates],
         np.array([admission.due_s(one) for one in candidates]),

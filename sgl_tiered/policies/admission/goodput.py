@@ -20,7 +20,8 @@ answers: none of a decoder that is late anyway, none of one that has time enough
 costs those that wait. One that must begin in s seconds to meet its TTFT target, what
 waits before it counted, is late with a chance taken as
 
-    G(s) = 1 - s / (caution * T_ttft), between 0 and 1,      C(n) = sum_k G(s_k - n T_step) - G(s_k)
+    G(s) = 1 - s / (caution * T_ttft), between 0 and 1
+    C(n) = sum_k G(s_k - n * T_step) - G(s_k)
 
 so one that is late anyway costs nothing either, and one that has just come little. A
 pass takes as much prefill p as leaves
@@ -55,8 +56,10 @@ PRICE = 0.1
 """Answers that a hold must save more than it costs: as Eq. 2 with one decoder, whose
 lower bound is the tenth percentile."""
 
-_STEPS: Float64s = 2.0 ** np.arange(8)
-_HALVINGS = 8
+_STEPS: Float64s = np.exp2(np.arange(8, dtype=np.float64))
+_PARTS: Float64s = np.exp2(np.linspace(-8.0, 0.0, 25))
+"""Of all that waits, the amounts of prefill that are looked at."""
+_LEAST_S = 1.0
 _TINY = 1e-9
 
 
@@ -133,34 +136,40 @@ class GoodputAdmission(SloAdmission):
 
     def _allowed(self) -> float:
         """Return how much prefill in all harms no more than it helps."""
-        step_s = self._step_s(0)
+        decoders, step_s = self._decoders, self._step_s(0)
         steps_s = _STEPS * step_s
         due_in_s, ramp_s = self._waiters[:, self._num_added :]
         costs = _pressed(due_in_s[:, None] - steps_s, ramp_s[:, None]).sum(0)
         costs -= _pressed(due_in_s, ramp_s).sum()
-        late = _chance(self._decoders, _need(self._decoders, 0.0, step_s)[:, None])
+        amounts = _PARTS * max(self._queue_s, 2.0 * self._spent_s, _LEAST_S)
         grown_s = self._step_s(self._num_added + 1)
-
-        def is_worth_it(prefill_s: float) -> bool:
-            need = _need(self._decoders, prefill_s, grown_s)
-            spared = _chance(self._decoders, np.minimum(need[:, None], _STEPS + 1.0))
-            saved = np.maximum(spared - late, 0.0).sum(0)
-            return bool((saved - costs).max() <= self._price)
-
-        low, high = 0.0, max(self._queue_s, 2.0 * self._spent_s, 1.0)
-        if is_worth_it(high):
+        late = _chance(decoders, _need(decoders, np.zeros(1), step_s))
+        then = _chance(decoders, _need(decoders, amounts, grown_s))
+        ended = _chance(
+            decoders, np.broadcast_to(_STEPS + 1.0, (len(late), len(_STEPS)))
+        )
+        # F rises, so F(min(a, b)) is the lesser of F(a) and F(b).
+        saved = np.minimum(then[:, :, None], ended[:, None, :]) - late[:, :, None]
+        worth = np.maximum(saved, 0.0).sum(0) - costs
+        is_held = worth.max(1) > self._price
+        if not is_held.any():
             return NO_TARGET
-        if not is_worth_it(0.0):
-            return 0.0
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2.0
-            low, high = (middle, high) if is_worth_it(middle) else (low, middle)
-        return low
+        first = int(is_held.argmax())
+        return float(amounts[first - 1]) if first else 0.0
 
 
-def _need(decoders: Float64s, lost_s: float, step_s: float) -> Float64s:
-    """Return the tokens that each must have left to make up for a loss, float64 [n]."""
-    behind_s, tpot_s = decoders[:2]
+def _need(decoders: Float64s, lost_s: Float64s, step_s: float) -> Float64s:
+    """Return the tokens that each must have left to make up for losses.
+
+    Args:
+        decoders: float64 [5, n].
+        lost_s: float64 [m].
+        step_s: what a step takes.
+
+    Returns:
+        float64 [n, m].
+    """
+    behind_s, tpot_s = decoders[:2, :, None]
     need: Float64s = (behind_s + lost_s) / np.maximum(tpot_s - step_s, _TINY)
     return need
 
