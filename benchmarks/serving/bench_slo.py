@@ -45,6 +45,8 @@ CHUNK_TOKENS = 2_048
 PROMPTS = (400.0, 0.7, 64, 1_600)
 ANSWERS = (40.0, 0.8, 8, 160)
 """Median, sigma of the logarithm, least and most tokens."""
+CV = 1.0
+ADMISSIONS = ("slo", "goodput")
 ALONE = 15
 
 
@@ -260,7 +262,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench-slo"))
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument("--rate", type=float, help="requests/s; default: it is found")
-    parser.add_argument("--admission", choices=ADMISSIONS[1:], default="slo")
+    parser.add_argument("--admission", choices=ADMISSIONS, default="slo")
     parser.add_argument("--cv", type=float, default=CV, help="of the arrivals' gaps")
     parser.add_argument("--requests", type=int, default=120, help="of each run")
     parser.add_argument("--pairs", type=int, default=5)
