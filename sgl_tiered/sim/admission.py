@@ -109,7 +109,7 @@ class Admission:
         if self._lower is not None:
             self._lower.begin_pass()
         if self._holding is not None:
-            self._holding.begin_pass(running, now_s)
+            self._holding.begin_pass(running, self.chunked, waiting, now_s)
         if not self._is_vllm:
             self._reserved = self.ratio.reserved_tokens(running)
         if self.chunked is not None:

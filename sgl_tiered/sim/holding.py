@@ -41,8 +41,14 @@ class Holding:
         """Whether anything may be held."""
         return self.control.is_on
 
-    def begin_pass(self, running: Seq[Sequence], now_s: float) -> None:
-        """Begin a pass while these requests decode."""
+    def begin_pass(
+        self,
+        running: Seq[Sequence],
+        begun: Sequence | None,
+        waiting: Seq[Sequence],
+        now_s: float,
+    ) -> None:
+        """Begin a pass while ``running`` decode; ``begun`` has part of its prompt."""
         batch = len(running)
         contexts = sum(seq.kv_tokens for seq in running) + batch
 
@@ -52,6 +58,11 @@ class Holding:
 
         facts = [self._facts(seq, now_s) for seq in running]
         self.control.begin_pass(facts, step_s, now_s)
+        queue = [*waiting] if begun is None else [begun, *waiting]
+        self.control.see_queue(
+            [str(seq.index) for seq in queue],
+            lambda n: self._waiter(queue[n], queue[n].kv_tokens),
+        )
 
     def due_first(self, waiting: list[Sequence]) -> list[Sequence]:
         """Return the queue with the most overdue request, if any, at its head."""

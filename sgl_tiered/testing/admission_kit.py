@@ -17,6 +17,7 @@ from sgl_tiered.policies.admission.base import (
     NO_TARGET,
     AdmissionPolicy,
     CandidateFacts,
+    QueueFacts,
     RunningFacts,
 )
 from sgl_tiered.policies.length.base import LengthPrediction
@@ -55,6 +56,15 @@ def _candidates(rng: np.random.Generator, num: int) -> list[CandidateFacts]:
     ]
 
 
+def _queue(admission: AdmissionPolicy, candidates: list[CandidateFacts]) -> QueueFacts:
+    return QueueFacts(
+        [one.rid for one in candidates],
+        np.array([admission.due_s(one) for one in candidates]),
+        np.array([one.ttft_slo_s for one in candidates]),
+        np.array([one.prefill_s for one in candidates]),
+    )
+
+
 class AdmissionKit:
     """What an engine relies on, whatever an admission protects."""
 
@@ -76,7 +86,9 @@ class AdmissionKit:
         for turn in range(30):
             running = _decoders(rng, num_decoders)
             admission.begin_pass(running, lambda n: 0.02 + 0.001 * n, turn * 0.5)
-            for candidate in _candidates(rng, 10):
+            candidates = _candidates(rng, 10)
+            admission.see_queue(_queue(admission, candidates))
+            for candidate in candidates:
                 allowed_s = admission.judge(candidate)
                 found.append(allowed_s)
                 if candidate.prefill_s < allowed_s:

@@ -24,6 +24,13 @@ class TestSlo(AdmissionKit):
         return make_admission("slo")
 
 
+class TestGoodput(AdmissionKit):
+    """goodput."""
+
+    def make_admission(self) -> AdmissionPolicy:
+        return make_admission("goodput")
+
+
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_every_registered_admission_has_a_kit(name: str) -> None:
     """An admission that a flag can name is checked above."""

@@ -1,6 +1,7 @@
 """SLO admission on a real engine: who is held is answered as if nobody was."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,17 +26,21 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 # With the overlap schedule, and prompts of several chunks.
 CASE = Case(16, chunk_tokens=256)
 POOL_TOKENS = 32_768
-FLAGS = ("--tiered-admission=slo", "--tiered-slo-ttft=30")
+SETTINGS = {"slo": ("slo", ()), "mixed": ("goodput", ("--enable-mixed-chunk",))}
+"""Admission, and flags of SGLang: chunks beside decode steps, or with them."""
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 20, 1_000, 8
 GUARDED_TOKENS = 400
 ATTEMPTS = 6
 
 
-@pytest.fixture
-def server(servers, model):
+@pytest.fixture(params=SETTINGS)
+def server(request, servers, model):
     """A server on which TTFT has a target and TPOT only where a request asks."""
+    admission, flags = SETTINGS[request.param]
     device = CASE.device(model, POOL_TOKENS)
-    return servers.get(tiered_spec(device, Tiers(64 * MB), "slo", FLAGS))
+    device = replace(device, flags=device.flags + flags)
+    ours = (f"--tiered-admission={admission}", "--tiered-slo-ttft=30")
+    return servers.get(tiered_spec(device, Tiers(64 * MB), request.param, ours))
 
 
 @pytest.fixture(scope="module")

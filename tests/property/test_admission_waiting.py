@@ -1,13 +1,17 @@
 """Nobody starves under the SLO admission: the bound that its docstring states."""
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_tiered.policies.admission.base import (
     NO_TARGET,
     CandidateFacts,
+    QueueFacts,
     RunningFacts,
 )
+from sgl_tiered.policies.admission.goodput import GoodputAdmission
 from sgl_tiered.policies.admission.slo import SloAdmission
 from sgl_tiered.policies.length.base import LengthPrediction
 
@@ -28,20 +32,37 @@ requests = st.lists(
 )
 
 
-def impatient(now_s: float) -> RunningFacts:
+def impatient(median: int) -> RunningFacts:
     """A decoder that can spare nothing, ever, and is never given up."""
     past = 100
     past_s = 0.05 * (past + 1) - STEP_S
-    return RunningFacts("d", past, past_s, 0.05, LengthPrediction(101, 10_000, 20_000))
+    prediction = LengthPrediction(101, median, 2 * median - 101)
+    return RunningFacts("d", past, past_s, 0.05, prediction)
 
 
+def queue_of(waiting: list[CandidateFacts], policy: SloAdmission) -> QueueFacts:
+    """Return what the policy is told of them."""
+    return QueueFacts(
+        [one.rid for one in waiting],
+        np.array([policy.due_s(one) for one in waiting]),
+        np.array([one.ttft_slo_s for one in waiting]),
+        np.array([one.prefill_s for one in waiting]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "median"), [(SloAdmission, 10_000), (GoodputAdmission, 101)]
+)
 @given(requests, st.sampled_from([0.25, 0.5, 0.8, 1.0]))
-def test_waiting_is_bounded(drawn: list[Request], due_share: float) -> None:
+def test_waiting_is_bounded(
+    kind: type[SloAdmission], median: int, drawn: list[Request], due_share: float
+) -> None:
     """Each has its first token W / share + a pass and a step after it became due.
 
-    The decoders never have time for anyone, so all are let in because they are due.
+    The decoders never have time for anyone, so under ``slo`` all are let in because
+    they are due, and under ``goodput`` because of that or because too many wait.
     """
-    policy = SloAdmission(due_share, HOLD_LIMIT_S)
+    policy = kind(due_share=due_share, hold_limit_s=HOLD_LIMIT_S)
     arrivals, at_s = [], 0.0
     for gap_s, ttft_s, prefill_s in drawn:
         at_s += gap_s
@@ -65,13 +86,15 @@ def test_waiting_is_bounded(drawn: list[Request], due_share: float) -> None:
             arrival_s, ttft_s, prefill_s = arrivals[n]
             return CandidateFacts(str(n), now_s - arrival_s, ttft_s, prefill_s)
 
-        policy.begin_pass([impatient(now_s)], lambda num_added: STEP_S, now_s)
+        policy.begin_pass([impatient(median)], lambda num_added: STEP_S, now_s)
         waiting.sort(key=lambda n: (policy.due_s(facts(n)), n))
+        policy.see_queue(queue_of([facts(n) for n in waiting], policy))
         spent_s = 0.0
         for n in waiting:
             if policy.judge(facts(n)) <= facts(n).prefill_s:
                 break
-            assert policy.took(facts(n), facts(n).prefill_s)
+            was_due = policy.took(facts(n), facts(n).prefill_s)
+            assert was_due or kind is GoodputAdmission
             spent_s += facts(n).prefill_s
             ended[n] = now_s + spent_s
         now_s += spent_s or STEP_S

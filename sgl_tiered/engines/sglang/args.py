@@ -234,7 +234,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="Which prefill may delay requests that decode: all (none, default), "
-            "or as much as their TPOT targets allow (slo).",
+            "as much as their TPOT targets allow (slo), or what harms fewer requests "
+            "than a delay would (goodput).",
             choices=list(CHOICES["admission"]),
         ),
         _NS,

@@ -109,7 +109,8 @@ class TieredConfig:
             bookkeeping as well.
         calibration: file of ``sgl-tiered calibrate`` from which the planner's costs
             start; None to measure at start-up.
-        admission: none, or slo (prefill is held where decoders would be late).
+        admission: none, slo (prefill is held where decoders would be late) or goodput
+            (where that harms fewer requests than it spares).
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
     """
 

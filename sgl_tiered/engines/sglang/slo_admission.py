@@ -75,8 +75,16 @@ class ServedAdmission:
         # Launch, batch and contexts of the step before, if it was a decode step.
         self._step: tuple[int, float, int, int] | None = None
 
-    def begin_pass(self, running: list[Any]) -> None:
-        """Begin a pass while these requests of SGLang decode."""
+    def begin_pass(
+        self, running: list[Any], begun: Any | None, waiting: list[Any]
+    ) -> None:
+        """Begin a pass.
+
+        Args:
+            running: SGLang's requests that decode.
+            begun: whose prompt is computed in part; None for nobody.
+            waiting: the queue.
+        """
         now_s = self._clock.now()
         reqs = [req for req in running if not req.finished()]
         batch, contexts = len(reqs), _context_tokens(reqs)
@@ -87,6 +95,11 @@ class ServedAdmission:
 
         facts = [self._facts(req, now_s) for req in reqs]
         self.control.begin_pass(facts, step_s, now_s)
+        queue = waiting if begun is None else [begun, *waiting]
+        self.control.see_queue(
+            [req.rid for req in queue],
+            lambda n: self._waiter(queue[n], 0),
+        )
 
     def bring_due_first(self, waiting: list[Any]) -> None:
         """Move the most overdue request, if any is due, to the head of the queue."""
@@ -232,7 +245,9 @@ def _slo_adder_class(
             super().__init__(*args, **kwargs)
             self.chunked_req_limit: int | None
             batch = self.running_batch
-            admission.begin_pass([] if batch is None else batch.reqs)
+            running = [] if batch is None else batch.reqs
+            begun = scheduler.chunked_req
+            admission.begin_pass(running, begun, scheduler.waiting_queue)
             # Priorities are the operator's word on who may overtake whom.
             if not scheduler.enable_priority_scheduling:
                 admission.bring_due_first(scheduler.waiting_queue)

@@ -4,8 +4,9 @@ Every prefill pass makes the decoding requests wait. An admission says, pass by 
 for how many seconds; a request that would take longer is held, which keeps its place
 in the queue. All times are seconds; the clock's value is handed in.
 
-One pass goes: ``begin_pass``, then for each candidate in the queue's order ``judge``
-and, if (a part of) it is taken, ``took``. The same calls give the same answers.
+One pass goes: ``begin_pass``, ``see_queue`` if the policy wants to know who waits, then
+for each candidate in the queue's order ``judge`` and, if (a part of) it is taken,
+``took``. The same calls give the same answers.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from sgl_tiered.policies.length.base import LengthPrediction
 
 __all__ = [
     "NO_TARGET",
     "AdmissionPolicy",
     "CandidateFacts",
+    "Float64s",
+    "QueueFacts",
     "RunningFacts",
     "StepTime",
 ]
@@ -29,6 +35,8 @@ NO_TARGET = float("inf")
 
 StepTime = Callable[[int], float]
 """Seconds of a decode step once so many more requests take part."""
+
+Float64s = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,23 @@ class CandidateFacts:
     is_resumed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class QueueFacts:
+    """All that wait, in the queue's order.
+
+    Attributes:
+        rids: their names.
+        due_in_s: ``due_s`` of each, float64 [n].
+        ttft_slo_s: target of each, ``NO_TARGET`` for none, float64 [n].
+        prefill_s: predicted time of what is left of each prefill, float64 [n].
+    """
+
+    rids: Sequence[str]
+    due_in_s: Float64s
+    ttft_slo_s: Float64s
+    prefill_s: Float64s
+
+
 @runtime_checkable
 class AdmissionPolicy(Protocol):
     """Decides how much prefill goes into a pass."""
@@ -99,6 +124,11 @@ class AdmissionPolicy(Protocol):
         """Whether it looks at anything; without, nothing need be gathered."""
         ...
 
+    @property
+    def needs_queue(self) -> bool:
+        """Whether it wants ``see_queue`` after each ``begin_pass``."""
+        ...
+
     def begin_pass(
         self, running: Sequence[RunningFacts], step_s: StepTime, now_s: float
     ) -> None:
@@ -109,6 +139,10 @@ class AdmissionPolicy(Protocol):
             step_s: of their next step.
             now_s: never earlier than in the pass before.
         """
+        ...
+
+    def see_queue(self, queue: QueueFacts) -> None:
+        """Take in who waits, candidates of this pass included."""
         ...
 
     def judge(self, candidate: CandidateFacts) -> float:

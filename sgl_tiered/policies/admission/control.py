@@ -6,13 +6,16 @@ are seconds of one clock. Used on one thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from sgl_tiered.policies.admission.base import (
     NO_TARGET,
     AdmissionPolicy,
     CandidateFacts,
+    QueueFacts,
     RunningFacts,
     StepTime,
 )
@@ -78,7 +81,8 @@ class AdmissionControl:
         self._page_tokens = page_tokens
         self._least_tokens = max(least_piece_tokens, page_tokens)
         self._now_s = 0.0
-        self._due_at_s: dict[str, float] = {}
+        # When each waiting request is due, its TTFT target and its prefill's time.
+        self._waiting: dict[str, tuple[float, float, float]] = {}
 
     @property
     def is_on(self) -> bool:
@@ -92,6 +96,24 @@ class AdmissionControl:
         self._now_s = now_s
         self.policy.begin_pass(running, step_s, now_s)
 
+    def see_queue(
+        self, rids: Sequence[str], waiter_of: Callable[[int], Waiter]
+    ) -> None:
+        """Tell the policy who waits, if it wants to know.
+
+        Args:
+            rids: of all that wait, in the queue's order; one whose prompt is begun
+                comes first.
+            waiter_of: describes one of them, by position; asked once for each.
+        """
+        if not self.policy.needs_queue:
+            return
+        known = np.array(self._known(rids, waiter_of), np.float64).reshape(-1, 3)
+        due_at_s, ttft_slo_s, prefill_s = known.T
+        self.policy.see_queue(
+            QueueFacts(rids, due_at_s - self._now_s, ttft_slo_s, prefill_s)
+        )
+
     def first_due(
         self, rids: Sequence[str], waiter_of: Callable[[int], Waiter]
     ) -> int | None:
@@ -102,18 +124,12 @@ class AdmissionControl:
             waiter_of: describes one of them, by position.
         """
         first, first_at_s = None, self._now_s
-        due_at_s = self._due_at_s
-        for position, rid in enumerate(rids):
-            at_s = due_at_s.get(rid)
-            if at_s is None:
-                at_s = self._note_due(waiter_of(position))
+        for position, (at_s, _, _) in enumerate(self._known(rids, waiter_of)):
             if at_s <= first_at_s:
                 # Of two that are due since the same moment, the one ahead.
                 if at_s == first_at_s and first is not None:
                     continue
                 first, first_at_s = position, at_s
-        if len(due_at_s) > 2 * len(rids) + _SPARE:
-            self._forget_others(rids)
         return first
 
     def fit(
@@ -138,7 +154,7 @@ class AdmissionControl:
             ``num_tokens``, fewer if ``can_cut``, or 0: it is held.
         """
         candidate = self._candidate(waiter)
-        self._note_due(waiter)
+        self._note(waiter)
         left_s = self.policy.judge(candidate)
         least = self._least_tokens if can_cut else num_tokens
         part = piece_tokens(pass_s, num_tokens, left_s, self._page_tokens, least)
@@ -151,7 +167,7 @@ class AdmissionControl:
 
     def forget(self, rid: str) -> None:
         """Forget when a request is due: it has been admitted whole, or has left."""
-        self._due_at_s.pop(rid, None)
+        self._waiting.pop(rid, None)
 
     def _candidate(self, waiter: Waiter) -> CandidateFacts:
         return CandidateFacts(
@@ -162,12 +178,22 @@ class AdmissionControl:
             waiter.is_resumed,
         )
 
-    def _note_due(self, waiter: Waiter) -> float:
+    def _known(
+        self, rids: Sequence[str], waiter_of: Callable[[int], Waiter]
+    ) -> list[tuple[float, float, float]]:
+        """Return the entry of each, made at its first time."""
+        waiting = self._waiting
+        for position, rid in enumerate(rids):
+            if rid not in waiting:
+                self._note(waiter_of(position))
+        known = [waiting[rid] for rid in rids]
+        if len(waiting) > 2 * len(rids) + _SPARE:
+            self._waiting = dict(zip(rids, known, strict=True))
+        return known
+
+    def _note(self, waiter: Waiter) -> None:
         due_s = self.policy.due_s(self._candidate(waiter))
         at_s = self._now_s + due_s if due_s < NO_TARGET else NO_TARGET
-        self._due_at_s[waiter.rid] = at_s
-        return at_s
-
-    def _forget_others(self, rids: Iterable[str]) -> None:
-        names = set(rids)
-        self._due_at_s = {k: v for k, v in self._due_at_s.items() if k in names}
+        # One that decoded before has met or missed its TTFT already.
+        ttft_slo_s = NO_TARGET if waiter.is_resumed else waiter.ttft_slo_s
+        self._waiting[waiter.rid] = (at_s, ttft_slo_s, waiter.prefill_s)

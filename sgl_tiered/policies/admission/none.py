@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sgl_tiered.policies.admission.base import (
     NO_TARGET,
     CandidateFacts,
+    QueueFacts,
     RunningFacts,
     StepTime,
 )
@@ -19,10 +20,14 @@ class NoAdmission:
 
     name = "none"
     needs_facts = False
+    needs_queue = False
 
     def begin_pass(
         self, running: Sequence[RunningFacts], step_s: StepTime, now_s: float
     ) -> None:
+        """Do nothing."""
+
+    def see_queue(self, queue: QueueFacts) -> None:
         """Do nothing."""
 
     def judge(self, candidate: CandidateFacts) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgl_tiered.policies.admission.base import AdmissionPolicy
+from sgl_tiered.policies.admission.goodput import GoodputAdmission
 from sgl_tiered.policies.admission.none import NoAdmission
 from sgl_tiered.policies.admission.slo import SloAdmission
 from sgl_tiered.policies.by_name import maker_of
@@ -16,6 +17,7 @@ NO_ADMISSION = NoAdmission.name
 _MAKERS: dict[str, Callable[[], AdmissionPolicy]] = {
     "none": NoAdmission,
     "slo": SloAdmission,
+    "goodput": GoodputAdmission,
 }
 
 ADMISSIONS: tuple[str, ...] = tuple(_MAKERS)

@@ -37,11 +37,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from sgl_tiered.policies.admission.base import (
     NO_TARGET,
     CandidateFacts,
+    Float64s,
+    QueueFacts,
     RunningFacts,
     StepTime,
 )
@@ -56,7 +57,6 @@ HOPE = 0.1
 """Steps and lengths are predicted with errors of this size; without it a decoder with
 little to spare would be given up by the first slow step, and lost by what follows."""
 
-Float64s = npt.NDArray[np.float64]
 _NONE: Float64s = np.zeros(0)
 
 
@@ -70,6 +70,7 @@ class SloAdmission:
 
     name = "slo"
     needs_facts = True
+    needs_queue = False
 
     def __init__(
         self, due_share: float = DUE_SHARE, hold_limit_s: float = HOLD_LIMIT_S
@@ -107,6 +108,9 @@ class SloAdmission:
             future.append(num_future)
         self._slack_s = np.array(slack, np.float64) if slack else _NONE
         self._num_future = np.array(future, np.float64) if future else _NONE
+
+    def see_queue(self, queue: QueueFacts) -> None:
+        """Do nothing: Algorithm 1 looks at one request after the other."""
 
     def judge(self, candidate: CandidateFacts) -> float:
         """Return what Eq. 2 leaves for it; infinity for one that is due."""

@@ -103,7 +103,9 @@ class Rig:
         past_s = TPOT_S * 50 - STEP_S * 40 - slack_s
         self.running = [request("d", 10, 11, self.clock.now() - past_s)]
         self.scheduler = SimpleNamespace(
-            waiting_queue=[], enable_priority_scheduling=priorities
+            waiting_queue=[],
+            chunked_req=None,
+            enable_priority_scheduling=priorities,
         )
         self.num_told = 0
         self.make = _slo_adder_class(

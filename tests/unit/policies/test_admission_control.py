@@ -1,9 +1,12 @@
 """Parts of prompts, and who is brought to the head."""
 
+from dataclasses import replace
+
 import pytest
 
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
 from sgl_tiered.policies.admission.control import AdmissionControl, Waiter
+from sgl_tiered.policies.admission.goodput import GoodputAdmission
 from sgl_tiered.policies.admission.none import NoAdmission
 from sgl_tiered.policies.admission.pieces import piece_tokens
 from sgl_tiered.policies.admission.slo import SloAdmission
@@ -114,6 +117,33 @@ def test_nobody_is_due_yet():
     assert subject.first_due(rids, waiting.__getitem__) == 0
 
 
+def test_the_queue_is_told_to_who_wants_it():
+    """Times from now on; one that decoded before has no TTFT to miss any more."""
+    policy = GoodputAdmission()
+    told = []
+    policy.see_queue = told.append
+    subject = control(policy)
+    begin(subject, 0.0)
+    waiting = [
+        waiter("a", 99.0, 20.0),
+        replace(waiter("b", 90.0, 20.0, 2.0), is_resumed=True),
+    ]
+    subject.see_queue(["a", "b"], waiting.__getitem__)
+    subject.see_queue([], waiting.__getitem__)
+    assert list(told[0].rids) == ["a", "b"]
+    assert told[0].due_in_s.tolist() == [18.5, 0.0]
+    assert told[0].ttft_slo_s.tolist() == [20.0, NO_TARGET]
+    assert told[0].prefill_s.tolist() == [0.5, 2.0]
+    assert told[1].due_in_s.shape == (0,)
+
+
+def test_the_queue_is_not_looked_at_for_others():
+    """Algorithm 1 needs no more than one candidate."""
+    subject = control()
+    begin(subject, 0.0)
+    subject.see_queue(["a"], pytest.fail)
+
+
 def test_due_times_of_those_who_left_are_forgotten():
     """Memory is bounded by the queue, not by the server's life."""
     subject = control()
@@ -121,6 +151,6 @@ def test_due_times_of_those_who_left_are_forgotten():
     for number in range(1_000):
         one = waiter(f"r{number}", 99.0, 20.0)
         subject.first_due([one.rid], lambda position, one=one: one)
-    assert len(subject._due_at_s) < 100
+    assert len(subject._waiting) < 100
     subject.forget("r999")
-    assert "r999" not in subject._due_at_s
+    assert "r999" not in subject._waiting
