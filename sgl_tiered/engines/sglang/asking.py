@@ -49,8 +49,9 @@ __all__ = [
 
 MAX_OPEN = 2
 """Questions at a time."""
-PATIENCE_PASSES = 16
-"""So often SGLang may look at its queue without taking a question from it."""
+PATIENCE_PASSES = 256
+"""So often SGLang may pass a question in its queue by: a pool that is full takes nobody
+until an answer ends. One whose request is over is given up at once."""
 LEAST_ALLOWED_TOKENS = 4 * MAX_REPLY_TOKENS
 """A request that allows less has not much to foretell, and asking costs as much."""
 _FREE_SLOTS = 2
@@ -214,7 +215,7 @@ class LengthAsks:
         num_free = scheduler.get_num_allocatable_reqs(
             len(running.reqs), running_batch=running
         )
-        if running.batch_is_full or num_free < _FREE_SLOTS:
+        if num_free < _FREE_SLOTS:
             return
         limit = scheduler.max_queued_requests
         if limit is None or len(queue) + 1 < limit:
@@ -272,6 +273,9 @@ class LengthAsks:
         # Nobody will send a question's tokens again.
         ours.skip_radix_cache_insert = True
         queue.insert(0, ours)
+        # SGLang looks at its queue no more while the pool is full for those in it; a
+        # question is small, and may fit.
+        scheduler.running_batch.batch_is_full = False
 
     def _lose_patience(self, queue: list[Any]) -> None:
         for rid, ask in list(self._open.items()):

@@ -242,21 +242,21 @@ def test_nobody_is_asked_while_nobody_waits(rig: Rig) -> None:
 
 
 def test_no_slot_is_taken_from_those_that_wait(rig: Rig) -> None:
-    """One free slot is theirs, and so is a pool that SGLang calls full."""
+    """One free slot is theirs, and so is the last place in a bounded queue; but what is
+    full for them may have room for a question."""
     rig.runs("r")
     rig.waits()
     rig.scheduler.num_slots = 2
     rig.asks.between_passes()
     rig.scheduler.num_slots = 8
-    rig.scheduler.running_batch.batch_is_full = True
-    rig.asks.between_passes()
-    rig.scheduler.running_batch.batch_is_full = False
     rig.scheduler.max_queued_requests = 2
     rig.asks.between_passes()
     assert len(rig.scheduler.waiting_queue) == 1
     rig.scheduler.max_queued_requests = None
+    rig.scheduler.running_batch.batch_is_full = True
     rig.asks.between_passes()
     assert len(rig.scheduler.waiting_queue) == 2
+    assert not rig.scheduler.running_batch.batch_is_full
 
 
 def test_few_are_open_and_each_is_asked_about_once(rig: Rig) -> None:
