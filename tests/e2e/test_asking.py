@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
 KEY = "a-secret"
 PROMPT_TOKENS = 200
-ANSWER_TOKENS = 64
+ANSWER_TOKENS = 52
 NUM_REQUESTS = 8
 PATHS = ("/tiered/stats", "/tiered/explain?last=1", "/tiered/explain/mine")
 
@@ -84,12 +84,12 @@ def test_questions_are_asked_and_nobody_notices(server):
 
     listed = server.get("/tiered/explain?last=100")
     assert {one["rid"] for one in listed} >= {a["meta_info"]["id"] for a in answers}
-    assert not any(one["rid"].startswith("tiered-length") for one in listed)
+    assert not any(one["rid"].startswith("length-question") for one in listed)
     bills = [one["length_asked"] for one in listed if "length_asked" in one]
     assert len(bills) == asking["num_asked"]
     assert sum(bill["output_tokens"] for bill in bills) == asking["output_tokens"]
     log = server.log_path.read_text(errors="replace")
-    assert "tiered-length" not in log
+    assert "length-question" not in log
     # Other batches round differently; the first tokens are far from a tie.
     alone = generate(server, 0, 4)
     assert alone["output_ids"] == answers[0]["output_ids"][:4]

@@ -260,7 +260,7 @@ class LengthAsks:
         if len(prompt) + MAX_REPLY_TOKENS >= scheduler.max_req_input_len:
             return
         self._num_named += 1
-        name = f"tiered-length-{self._num_named}-".encode()
+        name = f"length-question-{self._num_named}-".encode()
         rid = name.decode() + hashlib.blake2b(name + self._secret).hexdigest()[:32]
         self._open[rid] = _Open(req, self._clock.now(), len(prompt))
         scheduler.handle_generate_request(self._make(req, rid, prompt))
