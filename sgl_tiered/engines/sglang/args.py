@@ -161,8 +161,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Arg(
             help="How answer lengths are predicted: none (default), online (learned "
             "from the answers that end), constant:N, oracle (experiments: requests say "
-            "it in custom_params) or llm (like online, and requests carry what the "
-            "model was asked)."
+            "it in custom_params) or llm (like online, and while requests wait the "
+            "model is asked for the lengths of its own answers)."
         ),
         _NS,
     ] = None

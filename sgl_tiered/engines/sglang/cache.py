@@ -345,6 +345,8 @@ class TieredRadixCache(UnifiedRadixCache):
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if up_to >= len(req.origin_input_ids):
             self.tiered.ledger.first_token(req.rid)
+            if self.tiered.lengths is not None:
+                self.tiered.lengths.computed(req)
         state = self.tiered.coordinator.state(req.rid)
         if state is not None:
             self._count(req, state)
@@ -364,7 +366,7 @@ class TieredRadixCache(UnifiedRadixCache):
         """Forget a request that ended in the queue."""
         super().release_aborted_request(request)
         if self.tiered.lengths is not None:
-            self.tiered.lengths.book.left(request.rid)
+            self.tiered.lengths.left(request.rid)
         if any(req.rid == request.rid for req in self._in_flight):
             # Its load runs: finish_external_linker_loads ends it.
             if self.tiered.lookahead is not None:
@@ -423,7 +425,7 @@ class TieredRadixCache(UnifiedRadixCache):
             self._prefetch.between_passes(self._keys)
         if self._ahead is not None:
             self._ahead.advance()
-        self.tiered.log_if_due()
+        self.tiered.between_passes()
 
     def flush_pending_backups(self) -> None:
         """Nothing to do: offloads are submitted where they arise."""

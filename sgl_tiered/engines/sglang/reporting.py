@@ -76,6 +76,8 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
     runtime.engine_idle = idle
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
     scheduler.tree_cache.watch_queue(scheduler)
+    if runtime.lengths is not None:
+        runtime.lengths.watch(scheduler, runtime.ledger, runtime.metrics, runtime.clock)
     if runtime.config.order != "fcfs":
         clock = SharedClock(runtime.clock, group_broadcast(scheduler.tp_cpu_group))
         scheduler.policy = schedule_policy(scheduler, clock)
@@ -86,8 +88,16 @@ def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -
     del result, args, kw
     runtime = _tiered(scheduler.tree_cache)
     waiting = scheduler.waiting_queue
-    if runtime is not None and waiting and waiting[-1] is req:
+    if runtime is None or _asks_itself(runtime, req):
+        return
+    if waiting and waiting[-1] is req:
         runtime.explainer.queued(req, runtime.coordinator.state(req.rid))
+
+
+def _asks_itself(runtime: Any, req: Any) -> bool:
+    """Say whether a request is a question of ours to the model."""
+    asks = None if runtime.lengths is None else runtime.lengths.asks
+    return asks is not None and req.rid in asks
 
 
 def _note_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -127,6 +137,12 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
         __slots__ = ()
         # SGLang's Rust front end carries no such values.
         has_additional_customized_info = getattr(scheduler, "rust_server", None) is None
+
+        def stream_output(self, reqs: Any, *args: Any, **kwargs: Any) -> None:
+            """Send what clients wait for; nobody does for our own questions."""
+            asks = None if runtime.lengths is None else runtime.lengths.asks
+            theirs = reqs if asks is None else asks.without_ours(reqs)
+            super().stream_output(theirs, *args, **kwargs)
 
         def build_additional_customized_info(self, reqs: Any) -> dict[str, Any]:
             """Return what was decided for requests that end now, as ``tiered``."""

@@ -472,7 +472,13 @@ class TieredRuntime:
         snapshot["counters"] |= self.cache.stats.lost_writes()
         return {**snapshot, "occupancy": occupancy, "emulated": emulated}
 
-    def log_if_due(self) -> None:
+    def between_passes(self) -> None:
+        """Ask the model, where it is asked, and write a line if one is due."""
+        if self.lengths is not None and self.lengths.asks is not None:
+            self.lengths.asks.between_passes()
+        self._log_if_due()
+
+    def _log_if_due(self) -> None:
         """Write one line per interval in which something happened."""
         interval_s = self.config.log_interval_s
         now = self._parts.clock.now()

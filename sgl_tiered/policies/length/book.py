@@ -8,7 +8,7 @@ longer: a few times per request, not once per token. Engine and simulator share 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_tiered.policies.length.base import (
     LengthFacts,
@@ -90,6 +90,13 @@ class LengthBook:
             page.current = self.predictor.predict(page.facts, num_done)
             page.renew_at = self._next_look(page.current, num_done)
         return page.current
+
+    def said(self, rid: Hashable, num_tokens: int) -> None:
+        """Note a length that was named for a request; it is predicted anew with it."""
+        page = self._pages.get(rid)
+        if page is not None:
+            page.facts = replace(page.facts, said_tokens=num_tokens)
+            page.renew_at = 0
 
     def finished(self, rid: Hashable, num_output_tokens: int) -> None:
         """Learn from an answer that ended by itself or at its allowance."""

@@ -11,15 +11,15 @@ A model's word about itself is no measurement. So it is one context among the ot
 learned; before any is known they are taken to lie around what was said. A model that
 is wrong by a constant factor is put right, and one that guesses is not listened to.
 
-Who asks, and when, is the caller's business: a ``LengthAsker`` over any ``Ask``. Its
-cost in tokens and seconds is counted.
+Who asks, and when, is the caller's business: a ``LengthAsker`` over any ``Ask``, or an
+engine that goes on until the reply comes. What it costs is kept in an ``AskingBill``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from sgl_tiered.policies.length.base import LengthFacts, LengthPrediction
@@ -36,6 +36,7 @@ __all__ = [
     "MAX_REPLY_TOKENS",
     "QUESTION",
     "Ask",
+    "AskingBill",
     "AskingCost",
     "LLMLengths",
     "LengthAsker",
@@ -133,6 +134,7 @@ class Reply:
         num_prompt_tokens, num_output_tokens: as the server counts them.
         seconds: from sending to the end.
         error: why none came; empty if one did.
+        num_cached_tokens: of the prompt, those that were not computed again.
     """
 
     text: str
@@ -140,6 +142,7 @@ class Reply:
     num_output_tokens: int = 0
     seconds: float = 0.0
     error: str = ""
+    num_cached_tokens: int = 0
 
 
 class Ask(Protocol):
@@ -155,20 +158,47 @@ class AskingCost:
     """What asking has cost so far.
 
     Attributes:
-        num_asked: questions.
+        num_asked: questions that have ended.
         num_failed: without a reply.
         num_unclear: replies without a length.
+        num_late: when their request was over.
         prompt_tokens, output_tokens: of all questions and replies; of the prompt's
             tokens all but the question's are the request's own, which it reuses.
-        seconds: spent waiting for replies, added up.
+        cached_tokens: of the prompts, those that were not computed again.
+        seconds: from questions to their ends, added up.
     """
 
     num_asked: int = 0
     num_failed: int = 0
     num_unclear: int = 0
+    num_late: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
+
+
+class AskingBill:
+    """Reads replies, and adds up what they cost."""
+
+    def __init__(self) -> None:
+        self.cost = AskingCost()
+
+    def add(self, reply: Reply, *, is_late: bool = False) -> int:
+        """Count a reply; return the length that it names, 0 where it names none."""
+        length = 0 if reply.error else parse_length(reply.text)
+        cost = self.cost
+        self.cost = AskingCost(
+            num_asked=cost.num_asked + 1,
+            num_failed=cost.num_failed + bool(reply.error),
+            num_unclear=cost.num_unclear + (not reply.error and not length),
+            num_late=cost.num_late + is_late,
+            prompt_tokens=cost.prompt_tokens + reply.num_prompt_tokens,
+            cached_tokens=cost.cached_tokens + reply.num_cached_tokens,
+            output_tokens=cost.output_tokens + reply.num_output_tokens,
+            seconds=cost.seconds + reply.seconds,
+        )
+        return length
 
 
 class LengthAsker:
@@ -176,23 +206,16 @@ class LengthAsker:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
-        self.cost = AskingCost()
+        self._bill = AskingBill()
+
+    @property
+    def cost(self) -> AskingCost:
+        """What asking has cost so far."""
+        return self._bill.cost
 
     def length_of(self, instruction: str) -> int:
         """Return how many tokens the model expects in its answer to ``instruction``.
 
         0 where it says nothing of use; for ``LengthFacts.said_tokens`` either way.
         """
-        reply = self._ask.ask(instruction + QUESTION, MAX_REPLY_TOKENS)
-        length = 0 if reply.error else parse_length(reply.text)
-        cost = self.cost
-        self.cost = replace(
-            cost,
-            num_asked=cost.num_asked + 1,
-            num_failed=cost.num_failed + bool(reply.error),
-            num_unclear=cost.num_unclear + (not reply.error and not length),
-            prompt_tokens=cost.prompt_tokens + reply.num_prompt_tokens,
-            output_tokens=cost.output_tokens + reply.num_output_tokens,
-            seconds=cost.seconds + reply.seconds,
-        )
-        return length
+        return self._bill.add(self._ask.ask(instruction + QUESTION, MAX_REPLY_TOKENS))

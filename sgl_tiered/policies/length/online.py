@@ -27,10 +27,10 @@ for them (redistribution to the right).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -119,9 +119,16 @@ class OnlineLengths:
         total = sum(expert.trust for expert in self._experts)
         self._weights = [expert.trust / total for expert in self._experts]
         self._contexts: OrderedDict[tuple[int, Hashable], _Counts] = OrderedDict()
+        # The counts of each context are a row, so that a mixture is one product; the
+        # first row is what is known of all answers. An answer may add a context per
+        # expert before old ones make room.
+        num_rows = 1 + MAX_CONTEXTS + len(self._experts)
+        self._table: Float64s = np.zeros((num_rows, NUM_RANGES))
+        self._free = list(range(num_rows - 1, 0, -1))
         self._prior = log_normal(_PRIOR_MEDIAN_TOKENS, _PRIOR_SIGMA)
-        self._all = _Counts(self._experts[0].half_life)
-        self._p_all = self._prior
+        self._all = _Counts(self._experts[0].half_life, np.zeros(NUM_RANGES))
+        self._p_all: Float64s = self._table[0]
+        self._p_all[:] = self._prior
 
     @property
     def weights(self) -> dict[str, float]:
@@ -136,12 +143,12 @@ class OnlineLengths:
 
     def predict(self, facts: LengthFacts, num_done: int = 0) -> LengthPrediction:
         """Return percentiles of the mixture above ``num_done``; 240 ranges' work."""
-        below: list[float] = self._mixture(facts).cumsum().tolist()
+        below = self._mixture(facts).cumsum()
         done = _share_up_to(below, num_done)
-        left = below[-1] - done
-        lower, median, upper = (
-            _percentile(below, done + q * left) for q in self._quantiles
-        )
+        left = below.item(-1) - done
+        shares = [done + q * left for q in self._quantiles]
+        places = below.searchsorted(shares).tolist()
+        lower, median, upper = map(partial(_percentile, below), shares, places)
         return bounded(facts, num_done, lower, median, upper)
 
     def shares(
@@ -159,10 +166,10 @@ class OnlineLengths:
         Returns:
             One number per edge, which add up to 1.
         """
-        below: list[float] = self._mixture(facts).cumsum().tolist()
+        below = self._mixture(facts).cumsum()
         done = _share_up_to(below, num_done)
         cuts = [max(_share_up_to(below, edge - 1), done) for edge in edges[1:]]
-        cuts = [done, *cuts, max(below[-1], done)]
+        cuts = [done, *cuts, max(below.item(-1), done)]
         left = max(cuts[-1] - done, 1e-300)
         return [(b - a) / left for a, b in pairwise(cuts)]
 
@@ -184,13 +191,17 @@ class OnlineLengths:
                 continue
             counts = self._contexts.get((number, key))
             if counts is None:
-                counts = self._contexts[number, key] = _Counts(expert.half_life)
+                row = self._free.pop()
+                counts = _Counts(expert.half_life, self._table[row], row)
+                self._contexts[number, key] = counts
             self._contexts.move_to_end((number, key))
             counts.add(seen, spread)
         while len(self._contexts) > MAX_CONTEXTS:
-            self._contexts.popitem(last=False)
+            _, gone = self._contexts.popitem(last=False)
+            gone.counts[:] = 0.0
+            self._free.append(gone.row)
         self._all.add(seen, spread)
-        self._p_all = self._all.over(self._prior, _PRIOR_WEIGHT)
+        self._p_all[:] = self._all.over(self._prior, _PRIOR_WEIGHT)
 
     def _own(self, number: int, expert: Expert, facts: LengthFacts) -> _Counts | None:
         key = expert.key(facts)
@@ -202,21 +213,29 @@ class OnlineLengths:
         return expert.shape(facts)
 
     def _mixture(self, facts: LengthFacts) -> Float64s:
-        mixed = np.zeros(NUM_RANGES)
-        of_all = 0.0
+        rows, scales, of_all = [0], [0.0], 0.0
+        shaped = []
         for number, expert in enumerate(self._experts):
-            weight = self._weights[number]
-            own = self._own(number, expert, facts)
-            of_parent = weight
+            of_parent = self._weights[number]
+            key = expert.key(facts)
+            own = None if key is None else self._contexts.get((number, key))
             if own is not None:
-                scale = weight / (own.total + _PARENT_WEIGHT * own.unit)
-                mixed += scale * own.counts
+                scale = of_parent / (own.total + _PARENT_WEIGHT * own.unit)
+                rows.append(own.row)
+                scales.append(scale)
                 of_parent = scale * _PARENT_WEIGHT * own.unit
-            if expert.shape is None:
+            if expert.shape is None or key is None:
                 of_all += of_parent
             else:
-                mixed += of_parent * self._parent(expert, facts)
-        mixed += of_all * self._p_all
+                shaped.append((of_parent, expert.shape(facts)))
+        scales[0] = of_all
+        # Row by row, as numpy adds them everywhere: no BLAS, whose order of sums is its
+        # own, for all ranks have to predict alike.
+        parts = self._table.take(rows, axis=0)
+        parts *= np.array(scales)[:, None]
+        mixed: Float64s = np.add.reduce(parts, axis=0)
+        for weight, shape in shaped:
+            mixed += weight * shape
         return mixed
 
     def _chance(
@@ -250,13 +269,15 @@ class OnlineLengths:
 class _Counts:
     """Answers of one context per range; the next one counts ``unit``.
 
-    A count fades because the later ones are larger: O(1) per answer.
+    A count fades because the later ones are larger: O(1) per answer. The counts are
+    written where they are handed in, float64 [NUM_RANGES]: a row of the table.
     """
 
-    __slots__ = ("counts", "growth", "total", "unit")
+    __slots__ = ("counts", "growth", "row", "total", "unit")
 
-    def __init__(self, half_life: float) -> None:
-        self.counts: Float64s = np.zeros(NUM_RANGES)
+    def __init__(self, half_life: float, counts: Float64s, row: int = 0) -> None:
+        self.counts = counts
+        self.row = row
         self.total = 0.0
         self.unit = 1.0
         self.growth = 2.0 ** (1.0 / half_life)
@@ -281,22 +302,29 @@ class _Counts:
         return shares
 
 
-def _share_up_to(below: Sequence[float], num_tokens: int) -> float:
+def _share_up_to(below: Float64s, num_tokens: int) -> float:
     """Return the share of lengths up to ``num_tokens``, even within a range."""
     if num_tokens <= 0:
         return 0.0
     if num_tokens >= MAX_LENGTH:
-        return below[-1]
+        return below.item(-1)
     place = range_of(num_tokens)
-    before = below[place - 1]
+    before = below.item(place - 1)
     width = STARTS[place + 1] - STARTS[place]
-    return before + (below[place] - before) * (num_tokens + 1 - STARTS[place]) / width
+    share = (num_tokens + 1 - STARTS[place]) / width
+    return before + (below.item(place) - before) * share
 
 
-def _percentile(below: Sequence[float], share: float) -> int:
-    """Return the length that ``share`` of the answers do not reach."""
-    place = min(bisect_left(below, share), NUM_RANGES - 1)
-    before = below[place - 1] if place else 0.0
+def _percentile(below: Float64s, share: float, place: int) -> int:
+    """Return the length that ``share`` of the answers do not reach.
+
+    Args:
+        below: share of the answers up to the end of each range.
+        share: as in ``below``.
+        place: of the first range whose end reaches it.
+    """
+    place = min(place, NUM_RANGES - 1)
+    before = below.item(place - 1) if place else 0.0
     width = STARTS[place + 1] - STARTS[place]
-    within = (share - before) / max(below[place] - before, 1e-300)
+    within = (share - before) / max(below.item(place) - before, 1e-300)
     return STARTS[place] + min(int(within * width), width - 1)

@@ -1,24 +1,17 @@
-"""Answer lengths from SGLang's requests, and the client that asks the own model."""
+"""Answer lengths from SGLang's requests."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sgl_tiered.core.clock import ManualClock
-from sgl_tiered.engines.sglang.asking import OpenAIAsk
 from sgl_tiered.engines.sglang.lengths import LengthReader, length_facts
 from sgl_tiered.policies.length.base import LengthFacts, LengthPrediction
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
-from sgl_tiered.policies.length.llm import QUESTION, LengthAsker
 from sgl_tiered.policies.length.online import OnlineLengths
 
 
@@ -129,91 +122,3 @@ def test_stats_are_plain_values() -> None:
     assert stats["predictor"] == "online"
     assert stats["num_answers"] == 1
     assert sum(stats["weights"].values()) == pytest.approx(1.0)
-
-
-@dataclass
-class FakeModel:
-    """An OpenAI-compatible server with one reply."""
-
-    url: str = ""
-    status: int = 200
-    reply: bytes = b""
-    seen: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-
-
-@pytest.fixture
-def model() -> Iterator[FakeModel]:
-    """A fake on a free port of this machine."""
-    fake = FakeModel()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            assert self.path == "/v1/chat/completions"
-            length = int(self.headers["Content-Length"])
-            fake.seen.append(json.loads(self.rfile.read(length)))
-            fake.keys.append(self.headers["Authorization"])
-            self.send_response(fake.status)
-            self.end_headers()
-            self.wfile.write(fake.reply)
-
-        def log_message(self, *args: object) -> None:
-            """Stay silent."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    fake.url = f"http://127.0.0.1:{server.server_port}/"
-    yield fake
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def completion(text: str) -> bytes:
-    return json.dumps(
-        {
-            "choices": [{"message": {"role": "assistant", "content": text}}],
-            "usage": {"prompt_tokens": 33, "completion_tokens": 2},
-        }
-    ).encode()
-
-
-def test_the_model_is_asked_over_http(model: FakeModel) -> None:
-    """Greedily, shortly, with the question behind the instruction, and billed."""
-    model.reply = completion("240")
-    asker = LengthAsker(OpenAIAsk(model.url, ManualClock(), api_key="secret"))
-    assert asker.length_of("Write a poem.") == 240
-    (body,) = model.seen
-    assert body["messages"] == [{"role": "user", "content": "Write a poem." + QUESTION}]
-    assert body["temperature"] == 0.0
-    assert body["max_tokens"] < 20
-    assert model.keys == ["Bearer secret"]
-    assert (asker.cost.prompt_tokens, asker.cost.output_tokens) == (33, 2)
-
-
-@pytest.mark.parametrize(
-    ("status", "reply", "word"),
-    [
-        (500, b"", "500"),
-        (200, b"<html>", "no chat completion"),
-        (200, b'{"choices": []}', "no chat completion"),
-        (200, b"[]", "no chat completion"),
-    ],
-)
-def test_a_bad_answer_is_a_value(
-    model: FakeModel, status: int, reply: bytes, word: str
-) -> None:
-    """Nothing is raised: the request is served without a word of the model."""
-    model.status, model.reply = status, reply
-    ask = OpenAIAsk(model.url, ManualClock())
-    assert word in ask.ask("How long?", 5).error
-    asker = LengthAsker(ask)
-    assert asker.length_of("Write a poem.") == 0
-    assert asker.cost.num_failed == 1
-
-
-def test_a_server_that_is_gone_is_a_value() -> None:
-    """Nobody listens there."""
-    ask = OpenAIAsk("http://127.0.0.1:9", ManualClock(), timeout_s=2.0)
-    assert "no server answers" in ask.ask("How long?", 5).error

@@ -169,7 +169,7 @@ def test_every_report_says_that_cxl_is_emulated(rig, caplog):
     rig.runtime._logged_at_s = -1e9
     rig.runtime.count_request(10, {TierId.CXL: 4})
     with caplog.at_level("INFO"):
-        rig.runtime.log_if_due()
+        rig.runtime.between_passes()
     assert "cxl 0% full (emulated)" in caplog.text
     assert "host 0% full," in caplog.text
 

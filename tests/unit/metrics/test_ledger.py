@@ -108,6 +108,8 @@ def test_a_retracted_request_waits_again(ledger, clock):
     told = ledger.get("a")
     assert told["wait"] == {"total_s": 4.0, "by_reason_s": {"pass": 1.0, "budget": 3.0}}
     assert told["ttft"]["real_s"] == 2.0
+    # Whoever reads the prediction is told that it knows nothing of room.
+    assert "room in the pool" in told["ttft"]["predicted_without"]
     assert told["total_s"] == 10.0
     assert told["retractions"] == 1
 
