@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.deferred import DeferredOffloads
+from sgl_tiered.cache.device_prefetcher import DevicePrefetcher
 from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.tiered_cache import TieredCache
@@ -31,6 +32,7 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
+from sgl_tiered.engines.sglang.fetching import DeviceFetcher
 from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.shutdown import close_in_time
@@ -143,10 +145,13 @@ class TieredRuntime:
         policy = make_prefetch_policy(parts.config.prefetch)
         self.reads_at_arrival = policy.at_arrival
         self.prefetcher: Prefetcher | None = None
-        if parts.promoter is not None and policy.looks_ahead:
+        device: DevicePrefetcher | None = None
+        if parts.config.prefetch_to == "device":
+            device = DevicePrefetcher(parts.cache, policy)
+        if policy.looks_ahead and (parts.promoter or device) is not None:
             window = parts.config.prefetch_window
             self.prefetcher = Prefetcher(
-                parts.cache, policy, parts.promoter, parts.clock, window
+                parts.cache, policy, parts.promoter, parts.clock, window, device
             )
             self.coordinator.prefetcher = self.prefetcher
         # Called when a promotion has ended.
@@ -227,6 +232,21 @@ class TieredRuntime:
             digest = self.cache.open_namespace(namespace)
             self.namespaces[names] = digest
         return digest
+
+    def make_fetcher(self, tree: Any, device: DevicePrefetcher) -> DeviceFetcher:
+        """Return what puts pages into slots of ``tree`` ahead of admission."""
+        parts = self._parts
+        return DeviceFetcher(
+            tree,
+            device,
+            parts.device,
+            parts.loader,
+            parts.memory,
+            parts.clock,
+            parts.metrics,
+            lambda tier, error: self._breakers[tier].record(error),
+            may_evict=parts.config.write_policy == "write-through",
+        )
 
     def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
         """Queue an offload; False (and the plan ended) where it is dropped.
