@@ -30,7 +30,7 @@ from sgl_tiered.engines.sglang.ahead import OffloadAhead
 from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.device_eviction import DeviceStrategy
-from sgl_tiered.engines.sglang.fetching import LendingRadixCache
+from sgl_tiered.engines.sglang.fetching import LendingRadixCache, make_fetcher
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
@@ -92,7 +92,7 @@ class TieredRadixCache(LendingRadixCache):
         prefetcher = self.tiered.prefetcher
         if prefetcher is not None:
             if prefetcher.device is not None:
-                self.fetcher = self.tiered.make_fetcher(self, prefetcher.device)
+                self.fetcher = make_fetcher(self, self.tiered, prefetcher.device)
             self._prefetch = QueuePrefetch(
                 scheduler,
                 self.tiered.coordinator,

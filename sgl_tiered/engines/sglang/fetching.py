@@ -24,13 +24,14 @@ from sgl_tiered.cache.device_prefetcher import DevicePrefetcher, Waiting
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
+from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.fetch import FetchTicket
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
 from sgl_tiered.tiers.base import MemoryTier
 
-__all__ = ["DeviceFetcher", "LendingRadixCache"]
+__all__ = ["DeviceFetcher", "LendingRadixCache", "make_fetcher"]
 
 
 class LendingRadixCache(UnifiedRadixCache):
@@ -269,3 +270,21 @@ class DeviceFetcher:
                     num_bytes=num_pages * self._device.layout.page_bytes,
                     seconds=ticket.seconds * num_pages / plan.num_pages,
                 )
+
+
+def make_fetcher(
+    tree: LendingRadixCache, tiered: TieredRuntime, prefetcher: DevicePrefetcher
+) -> DeviceFetcher:
+    """Return the fetcher of a tree over the tiers of a runtime."""
+    parts = tiered.parts
+    return DeviceFetcher(
+        tree,
+        prefetcher,
+        parts.device,
+        parts.loader,
+        parts.memory,
+        parts.clock,
+        parts.metrics,
+        tiered.note_copy,
+        may_evict=parts.config.write_policy == "write-through",
+    )

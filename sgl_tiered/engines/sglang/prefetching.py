@@ -76,8 +76,7 @@ class QueuePrefetch:
         Args:
             keys: by request, its prompt as SGLang's tree knows it.
         """
-        coordinator = self._coordinator
-        self._look(keys, coordinator.pass_compute_s, coordinator.pass_tokens)
+        self._look(keys, self._coordinator.pass_compute_s, is_built=True)
 
     def between_passes(self, keys: dict[str, Any]) -> None:
         """Look ahead while nobody can be admitted, and see who has gone."""
@@ -92,19 +91,24 @@ class QueuePrefetch:
             self._prefetcher.advance((), others=self._states(queue))
             self._look_at_s = self._clock.now() + _LEAST_S
 
-    def _look(self, keys: dict[str, Any], busy_s: float, pass_tokens: int = 0) -> None:
+    def _look(
+        self, keys: dict[str, Any], busy_s: float, *, is_built: bool = False
+    ) -> None:
         scheduler, prefetcher = self._scheduler, self._prefetcher
         queue = scheduler.waiting_queue
         head: list[tuple[RequestState, int]] = []
-        known, sizes = {}, []
+        known: list[tuple[Any, Any]] = []
         for req in queue[: prefetcher.window]:
             state, key = self._coordinator.state(req.rid), keys.get(req.rid)
             if state is not None and key is not None:
                 head.append((state, self._device_pages(key)))
-                known[id(state)] = key
-                sizes.append(self._pages(len(req.origin_input_ids) + self.predict(req)))
+                known.append((req, key))
+        room: dict[str, Any] = {}
         if self._fetcher is not None:
-            self._fetcher.keys = known
+            self._fetcher.keys = {
+                id(state): key for (state, _), (_, key) in zip(head, known, strict=True)
+            }
+            room = self._room([req for req, _ in known], is_built=is_built)
         others = self._states(queue[prefetcher.window :]) if prefetcher.is_busy else []
         passed, decoding = self._progress()
         now_s = self._clock.now()
@@ -115,21 +119,29 @@ class QueuePrefetch:
             is_blocked=scheduler.running_batch.batch_is_full,
             tpot_s=measured_tpot_s(passed),
             decoding=decoding,
-            sizes=sizes,
-            reserved_pages=self._pages(pass_tokens) + self._pages_to_decode(),
+            **room,
         )
         self._look_at_s = now_s + min(max(due_s, _LEAST_S), _MOST_S)
 
     def _pages(self, num_tokens: int) -> int:
         return -(-num_tokens // int(self._scheduler.tree_cache.page_size))
 
-    def _pages_to_decode(self) -> int:
-        """Return the pages that the answers under way will still take."""
-        return sum(
+    def _room(self, head: list[Any], *, is_built: bool) -> dict[str, Any]:
+        """Return what the head of the queue and those that run will take of the pool.
+
+        SGLang takes the slots of a pass that was just built after this look.
+        """
+        reserved = sum(
             self._pages(max(self.predict(req) - len(req.output_ids), 0)) + 1
             for req in self._scheduler.running_batch.reqs
             if not req.finished()
         )
+        if is_built:
+            reserved += self._pages(self._coordinator.pass_tokens)
+        sizes = [
+            self._pages(len(req.origin_input_ids) + self.predict(req)) for req in head
+        ]
+        return {"sizes": sizes, "reserved_pages": reserved}
 
     def _states(self, reqs: list[Any]) -> list[RequestState]:
         states = (self._coordinator.state(req.rid) for req in reqs)

@@ -32,7 +32,6 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
-from sgl_tiered.engines.sglang.fetching import DeviceFetcher
 from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.shutdown import close_in_time
@@ -233,20 +232,14 @@ class TieredRuntime:
             self.namespaces[names] = digest
         return digest
 
-    def make_fetcher(self, tree: Any, device: DevicePrefetcher) -> DeviceFetcher:
-        """Return what puts pages into slots of ``tree`` ahead of admission."""
-        parts = self._parts
-        return DeviceFetcher(
-            tree,
-            device,
-            parts.device,
-            parts.loader,
-            parts.memory,
-            parts.clock,
-            parts.metrics,
-            lambda tier, error: self._breakers[tier].record(error),
-            may_evict=parts.config.write_policy == "write-through",
-        )
+    @property
+    def parts(self) -> Parts:
+        """What it was built from."""
+        return self._parts
+
+    def note_copy(self, tier: TierId, error: str) -> None:
+        """Tell a tier's breaker how a copy from it ended; empty for well."""
+        self._breakers[tier].record(error)
 
     def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
         """Queue an offload; False (and the plan ended) where it is dropped.
