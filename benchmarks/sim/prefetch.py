@@ -6,8 +6,10 @@ on the device, 32 on the host and 128 on disk. The disk is throttled so that rea
 prefix takes a share of computing it. Device: Llama-2-7B on an RTX 3090 by data sheet.
 
 Two loads: clients that always keep 32 requests in the server, and bursts (Poisson
-arrivals of 16 requests at a time) at 0.7 of what the server can take. Tables in
-Markdown, then one JSON object.
+arrivals of 16 requests at a time) at 0.7 of what the server can take. The last rows
+have a device with room for 24 prefixes and still at most 8 requests that run: only
+there can pages go on to it ahead of admission. Tables in Markdown, then one JSON
+object.
 
     python benchmarks/sim/prefetch.py [--requests 1500] [--shares 0.25,0.5,1,2]
 """
@@ -22,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.policies.prefetch.registry import PREFETCH_POLICIES
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig, TierSetup
 from sgl_tiered.sim.hardware import LinkSpeed, find_hardware
 from sgl_tiered.sim.models import find_model
@@ -40,7 +41,11 @@ ON_DISK = 132
 """128 and the 64th part that a disk tier keeps free."""
 CLIENTS, BURST = 32, 16
 LOAD = 0.7
-ORDERS = ("fcfs", "fpf")
+ORDERS = ("fcfs", "fpf", "cost")
+TARGETS = {"none": "host", "arrival": "host", "car": "host", "car to device": "device"}
+"""Ways of prefetch, by where they bring pages before a request is admitted."""
+SPACE = 3
+"""Times the device's room, in the rows where it has room to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,18 @@ class Point:
     read_bytes: int
 
 
-def server(share: float, prefetch: str, order: str, *, tiers: bool = True) -> Any:
-    """Return the server; ``share`` is the time of a read over that of computing."""
+def server(
+    share: float, prefetch: str, order: str, *, tiers: bool = True, space: int = 1
+) -> ServerConfig:
+    """Return the server.
+
+    Args:
+        share: time of a read over that of computing.
+        prefetch: one of ``TARGETS``.
+        order: of the queue.
+        tiers: whether there are any below the device.
+        space: times the device's room.
+    """
     hardware, model = find_hardware("RTX-3090"), find_model("Llama-2-7B")
     times = times_of_profile(hardware, model)
     prefix_bytes = PREFIX * model.kv_token_bytes
@@ -80,9 +95,11 @@ def server(share: float, prefetch: str, order: str, *, tiers: bool = True) -> An
         page_tokens=PAGE,
         num_layers=model.num_layers,
         kv_token_bytes=model.kv_token_bytes,
-        device_tokens=ON_DEVICE * (PREFIX + own),
+        device_tokens=space * ON_DEVICE * (PREFIX + own),
         tiers=below if tiers else (),
-        prefetch=prefetch,
+        prefetch=prefetch.split()[0],
+        prefetch_to=TARGETS[prefetch],
+        length_predictor="online" if tiers else "none",
         scheduler=SchedulerConfig(
             max_running=ON_DEVICE, ignore_eos=True, order=order, chunk_tokens=2_048
         ),
@@ -153,7 +170,7 @@ def run_all(shares: list[float], num_requests: int, seeds: int) -> dict[str, Any
         print("|---" * 11 + "|")
         base: Point | None = None
         for order in ORDERS:
-            for prefetch in PREFETCH_POLICIES:
+            for prefetch in TARGETS:
                 found = _mean(
                     [
                         point(
@@ -175,9 +192,10 @@ def run_all(shares: list[float], num_requests: int, seeds: int) -> dict[str, Any
                     "ttft_s": found.ttft_s,
                 }
         assert base is not None
+        figures |= _spacious(share, num_requests, seeds)
         rate = LOAD * base.requests_per_s
         first: Point | None = None
-        for prefetch in PREFETCH_POLICIES:
+        for prefetch in TARGETS:
             found = _mean(
                 [
                     point(
@@ -200,6 +218,33 @@ def run_all(shares: list[float], num_requests: int, seeds: int) -> dict[str, Any
     return figures
 
 
+def _spacious(share: float, num_requests: int, seeds: int) -> dict[str, Any]:
+    """Print the rows of a device with room to spare; return their figures."""
+    figures: dict[str, Any] = {}
+    base: Point | None = None
+    for order in ("fcfs", "cost"):
+        for prefetch in TARGETS:
+            found = _mean(
+                [
+                    point(
+                        simulate(
+                            server(share, prefetch, order, space=SPACE),
+                            batched(num_requests, seed),
+                        )
+                    )
+                    for seed in range(seeds)
+                ]
+            )
+            base = base or found
+            over_own = found.requests_per_s / base.requests_per_s
+            _row(f"{CLIENTS}, room", order, prefetch, found, 0.0, over_own)
+            figures[f"{share:g}/room/{order}/{prefetch}"] = {
+                "over_own": over_own,
+                "ttft_s": found.ttft_s,
+            }
+    return figures
+
+
 def _row(
     clients: str,
     order: str,
@@ -208,7 +253,8 @@ def _row(
     over_plain: float,
     over_own: float,
 ) -> None:
-    ratios = f"{over_plain:.2f} | {over_own:.3f}" if over_own else "- | -"
+    plain, own = f"{over_plain:.2f}", f"{over_own:.3f}"
+    ratios = f"{plain if over_plain else '-'} | {own if over_own else '-'}"
     tiers = " | ".join(
         f"{found.shares.get(tier, 0.0):.3f}" for tier in ("device", "host", "disk")
     )

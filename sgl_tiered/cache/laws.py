@@ -9,7 +9,7 @@ import numpy as np
 
 from sgl_tiered.cache.chain import Demotion
 from sgl_tiered.cache.index import Node
-from sgl_tiered.cache.promotion import Promotion
+from sgl_tiered.cache.promotion import Promoter, Promotion
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.table import FREE, IN_FLIGHT, LOADING, READY
 from sgl_tiered.core.plans import Int64s
@@ -22,7 +22,7 @@ def check_laws(
     loads: Sequence[Int64s],
     demotions: Sequence[Demotion],
     offloads: Sequence[Int64s],
-    promotions: Sequence[Promotion] = (),
+    promoter: Promoter,
 ) -> None:
     """Assert that table, index, slots and plans agree.
 
@@ -31,13 +31,15 @@ def check_laws(
         loads: entries that loads under way read.
         demotions: batches under way.
         offloads: entries that offloads under way write.
-        promotions: those under way.
+        promoter: promotions and fetches under way.
     """
+    promotions = promoter.under_way
     _check_slots(store)
     _check_edges(store, demotions, offloads)
     _check_promotions(store, promotions)
     reads = [demotion.reads for demotion in demotions]
     reads += [promotion.reads for promotion in promotions]
+    reads += promoter.fetches.under_way
     writes = [*offloads, *(demotion.writes for demotion in demotions)]
     writes += [promotion.writes for promotion in promotions]
     _check_entries(store, loads, reads, writes)

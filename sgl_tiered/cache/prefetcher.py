@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sgl_tiered.cache.device_prefetcher import DevicePrefetcher, Waiting
 from sgl_tiered.cache.planner import Way
 from sgl_tiered.cache.promotion import Whereabouts
 from sgl_tiered.cache.tiered_cache import TieredCache
@@ -48,20 +49,6 @@ _MIN_PATIENCE_S = 0.25
 _PATIENCE_FACTOR = 4.0
 """A promotion may take this many times its predicted time before requests go without
 it, whatever the predictions say."""
-
-
-class Waiting(Protocol):
-    """A request that waits, as `waiting_state.WaitingLoad` knows it."""
-
-    digest: bytes
-    tokens: Int32s
-    max_pages: int
-    memory_only: bool
-
-    @property
-    def has_plan(self) -> bool:
-        """Whether a load of its own is committed: nothing is promoted for it then."""
-        ...
 
 
 class Read(Protocol):
@@ -105,19 +92,22 @@ class Prefetcher:
     Args:
         cache: knows where pages are.
         policy: says when a read is due.
-        reader: reads.
+        reader: reads; not asked where there is no disk.
         clock: says how late a read is.
         window: requests at the head of the queue that are looked at.
+        device: takes pages further, to the device; None to stop at the host.
     """
 
     def __init__(
         self,
         cache: TieredCache,
         policy: PrefetchPolicy,
-        reader: Reader,
+        reader: Reader | None,
         clock: Clock,
         window: int = DEFAULT_WINDOW,
+        device: DevicePrefetcher | None = None,
     ) -> None:
+        self.device = device
         self._cache = cache
         self._policy = policy
         self._reader = reader
@@ -141,8 +131,9 @@ class Prefetcher:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a promotion is under way."""
-        return bool(self._promotions)
+        """Whether a promotion or a fetch is under way."""
+        is_fetching = self.device is not None and self.device.is_busy
+        return is_fetching or bool(self._promotions)
 
     def advance(
         self,
@@ -153,6 +144,8 @@ class Prefetcher:
         is_blocked: bool = False,
         tpot_s: float = 0.0,
         decoding: Sequence[Decoding] = (),
+        sizes: Sequence[int] = (),
+        reserved_pages: int = 0,
     ) -> float:
         """Start what is due and cancel what nobody waits for.
 
@@ -161,6 +154,7 @@ class Prefetcher:
                 on the device; those beyond the window are not looked at.
             others: requests that wait behind these.
             busy_s, is_blocked, tpot_s, decoding: see ``QueueFacts``.
+            sizes, reserved_pages: see ``DevicePrefetcher.advance``.
 
         Returns:
             Seconds until something will be due, if nothing changes; infinite for never.
@@ -168,7 +162,7 @@ class Prefetcher:
         if not self._policy.looks_ahead:
             return math.inf
         if self._cache.promoter.rests:
-            self.cancel_all()
+            self._cancel_promotions()
         waiting = waiting[: self._window]
         places = [self._look(state, first_page) for state, first_page in waiting]
         self._note_waiters(waiting, others, places)
@@ -180,19 +174,13 @@ class Prefetcher:
             tuple(services_s), busy_s, is_blocked, tpot_s, tuple(decoding)
         )
         starts_s = self._policy.starts_s(facts)
-        behind_s = self._behind_s()
-        loads_s = self._worth_s(waiting, places, starts_s, behind_s)
-        due_s = self._policy.due_in_s([s - behind_s for s in starts_s], loads_s)
         # It is asked again when the pass or step under way has ended, not before.
         slack_s = max(busy_s, tpot_s)
-        for number, (state, first_page) in enumerate(waiting):
-            if not loads_s[number]:
-                continue
-            if due_s[number] > slack_s:
-                return due_s[number] - slack_s
-            if not self._start(state, first_page, waiting):
-                break
-        return math.inf
+        due_s = self._promote(waiting, places, starts_s, slack_s)
+        if self.device is None:
+            return due_s
+        heads = (waiting, others, starts_s, slack_s, sizes[: self._window])
+        return min(due_s, self.device.advance(*heads, reserved_pages))
 
     def hold_s(self, state: Waiting, first_page: int, busy_s: float) -> float | None:
         """Say whether a request that could be admitted should wait for promoted pages.
@@ -258,13 +246,38 @@ class Prefetcher:
         self._cache.promoter.finish(plan, positions, result)
 
     def cancel_all(self) -> None:
-        """Cancel every promotion (the cache is being reset); they end as ever."""
+        """Cancel everything (the cache is being reset); promotions end as ever."""
+        self._cancel_promotions()
+        if self.device is not None:
+            self.device.cancel_all()
+
+    # -- Private ---------------------------------------------------------------
+
+    def _promote(
+        self,
+        waiting: Sequence[tuple[Waiting, int]],
+        places: Sequence[Whereabouts],
+        starts_s: Sequence[float],
+        slack_s: float,
+    ) -> float:
+        """Start the promotions that are due; return when the next one will be."""
+        behind_s = self._behind_s()
+        loads_s = self._worth_s(waiting, places, starts_s, behind_s)
+        due_s = self._policy.due_in_s([s - behind_s for s in starts_s], loads_s)
+        for number, (state, first_page) in enumerate(waiting):
+            if not loads_s[number]:
+                continue
+            if due_s[number] > slack_s:
+                return due_s[number] - slack_s
+            if not self._start(state, first_page, waiting):
+                break
+        return math.inf
+
+    def _cancel_promotions(self) -> None:
         for promoting in self._promotions.values():
             self._cancel(promoting)
         # Nobody waits for what was cancelled.
         self._row_plans.clear()
-
-    # -- Private ---------------------------------------------------------------
 
     def _look(self, state: Waiting, first_page: int) -> Whereabouts:
         prompt = (state.digest, state.tokens)
@@ -358,7 +371,7 @@ class Prefetcher:
         plan = promoter.plan(prompt, first_page, state.max_pages, needed)
         if plan is None:
             return False
-        read = self._reader.submit(plan)
+        read = None if self._reader is None else self._reader.submit(plan)
         if read is None:
             nothing = TransferResult.failed(0, 0.0, "")
             promoter.finish(plan, np.zeros(0, np.int32), nothing)

@@ -7,11 +7,12 @@ offloaded one, so nobody reads it, and its source is pinned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from sgl_tiered.cache.fetches import Fetches
 from sgl_tiered.cache.index import Node, concat_rows
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.table import LOADING
@@ -74,11 +75,18 @@ class Promoter:
         self._under_way: dict[int, Promotion] = {}
         # Set while the disk fails: nothing new is read from it then.
         self.rests = False
+        # The way on to the device.
+        self.fetches = Fetches(store, take_plan_id)
 
     @property
     def under_way(self) -> list[Promotion]:
         """Promotions that have not ended."""
         return list(self._under_way.values())
+
+    def rest(self, tiers: Collection[TierId]) -> None:
+        """Read nothing from these tiers, until it is called without them."""
+        self.rests = TierId.DISK in tiers
+        self.fetches.rest(tiers)
 
     def look(self, prompt: Prompt, first_page: int, max_pages: int) -> Whereabouts:
         """Say where a prompt's pages are; changes no page's recency.

@@ -468,7 +468,7 @@ class TieredCache:
         when it is well.
         """
         self._awake = sum(1 << n for n, t in enumerate(self._tiers) if t not in tiers)
-        self.promoter.rests = TierId.DISK in tiers
+        self.promoter.rest(tiers)
 
     def drop_tier(self, tier: TierId) -> Int64s:
         """Forget every copy in a tier; those in use as soon as they no longer are.
@@ -513,7 +513,7 @@ class TieredCache:
             list(self._loads.values()),
             self._chain.under_way,
             list(self._offloads.values()),
-            self.promoter.under_way,
+            self.promoter,
         )
 
     def state_digest(self) -> bytes:

@@ -86,6 +86,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         self._num_holding = 0
         self._pass_compute_s = 0.0
         self._pass_load_s = 0.0
+        self._pass_tokens = 0
         # Brings pages up ahead of need; whoever has one sets it.
         self.prefetcher: Prefetcher | None = None
         # Whether a pass over a part of a prompt may be run now; the engine sets it.
@@ -104,9 +105,21 @@ class WaitingLoads(Generic[LoadT, StagedT]):
     def begin_pass(self) -> None:
         """Note that a new pass is being put together."""
         self._pass_compute_s = self._pass_load_s = 0.0
+        self._pass_tokens = 0
 
-    def admitted(self, first_token: int, num_tokens: int) -> None:
-        """Note what a request adds to the pass that is being put together."""
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens that those admitted into the last pass will still take room for."""
+        return self._pass_tokens
+
+    def admitted(self, first_token: int, num_tokens: int, to_come: int = 0) -> None:
+        """Note what a request adds to the pass that is being put together.
+
+        Args:
+            first_token, num_tokens: what is computed of it.
+            to_come: tokens that it will still take room for, answer included.
+        """
+        self._pass_tokens += to_come
         self._pass_compute_s += self._compute_s(first_token, num_tokens)
 
     def crowds(self, first_token: int, num_tokens: int) -> bool:

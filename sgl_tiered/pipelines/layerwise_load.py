@@ -20,6 +20,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,14 @@ from sgl_tiered.pipelines.completions import CompletionQueue, LoadFinished
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
 
-__all__ = ["LayerwiseLoader", "LoadJob", "LoadTicket", "Segment", "group_layers"]
+__all__ = [
+    "LayerwiseLoader",
+    "LoadJob",
+    "LoadTicket",
+    "Segment",
+    "Steps",
+    "group_layers",
+]
 
 Int64s = npt.NDArray[np.int64]
 LinkFigures = tuple[float, float]
@@ -375,6 +383,18 @@ class LoadTicket:
             self._changed.notify_all()
 
 
+class Steps(Protocol):
+    """Copies that nobody waits for; each step is short."""
+
+    def step(self) -> bool:
+        """Do the next one; False once there is nothing more to do."""
+        ...
+
+    def fail(self, error: str) -> None:
+        """Take note that no further step will be done."""
+        ...
+
+
 class LayerwiseLoader:
     """Copies batches of jobs to the device on one thread of its own.
 
@@ -401,8 +421,8 @@ class LayerwiseLoader:
         self._completions = completions
         self._clock = clock
         self._metrics = metrics
-        self._worker: Worker[LoadTicket] = Worker(
-            "tiered-load", self._load, self._give_up
+        self._worker: Worker[LoadTicket | Steps] = Worker(
+            "tiered-load", self._work, self._end
         )
 
     def submit(self, jobs: Sequence[LoadJob]) -> LoadTicket:
@@ -412,6 +432,10 @@ class LayerwiseLoader:
         if not self._worker.try_put(ticket):
             self._give_up(ticket, "the loader is closed")
         return ticket
+
+    def submit_steps(self, steps: Steps) -> bool:
+        """Do them where no load waits; False once it is closed. Never blocks."""
+        return self._worker.try_put(steps)
 
     @property
     def busy(self) -> bool:
@@ -425,6 +449,18 @@ class LayerwiseLoader:
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail the waiting loads and let the running one end."""
         self._worker.close(timeout_s)
+
+    def _work(self, job: LoadTicket | Steps) -> None:
+        if isinstance(job, LoadTicket):
+            self._load(job)
+        elif job.step() and not self._worker.try_put(job):
+            job.fail("the loader is closed")
+
+    def _end(self, job: LoadTicket | Steps, error: str) -> None:
+        if isinstance(job, LoadTicket):
+            self._give_up(job, error)
+        else:
+            job.fail(error)
 
     def _load(self, ticket: LoadTicket) -> None:
         while ticket._claim_for_loader():

@@ -11,7 +11,7 @@ from sgl_tiered.policies.admission.registry import ADMISSIONS as SLO_ADMISSIONS
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.policies.order.registry import ORDERS
-from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
+from sgl_tiered.policies.prefetch.registry import check_prefetch_to
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.links import DISCIPLINES
 from sgl_tiered.sim.times import DeviceTimes
@@ -122,6 +122,8 @@ class ServerConfig:
         prefetch: when reads from disk begin: ``none``, ``arrival``, ``car``, see
             policies/prefetch.
         prefetch_window: requests at the head of the queue that ``car`` looks at.
+        prefetch_to: how far ``car`` brings pages: to the ``host`` or on to the
+            ``device``.
         length_predictor: name in ``LENGTH_PREDICTORS``; it learns as the server runs.
         max_offloads: plans that may wait for the offload; more are dropped.
         explain: say of each request why it waited and what became of its pages.
@@ -148,6 +150,7 @@ class ServerConfig:
     staging_bytes: int = 0
     prefetch: str = "arrival"
     prefetch_window: int = DEFAULT_WINDOW
+    prefetch_to: str = "host"
     length_predictor: str = NO_PREDICTOR
     max_offloads: int = 64
     explain: bool = False
@@ -166,7 +169,7 @@ class ServerConfig:
                 f"{self.link_discipline!r} is not known",
                 f"choose one of {', '.join(DISCIPLINES)}",
             )
-        make_prefetch_policy(self.prefetch)
+        check_prefetch_to(self.prefetch, self.prefetch_to)
         if self.prefetch_window < 1:
             raise ConfigError(
                 "prefetch_window",

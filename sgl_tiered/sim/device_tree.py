@@ -4,12 +4,14 @@ Pages are either in the tree (shared, evictable unless locked) or private to a r
 request. As in SGLang a locked node locks its ancestors, eviction takes whole leaves,
 least recently used first or as a policy ranks them, and a match touches its whole path.
 
-Law: ``tree_pages + private_pages + free_pages == capacity_pages``.
+Law: ``tree_pages + private_pages + lent_pages + free_pages == capacity_pages``. Lent
+pages are given back before anything is evicted, so that they count as available.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 
@@ -79,6 +81,9 @@ class DeviceTree:
         self.capacity_pages = capacity_pages
         self.tree_pages = 0
         self.private_pages = 0
+        self.lent_pages = 0
+        # Gives as many of them back as it is asked for, if there are; says how many.
+        self.give_back: Callable[[int], int] = lambda num_pages: 0
         self.evictable_pages = 0
         self.num_evicted_pages = 0
         self.peak_pages = 0
@@ -96,12 +101,13 @@ class DeviceTree:
     @property
     def free_pages(self) -> int:
         """Pages that nobody holds."""
-        return self.capacity_pages - self.tree_pages - self.private_pages
+        held = self.tree_pages + self.private_pages + self.lent_pages
+        return self.capacity_pages - held
 
     @property
     def available_pages(self) -> int:
         """Pages that can be had, by eviction if need be."""
-        return self.free_pages + self.evictable_pages
+        return self.free_pages + self.evictable_pages + self.lent_pages
 
     def match(self, raw: bytes) -> tuple[TreeNode, int]:
         """Return where the tree's agreement with ``raw`` ends, and its pages."""
@@ -241,6 +247,27 @@ class DeviceTree:
         self.private_pages -= num_pages
 
     def evict(self, num_pages: int) -> int:
+        """Free as many pages; return how many: lent ones first, then whole leaves."""
+        num_given = self.give_back(num_pages) if self.lent_pages else 0
+        return num_given + self.evict_leaves(num_pages - num_given)
+
+    def publish_lent(self, raw: bytes, first_page: int) -> bool:
+        """Put lent pages into the tree; False where what precedes them is gone.
+
+        Args:
+            raw: stand-ins of all pages from the prompt's start.
+            first_page: where the lent ones begin; they are given up either way.
+        """
+        num_pages = len(raw) // _ITEM
+        self.lent_pages -= num_pages - first_page
+        num_known = self.find(raw)[1]
+        if not first_page <= num_known < num_pages:
+            return False
+        self.private_pages += num_pages - num_known
+        self.insert(raw, num_known)
+        return True
+
+    def evict_leaves(self, num_pages: int) -> int:
         """Drop whole leaves until as many pages are gone; return how many went."""
         num_gone = 0
         self._age()

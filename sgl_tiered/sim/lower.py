@@ -20,6 +20,7 @@ import numpy as np
 
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
+from sgl_tiered.cache.device_prefetcher import DevicePrefetcher
 from sgl_tiered.cache.foresight import foresee
 from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.prefetcher import Prefetcher
@@ -48,6 +49,7 @@ from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import EventLog, EventQueue, Priority
+from sgl_tiered.sim.fetches import SimDeviceRoom
 from sgl_tiered.sim.links import Link
 from sgl_tiered.sim.reads import SimPromotions, SimRead, SimStaging
 from sgl_tiered.sim.times import StandInCost
@@ -90,6 +92,7 @@ class LowerTiers:
         queue: simulated time.
         log: gets transfers.
         wake: called with whether a waiting request may now go on, when a transfer ends.
+        tree: the device's pages.
         lookahead: the queue, where a policy looks at it.
     """
 
@@ -99,6 +102,7 @@ class LowerTiers:
         queue: EventQueue,
         log: EventLog,
         wake: Callable[[bool], None],
+        tree: DeviceTree,
         lookahead: QueueLookahead | None = None,
     ) -> None:
         self._queue = queue
@@ -162,9 +166,20 @@ class LowerTiers:
         policy = make_prefetch_policy(config.prefetch)
         self._reads_at_arrival = policy.at_arrival
         self.prefetcher: Prefetcher | None = None
-        if promotions is not None and policy.looks_ahead:
+        device: DevicePrefetcher | None = None
+        if config.prefetch_to == "device":
+            device = DevicePrefetcher(self.cache, policy)
+            ways: dict[TierId, Link] = dict.fromkeys(self._memory, self.load_link)
+            if self._cxl_link is not None:
+                ways[TierId.CXL] = self._cxl_link
+            may_evict = config.write_policy == "write-through"
+            device.room = SimDeviceRoom(
+                tree, ways, config.page_bytes, device, may_evict=may_evict
+            )
+        if policy.looks_ahead and (promotions is not None or device is not None):
+            window = config.prefetch_window
             self.prefetcher = Prefetcher(
-                self.cache, policy, promotions, queue, config.prefetch_window
+                self.cache, policy, promotions, queue, window, device
             )
             self._loads.prefetcher = self.prefetcher
         self._look_at_s = -1.0
@@ -207,6 +222,8 @@ class LowerTiers:
         is_blocked: bool,
         tpot_s: float,
         decoding: Sequence[Decoding],
+        sizes: Sequence[int],
+        reserved_pages: int,
     ) -> None:
         """Start the reads that are due for requests that wait.
 
@@ -214,6 +231,7 @@ class LowerTiers:
             subjects: those at the head of the queue, with their pages on the device.
             others: those behind them.
             busy_s, is_blocked, tpot_s, decoding: see ``QueueFacts``.
+            sizes, reserved_pages: see ``DevicePrefetcher.advance``.
         """
         if self.prefetcher is None:
             return
@@ -224,6 +242,8 @@ class LowerTiers:
             is_blocked=is_blocked,
             tpot_s=tpot_s,
             decoding=decoding,
+            sizes=sizes,
+            reserved_pages=reserved_pages,
         )
         look_at_s = self._queue.now() + max(due_s, _LEAST_LOOK_S)
         is_planned = self._queue.now() < self._look_at_s <= look_at_s

@@ -76,7 +76,7 @@ class SimServer:
         self.lower: LowerTiers | None = None
         if config.tiers:
             self.lower = LowerTiers(
-                config, self.queue, self.log, self._wake, self.lookahead
+                config, self.queue, self.log, self._wake, self.tree, self.lookahead
             )
         self.lengths = AnswerLengths.make(config, workload.requests)
         self.ledger = SimLedger(config, self.queue, self.lower, len(workload.requests))
@@ -224,6 +224,15 @@ class SimServer:
             raw = seq.page_raw[: 4 * seq.matchable_pages(page)]
             # Not a use of these pages.
             subjects.append((seq.index, self.tree.find(raw)[1]))
+        # What those that run, and those of this pass, will still take.
+        answers = {
+            seq.index: self._answer_tokens(seq)
+            for seq in [*self._running, *head, *(part[0] for part in plan.parts)]
+        }
+        ends = [
+            -(-(seq.input_tokens - seq.outputs + answers[seq.index]) // page)
+            for seq in head
+        ]
         passed = [(seq.outputs, now_s - seq.first_token_s) for seq in self._running]
         num_held = len(self._running) + len(plan.parts)
         lower.look_ahead(
@@ -233,10 +242,23 @@ class SimServer:
             is_blocked=plan.blocked or num_held >= self.config.scheduler.max_running,
             tpot_s=measured_tpot_s(passed),
             decoding=[
-                Decoding(seq.request.num_output_tokens, past_s)
+                Decoding(answers[seq.index], past_s)
                 for seq, (_, past_s) in zip(self._running, passed, strict=True)
             ],
+            sizes=ends,
+            reserved_pages=sum(
+                -(-max(answers[seq.index] - seq.outputs, 0) // page)
+                for seq in [*self._running, *(part[0] for part in plan.parts)]
+            ),
         )
+
+    def _answer_tokens(self, seq: Sequence) -> int:
+        """Return how long an answer is expected to be; exactly, without a predictor."""
+        if self.lengths is not None:
+            said = self.lengths.book.prediction(seq.index, seq.outputs)
+            if said is not None:
+                return said.median
+        return seq.request.num_output_tokens
 
     # -- Prefill ---------------------------------------------------------------
 

@@ -113,6 +113,7 @@ class SimSpec:
     link_discipline: str = "fair"
     prefetch: str = "arrival"
     prefetch_window: int = 16
+    prefetch_to: str = "host"
     length_predictor: str = NO_PREDICTOR
     staging_gb: float = 0.0
     request_overhead_s: float = 0.0
@@ -214,6 +215,7 @@ class SimSpec:
             staging_bytes=int(self.staging_gb * GB / ranks),
             prefetch=self.prefetch,
             prefetch_window=self.prefetch_window,
+            prefetch_to=self.prefetch_to,
             length_predictor=self._predictor(),
             seed=self.seed,
         )

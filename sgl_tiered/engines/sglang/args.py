@@ -193,6 +193,16 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Arg(help="Queued requests that --tiered-prefetch car looks at; default 16."),
         _NS,
     ] = None
+    tiered_prefetch_to: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="How far --tiered-prefetch car brings pages: to the host tier "
+            "(default), or on to the device ahead of admission, where it has room that "
+            "nobody else needs.",
+            choices=list(CHOICES["prefetch_to"]),
+        ),
+        _NS,
+    ] = None
     tiered_log_interval: A[
         Optional[float],  # noqa: UP045
         Arg(help="Seconds between two log lines of the tiers; default 60, 0 for none."),

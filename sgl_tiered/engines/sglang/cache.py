@@ -23,7 +23,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import OffloadPlan
@@ -31,22 +30,23 @@ from sgl_tiered.engines.sglang.ahead import OffloadAhead
 from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.device_eviction import DeviceStrategy
+from sgl_tiered.engines.sglang.fetching import LendingRadixCache, make_fetcher
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.engines.sglang.tokens import plain_tokens
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
 
-__all__ = ["TieredRadixCache", "plain_tokens"]
+__all__ = ["TieredRadixCache"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_TOKEN_ID = 2**31 - 1
 _IDLE_WAIT_S = 0.001
 """Nap of the scheduler while all it could do is wait for a read: long enough to leave
 the core to the reader, short enough not to be seen in a TTFT."""
 
 
-class TieredRadixCache(UnifiedRadixCache):
+class TieredRadixCache(LendingRadixCache):
     """UnifiedRadixCache over host, CXL and disk tiers.
 
     Args:
@@ -91,8 +91,14 @@ class TieredRadixCache(UnifiedRadixCache):
         """Read ahead for the requests that wait in this scheduler's queue."""
         prefetcher = self.tiered.prefetcher
         if prefetcher is not None:
+            if prefetcher.device is not None:
+                self.fetcher = make_fetcher(self, self.tiered, prefetcher.device)
             self._prefetch = QueuePrefetch(
-                scheduler, self.tiered.coordinator, prefetcher, self.tiered.clock
+                scheduler,
+                self.tiered.coordinator,
+                prefetcher,
+                self.tiered.clock,
+                self.fetcher,
             )
             self.tiered.on_promoted = self._prefetch.changed
             lengths = self.tiered.lengths
@@ -443,6 +449,7 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
+        self._end_fetches()
         self._pump()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=self.evictable_size()))
@@ -458,6 +465,7 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def release_host_resources(self) -> None:
         """Finish writing to disk and close the tiers (graceful shutdown)."""
+        self._end_fetches()
         self._pump()
         self.tiered.close(self._pump)
         super().release_host_resources()
@@ -545,11 +553,18 @@ class TieredRadixCache(UnifiedRadixCache):
             self._unlock_offload(plan_id)
             if self._ahead is not None:
                 self._ahead.ended(plan_id)
+        if self.fetcher is not None and self.fetcher.poll():
+            self.tiered.on_promoted()
+
+    def _end_fetches(self) -> None:
+        if self.fetcher is not None:
+            self.fetcher.give_back(self.fetcher.num_lent)
 
     def _quiesce(self) -> None:
         """Let running transfers end; nothing may write to memory that is given back."""
         if self._ticket is not None:
             self._ticket.wait()
+        self._end_fetches()
         self.tiered.drain()
         self._pump()
         self._ticket = None
@@ -583,15 +598,3 @@ class TieredRadixCache(UnifiedRadixCache):
                 f"Cached KV could not be copied to the device: {reason}",
                 HTTPStatus.SERVICE_UNAVAILABLE,
             )
-
-
-def plain_tokens(token_ids: Any, num_tokens: int) -> npt.NDArray[np.int32] | None:
-    """Return the first tokens as int32; None where they are not plain token ids.
-
-    Images and the like stand in a prompt as hashes of up to 64 bits. Cut to 32 bits,
-    two of them could look alike, so such prompts stay out of the tiers.
-    """
-    wide = np.frombuffer(token_ids, dtype=np.int64, count=num_tokens)
-    if len(wide) and (wide.max() > _MAX_TOKEN_ID or wide.min() < 0):
-        return None
-    return wide.astype(np.int32)

@@ -25,7 +25,11 @@ from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
 from sgl_tiered.policies.length.registry import NO_PREDICTOR, make_length_predictor
 from sgl_tiered.policies.order.registry import ORDERS
-from sgl_tiered.policies.prefetch.registry import PREFETCH_POLICIES
+from sgl_tiered.policies.prefetch.registry import (
+    PREFETCH_POLICIES,
+    PREFETCH_TARGETS,
+    check_prefetch_to,
+)
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation
@@ -59,6 +63,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "admission": ADMISSIONS,
     "order": ORDERS,
     "prefetch": PREFETCH_POLICIES,
+    "prefetch_to": PREFETCH_TARGETS,
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
 }
@@ -101,6 +106,8 @@ class TieredConfig:
         prefetch: when reads from disk begin: none (when their request is looked at),
             arrival (when it is queued), car (when they are due, into the host tier).
         prefetch_window: requests at the head of the queue that car looks at.
+        prefetch_to: how far car brings pages: to the host, or on to the device where
+            that has room.
         log_interval_s: time between two log lines; 0 for none.
         seed: for the policies that draw random numbers.
         emulate: tiers that are slowed down or fail on purpose.
@@ -133,6 +140,7 @@ class TieredConfig:
     order: str = "fcfs"
     prefetch: str = "arrival"
     prefetch_window: int = DEFAULT_WINDOW
+    prefetch_to: str = "host"
     log_interval_s: float = 60.0
     seed: int = 0
     emulate: tuple[Emulation, ...] = ()
@@ -188,6 +196,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         prefetch_window=_whole(
             settings, "prefetch_window", DEFAULT_WINDOW, low=1, high=1024
         ),
+        prefetch_to=_choice(settings, "prefetch_to", "host"),
         log_interval_s=_seconds(settings, "log_interval", 60.0),
         seed=_whole(settings, "seed", 0, low=0, high=2**32 - 1),
         emulate=_emulation(settings),
@@ -200,6 +209,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
+    check_prefetch_to(config.prefetch, config.prefetch_to, _flag("prefetch_to"))
     return config
 
 

@@ -22,7 +22,7 @@ from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
 from sgl_tiered.engines.sglang.args import tiered_config
-from sgl_tiered.engines.sglang.cache import TieredRadixCache, plain_tokens
+from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
@@ -35,6 +35,7 @@ from sgl_tiered.engines.sglang.probe import measure_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
+from sgl_tiered.engines.sglang.tokens import plain_tokens
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue

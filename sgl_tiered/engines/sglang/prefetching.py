@@ -9,14 +9,17 @@ a read has ended: SGLang's loop turns thousands of times a second.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_tiered.cache.prefetcher import Prefetcher, measured_tpot_s
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.policies.prefetch.base import Decoding
 
-__all__ = ["QueuePrefetch", "allowed_tokens"]
+if TYPE_CHECKING:
+    from sgl_tiered.engines.sglang.fetching import DeviceFetcher
+
+__all__ = ["QueuePrefetch", "allowed_tokens", "tokens_to_come"]
 
 _MOST_S = 0.02
 _LEAST_S = 0.002
@@ -28,6 +31,11 @@ def allowed_tokens(req: Any) -> int:
     return int(req.sampling_params.max_new_tokens or 0)
 
 
+def tokens_to_come(req: Any) -> int:
+    """Return the tokens that a request will hold in the end, as far as is known."""
+    return len(req.origin_input_ids) + allowed_tokens(req)
+
+
 class QueuePrefetch:
     """Feeds one scheduler's queue to the prefetcher.
 
@@ -36,6 +44,7 @@ class QueuePrefetch:
         coordinator: knows the prompts of requests that wait.
         prefetcher: decides.
         clock: of the runtime.
+        fetcher: of pages that go on to the device; None where they do not.
     """
 
     def __init__(
@@ -44,7 +53,9 @@ class QueuePrefetch:
         coordinator: LoadCoordinator,
         prefetcher: Prefetcher,
         clock: Clock,
+        fetcher: DeviceFetcher | None = None,
     ) -> None:
+        self._fetcher = fetcher
         self._scheduler = scheduler
         self._coordinator = coordinator
         self._prefetcher = prefetcher
@@ -65,7 +76,7 @@ class QueuePrefetch:
         Args:
             keys: by request, its prompt as SGLang's tree knows it.
         """
-        self._look(keys, self._coordinator.pass_compute_s)
+        self._look(keys, self._coordinator.pass_compute_s, is_built=True)
 
     def between_passes(self, keys: dict[str, Any]) -> None:
         """Look ahead while nobody can be admitted, and see who has gone."""
@@ -80,14 +91,24 @@ class QueuePrefetch:
             self._prefetcher.advance((), others=self._states(queue))
             self._look_at_s = self._clock.now() + _LEAST_S
 
-    def _look(self, keys: dict[str, Any], busy_s: float) -> None:
+    def _look(
+        self, keys: dict[str, Any], busy_s: float, *, is_built: bool = False
+    ) -> None:
         scheduler, prefetcher = self._scheduler, self._prefetcher
         queue = scheduler.waiting_queue
         head: list[tuple[RequestState, int]] = []
+        known: list[tuple[Any, Any]] = []
         for req in queue[: prefetcher.window]:
             state, key = self._coordinator.state(req.rid), keys.get(req.rid)
             if state is not None and key is not None:
                 head.append((state, self._device_pages(key)))
+                known.append((req, key))
+        room: dict[str, Any] = {}
+        if self._fetcher is not None:
+            self._fetcher.keys = {
+                id(state): key for (state, _), (_, key) in zip(head, known, strict=True)
+            }
+            room = self._room([req for req, _ in known], is_built=is_built)
         others = self._states(queue[prefetcher.window :]) if prefetcher.is_busy else []
         passed, decoding = self._progress()
         now_s = self._clock.now()
@@ -98,8 +119,29 @@ class QueuePrefetch:
             is_blocked=scheduler.running_batch.batch_is_full,
             tpot_s=measured_tpot_s(passed),
             decoding=decoding,
+            **room,
         )
         self._look_at_s = now_s + min(max(due_s, _LEAST_S), _MOST_S)
+
+    def _pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // int(self._scheduler.tree_cache.page_size))
+
+    def _room(self, head: list[Any], *, is_built: bool) -> dict[str, Any]:
+        """Return what the head of the queue and those that run will take of the pool.
+
+        SGLang takes the slots of a pass that was just built after this look.
+        """
+        reserved = sum(
+            self._pages(max(self.predict(req) - len(req.output_ids), 0)) + 1
+            for req in self._scheduler.running_batch.reqs
+            if not req.finished()
+        )
+        if is_built:
+            reserved += self._pages(self._coordinator.pass_tokens)
+        sizes = [
+            self._pages(len(req.origin_input_ids) + self.predict(req)) for req in head
+        ]
+        return {"sizes": sizes, "reserved_pages": reserved}
 
     def _states(self, reqs: list[Any]) -> list[RequestState]:
         states = (self._coordinator.state(req.rid) for req in reqs)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.deferred import DeferredOffloads
+from sgl_tiered.cache.device_prefetcher import DevicePrefetcher
 from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.tiered_cache import TieredCache
@@ -143,10 +144,13 @@ class TieredRuntime:
         policy = make_prefetch_policy(parts.config.prefetch)
         self.reads_at_arrival = policy.at_arrival
         self.prefetcher: Prefetcher | None = None
-        if parts.promoter is not None and policy.looks_ahead:
+        device: DevicePrefetcher | None = None
+        if parts.config.prefetch_to == "device":
+            device = DevicePrefetcher(parts.cache, policy)
+        if policy.looks_ahead and (parts.promoter or device) is not None:
             window = parts.config.prefetch_window
             self.prefetcher = Prefetcher(
-                parts.cache, policy, parts.promoter, parts.clock, window
+                parts.cache, policy, parts.promoter, parts.clock, window, device
             )
             self.coordinator.prefetcher = self.prefetcher
         # Called when a promotion has ended.
@@ -227,6 +231,15 @@ class TieredRuntime:
             digest = self.cache.open_namespace(namespace)
             self.namespaces[names] = digest
         return digest
+
+    @property
+    def parts(self) -> Parts:
+        """What it was built from."""
+        return self._parts
+
+    def note_copy(self, tier: TierId, error: str) -> None:
+        """Tell a tier's breaker how a copy from it ended; empty for well."""
+        self._breakers[tier].record(error)
 
     def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
         """Queue an offload; False (and the plan ended) where it is dropped.

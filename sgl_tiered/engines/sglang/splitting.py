@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_tiered.engines.sglang.prefetching import tokens_to_come
 from sgl_tiered.engines.sglang.seams import tiered_runtime
 
 __all__ = ["prefill_adder_class"]
@@ -78,7 +79,8 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             self, req: Any, admission: Any, *rest: Any
         ) -> Any:
             """Tell the planner what the pass has grown by, and the ledger by whom."""
-            coordinator.admitted(admission.prefix_len, admission.extend_len)
+            still = tokens_to_come(req) - admission.prefix_len
+            coordinator.admitted(admission.prefix_len, admission.extend_len, still)
             explainer.admitted(req, coordinator.state(req.rid), admission.prefix_len)
             if runtime.lookahead is not None:
                 runtime.lookahead.running(req.rid)
@@ -112,7 +114,8 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
                 self.chunked_req_limit = limit if others is None else min(limit, others)
             left = super().add_chunked_req(req)
             if any(added is req for added in self.can_run_list):
-                coordinator.admitted(req.prefix_len, req.extend_len)
+                still = tokens_to_come(req) - req.prefix_len
+                coordinator.admitted(req.prefix_len, req.extend_len, still)
                 cache.keep_back(req)
             else:
                 cache.undo_back(req)

@@ -131,3 +131,70 @@ def test_equal_runs_have_equal_logs(make_config: Make, prefetch: str) -> None:
         )
         digests.add(simulate(config, templates(60)).log.digest())
     assert len(digests) == 1
+
+
+def spacious(prefetch_to: str, make_config: Make, **settings: object) -> SimServer:
+    """Run clients on a device with room for more than those that run."""
+    config = make_config(
+        device=500,
+        host=1_000,
+        disk=2_000,
+        prefetch="car",
+        prefetch_to=prefetch_to,
+        scheduler=SCHEDULER,
+        load_policy="always",
+        **settings,
+    )
+    server = SimServer(config, templates())
+    server.result = server.run()
+    server.tree.check()
+    assert server.tree.lent_pages == 0
+    assert server.lower is not None
+    server.lower.cache.check()
+    return server
+
+
+def test_pages_are_on_the_device_before_their_turn(make_config: Make) -> None:
+    """Where the device has room, more is found there, and no run is longer for it."""
+    host, device = (spacious(to, make_config) for to in ("host", "device"))
+    hits = [
+        sum(r.device_tokens for r in server.result.records) for server in (host, device)
+    ]
+    assert hits[1] > hits[0]
+    assert device.lower.prefetcher.device.num_landed > 0
+    assert device.result.end_s <= 1.01 * host.result.end_s
+    computed = [
+        sum(r.computed_tokens for r in server.result.records)
+        for server in (host, device)
+    ]
+    assert computed[1] <= 1.02 * computed[0]
+
+
+def test_a_full_device_takes_nothing_ahead(make_config: Make) -> None:
+    """Where those that run need all of it, the run is the same as without."""
+    logs = []
+    for to in ("host", "device"):
+        config = make_config(
+            device=90,
+            host=1_000,
+            disk=2_000,
+            prefetch="car",
+            prefetch_to=to,
+            scheduler=SCHEDULER,
+            load_policy="always",
+        )
+        server = SimServer(config, templates(60))
+        logs.append(server.run().log.digest())
+        assert server.tree.lent_pages == 0
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("settings", [{"prefetch": "arrival"}, {"prefetch_to": "tape"}])
+def test_only_what_looks_ahead_goes_to_the_device(
+    make_config: Make, settings: dict
+) -> None:
+    """One sentence for each other setting."""
+    with pytest.raises(ConfigError, match="prefetch_to"):
+        replace(
+            make_config(), **{"prefetch_to": "device", "prefetch": "car"} | settings
+        )
