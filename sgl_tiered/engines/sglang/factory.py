@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
+from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache, plain_tokens
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
@@ -31,7 +34,7 @@ from sgl_tiered.engines.sglang.device_eviction import (
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
-from sgl_tiered.engines.sglang.probe import measure_costs
+from sgl_tiered.engines.sglang.probe import common_costs, measure_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
@@ -121,7 +124,10 @@ def refuse_unsupported(ctx: Any) -> None:
 
 
 def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
+    # Pipelines time what they do; decisions read the clock that all ranks share.
     clock = SystemClock()
+    agreement = Agreement(clock, group_ranks(getattr(ctx.tp_group, "cpu_group", None)))
+    decision_clock = agreement if agreement.is_shared else clock
     runner = ctx.tp_worker.model_runner
     allocator = ctx.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
@@ -131,13 +137,15 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     model = model_facts(ctx, layout)
 
     def fingerprint() -> str:
-        return model_fingerprint(runner.model, ctx.model_config.hf_config, engine)
+        own = model_fingerprint(runner.model, ctx.model_config.hf_config, engine)
+        return "-".join(agreement.gathered(own))
 
     namespace = Namespace(
         fingerprint(),
         f"{pool.dtype} {model.attention_backend}",
         layout.page_tokens,
-        "0/1",
+        # The same on all ranks: keys of pages are among what decisions read.
+        f"0/{agreement.num_ranks}",
     )
     is_cuda = bool(pool.k_buffer[0].is_cuda)
     register = _cuda_register("--tiered-host-size") if is_cuda else None
@@ -151,7 +159,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     )
     if cxl is not None:
         cxl = emulator.wrap(cxl)
-    disk = _open_disk(config, layout, namespace, emulator)
+    disk = _open_disk(config, layout, namespace, emulator, agreement)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
@@ -164,30 +172,39 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         clock=clock,
         calibration=read_fitting("--tiered-calibration", config.calibration, model),
     )
+    cost = common_costs(cost, agreement)
     rng = np.random.default_rng(config.seed)
     lookahead = _lookahead(config, layout)
     tiers = [tier for tier in (host, cxl, disk) if tier is not None]
     _refuse_unknown_tiers(config, [tier.tier_id for tier in tiers])
+    # As many slots as every rank has.
+    slots = [
+        min(theirs)
+        for theirs in zip(
+            *agreement.gathered([tier.num_slots for tier in tiers]), strict=True
+        )
+    ]
     cache = TieredCache(
         CacheConfig(
             layout=layout,
-            tiers=tuple(TierConfig(tier.tier_id, tier.num_slots) for tier in tiers),
+            tiers=tuple(
+                TierConfig(tier.tier_id, num_slots)
+                for tier, num_slots in zip(tiers, slots, strict=True)
+            ),
             load_policy=config.load_policy,
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
             # Where the model's thread copies, a load and its pass add up.
             load_overlaps=not device.waiter_copies or host.health().emulated,
-            tombstones=cells_for(sum(tier.num_slots for tier in tiers))
-            if config.explain_last
-            else 0,
+            tombstones=cells_for(sum(slots)) if config.explain_last else 0,
         ),
         cost=cost,
         eviction={
             tier.tier_id: make_eviction_policy(config.eviction_policy, rng)
             for tier in tiers
         },
-        clock=clock,
+        clock=decision_clock,
         lookahead=lookahead,
     )
     completions = CompletionQueue()
@@ -203,7 +220,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     stager: StagingReader | None = None
     promoter: PromoteWorker | None = None
     if disk is not None:
-        _adopt(cache, disk)
+        _adopt(cache, disk, agreement)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
@@ -241,7 +258,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         config=config,
         namespace=namespace,
         fingerprint=fingerprint,
-        clock=clock,
+        clock=decision_clock,
         cost=cost,
         cache=cache,
         device=device,
@@ -263,6 +280,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
         lengths=_lengths(config),
         promoter=promoter,
+        agreement=agreement,
     )
     _log_start(parts, layout)
     emulator.arm()
@@ -354,12 +372,22 @@ def _open_cxl(
 
 
 def _open_disk(
-    config: TieredConfig, layout: PageLayout, namespace: Namespace, emulator: Emulator
+    config: TieredConfig,
+    layout: PageLayout,
+    namespace: Namespace,
+    emulator: Emulator,
+    agreement: Agreement,
 ) -> Tier | None:
     if not config.disk_paths:
         return None
+    paths = config.disk_paths
+    if agreement.is_shared:
+        # Each rank keeps its own heads' part of a page, and one folder has one user.
+        rank, num_ranks = agreement.rank, agreement.num_ranks
+        namespace = replace(namespace, shard=f"{rank}/{num_ranks}")
+        paths = tuple(path / f"rank-{rank}-of-{num_ranks}" for path in paths)
     disk = open_disk_tier(
-        config.disk_paths,
+        paths,
         slot_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
@@ -385,10 +413,22 @@ def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
                 )
 
 
-def _adopt(cache: TieredCache, disk: Tier) -> None:
-    """Take over what a former server left, after the checks that need no payload."""
+def _adopt(cache: TieredCache, disk: Tier, agreement: Agreement) -> None:
+    """Take over what a former server left, after the checks that need no payload.
+
+    Only where it is the same on all ranks: a crash may have cut them off apart.
+    """
     adopted = refused = 0
-    for records in disk.recover():
+    found = list(disk.recover())
+    seen = hashlib.blake2b(digest_size=16)
+    for records in found if agreement.is_shared else ():
+        seen.update(records.keys.tobytes() + records.addresses.tobytes())
+    if len(set(agreement.gathered(seen.hexdigest()))) > 1:
+        for records in found:
+            disk.forget(records.addresses)
+            refused += len(records.addresses)
+        found = []
+    for records in found:
         count, orphans = cache.adopt(disk.tier_id, records)
         disk.forget(orphans)
         adopted += count

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.agreement import SharedClock, group_broadcast
+from sgl_tiered.engines.sglang.agreement import ARRIVED
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.http import (
     DROP_KNOBS,
@@ -77,8 +77,7 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
     scheduler.tree_cache.watch_queue(scheduler)
     if runtime.config.order != "fcfs":
-        clock = SharedClock(runtime.clock, group_broadcast(scheduler.tp_cpu_group))
-        scheduler.policy = schedule_policy(scheduler, clock)
+        scheduler.policy = schedule_policy(scheduler, runtime.agreement)
 
 
 def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:
@@ -87,6 +86,8 @@ def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -
     runtime = _tiered(scheduler.tree_cache)
     waiting = scheduler.waiting_queue
     if runtime is not None and waiting and waiting[-1] is req:
+        # For the admission, which asks later.
+        runtime.agreement.moment_s(req.rid, ARRIVED, 0.0)
         runtime.explainer.queued(req, runtime.coordinator.state(req.rid))
 
 

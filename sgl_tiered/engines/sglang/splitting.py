@@ -79,6 +79,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
         ) -> Any:
             """Tell the planner what the pass has grown by, and the ledger by whom."""
             coordinator.admitted(admission.prefix_len, admission.extend_len)
+            runtime.agreement.note(req.rid, admission.prefix_len, admission.extend_len)
             explainer.admitted(req, coordinator.state(req.rid), admission.prefix_len)
             if runtime.lookahead is not None:
                 runtime.lookahead.running(req.rid)
@@ -101,6 +102,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             left = super().add_chunked_req(req)
             if any(added is req for added in self.can_run_list):
                 coordinator.admitted(req.prefix_len, req.extend_len)
+                runtime.agreement.note(req.rid, req.prefix_len, req.extend_len)
                 cache.keep_back(req)
             else:
                 cache.undo_back(req)
