@@ -177,6 +177,7 @@ class SharedTransfers:
         """Wait for a load on all ranks, which costs a message once for each load."""
         if self._landed[0] is not ticket:
             self._landed = ticket, self._agreement.all(ticket.wait())
+            self._agreement.note("landed", self._landed[1])
         return self._landed[1]
 
     def take(self) -> list[Completion]:
