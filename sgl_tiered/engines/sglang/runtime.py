@@ -145,9 +145,9 @@ class TieredRuntime:
         )
         # Refines the recompute cost from a prefill: prefix, new tokens, seconds.
         self.observe_prefill = self.agreement.learned(parts.cost.observe_prefill)
-        # What is told of a request is this rank's own.
-        own_clock = self.agreement.own_clock
-        self.ledger = RequestLedger(parts.config.explain_last, own_clock)
+        # Rank 0 answers, and tells its own times.
+        keep = 0 if self.agreement.rank else parts.config.explain_last
+        self.ledger = RequestLedger(keep, self.agreement.own_clock)
         self.explainer = Explainer(self.ledger, parts.cache)
         policy = make_prefetch_policy(parts.config.prefetch)
         self.reads_at_arrival = policy.at_arrival
