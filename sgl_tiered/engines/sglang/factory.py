@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +33,7 @@ from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import common_costs, measure_costs
+from sgl_tiered.engines.sglang.rank_disk import adopt, open_disk
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
@@ -51,9 +50,8 @@ from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
-from sgl_tiered.tiers.base import MemoryTier, Tier
+from sgl_tiered.tiers.base import MemoryTier
 from sgl_tiered.tiers.cxl import CxlTier
-from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 
@@ -159,7 +157,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     )
     if cxl is not None:
         cxl = emulator.wrap(cxl)
-    disk = _open_disk(config, layout, namespace, emulator, agreement)
+    disk = open_disk(config, layout, namespace, emulator, agreement)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
@@ -220,7 +218,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     stager: StagingReader | None = None
     promoter: PromoteWorker | None = None
     if disk is not None:
-        _adopt(cache, disk, agreement)
+        adopt(cache, disk, agreement)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
@@ -371,35 +369,6 @@ def _open_cxl(
     )
 
 
-def _open_disk(
-    config: TieredConfig,
-    layout: PageLayout,
-    namespace: Namespace,
-    emulator: Emulator,
-    agreement: Agreement,
-) -> Tier | None:
-    if not config.disk_paths:
-        return None
-    paths = config.disk_paths
-    if agreement.is_shared:
-        # Each rank keeps its own heads' part of a page, and one folder has one user.
-        rank, num_ranks = agreement.rank, agreement.num_ranks
-        namespace = replace(namespace, shard=f"{rank}/{num_ranks}")
-        paths = tuple(path / f"rank-{rank}-of-{num_ranks}" for path in paths)
-    disk = open_disk_tier(
-        paths,
-        slot_bytes=layout.slot_bytes,
-        page_bytes=layout.page_bytes,
-        page_tokens=layout.page_tokens,
-        max_bytes=config.disk_bytes,
-        fingerprint=namespace.digest().hex(),
-        num_threads=config.disk_threads,
-        io=config.disk_io,
-        calls=emulator.calls(TierId.DISK),
-    )
-    return emulator.wrap(disk)
-
-
 def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
     """Refuse an experiment on a tier that there is not: it would show nothing."""
     for section in config.emulate:
@@ -411,34 +380,6 @@ def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
                     "does not have",
                     "leave it out, or give the server that tier",
                 )
-
-
-def _adopt(cache: TieredCache, disk: Tier, agreement: Agreement) -> None:
-    """Take over what a former server left, after the checks that need no payload.
-
-    Only where it is the same on all ranks: a crash may have cut them off apart.
-    """
-    adopted = refused = 0
-    found = list(disk.recover())
-    seen = hashlib.blake2b(digest_size=16)
-    for records in found if agreement.is_shared else ():
-        seen.update(records.keys.tobytes() + records.addresses.tobytes())
-    if len(set(agreement.gathered(seen.hexdigest()))) > 1:
-        for records in found:
-            disk.forget(records.addresses)
-            refused += len(records.addresses)
-        found = []
-    for records in found:
-        count, orphans = cache.adopt(disk.tier_id, records)
-        disk.forget(orphans)
-        adopted += count
-        refused += len(orphans)
-    if adopted or refused:
-        logger.info(
-            "sgl-tiered: %d pages from a former run are on disk, %d more were unusable",
-            adopted,
-            refused,
-        )
 
 
 def _cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
