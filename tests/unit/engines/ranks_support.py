@@ -289,9 +289,10 @@ class Rank:
     """One rank's scheduler.
 
     Args:
+        rank: its number.
+        seed: of the requests; with the number, of all that is its own.
+        clock: its own.
         agreement: with the others; of a single rank where it is to be left out.
-        transfers_agreed: False leaves the ends of transfers to each rank.
-        learning_agreed: False leaves what is measured to each rank.
     """
 
     def __init__(self, rank, seed, clock, agreement):
@@ -579,6 +580,38 @@ class Rank:
         return req.pages[: (len(req.tokens) - 1) // PAGE].tobytes()
 
 
+def in_threads(num_ranks, work):
+    """Run ``work(rank, seat)`` for each rank in a thread of its own.
+
+    Returns:
+        What it returned (None where it raised), what ended any, and the meeting.
+    """
+    meeting = Meeting(num_ranks)
+    found, errors = [None] * num_ranks, []
+
+    def run(rank):
+        try:
+            found[rank] = work(rank, meeting.seat(rank))
+        except Exception as error:  # noqa: BLE001 - what it is, is asserted on
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found, errors, meeting
+
+
+def on_two_ranks(work):
+    """Run ``work(rank, seat)`` on two ranks; return what it returned, or raise."""
+    found, errors, _ = in_threads(2, work)
+    if errors:
+        raise errors[0]
+    return found
+
+
 def run_ranks(num_ranks, num_passes, seed, *, kind=Agreement, meets=True):
     """Run ranks in threads; return them, what ended any, and the meeting.
 
@@ -589,26 +622,15 @@ def run_ranks(num_ranks, num_passes, seed, *, kind=Agreement, meets=True):
         kind: of the agreement.
         meets: False leaves each rank alone.
     """
-    meeting = Meeting(num_ranks)
-    ranks, errors = [None] * num_ranks, []
 
-    def work(number):
+    def work(number, seat):
+        # Clocks that began hundreds of seconds apart.
+        clock = ManualClock(300.0 * number)
+        rank = Rank(number, seed, clock, kind(clock, seat if meets else None))
         try:
-            # Clocks that began hundreds of seconds apart.
-            clock = ManualClock(300.0 * number)
-            seat = meeting.seat(number) if meets else None
-            rank = ranks[number] = Rank(number, seed, clock, kind(clock, seat))
             rank.run(num_passes)
-        except Exception as error:  # noqa: BLE001 - what it is, is asserted on
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for rank in ranks:
-        if rank is not None:
+        finally:
             rank.host.close()
-    return ranks, errors, meeting
+        return rank
+
+    return in_threads(num_ranks, work)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -15,30 +13,15 @@ from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.rank_disk import adopt, open_disk
 from sgl_tiered.tiers.emulator import Emulator
-from tests.unit.engines.ranks_support import Meeting
+from tests.unit.engines.ranks_support import on_two_ranks
 
 LAYOUT = PageLayout(num_layers=2, page_tokens=2, token_bytes=96)
 
 
 def both(work):
     """Run ``work(rank, agreement)`` on two ranks; return what it returned."""
-    meeting, found, errors = Meeting(2), [None] * 2, []
-
-    def run(rank):
-        try:
-            found[rank] = work(rank, Agreement(ManualClock(), meeting.seat(rank)))
-        except Exception as error:  # noqa: BLE001 - raised below, on the main thread
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    clock = ManualClock()
+    return on_two_ranks(lambda rank, seat: work(rank, Agreement(clock, seat)))
 
 
 def records(num):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +26,7 @@ from sgl_tiered.pipelines.completions import (
 )
 from sgl_tiered.pipelines.promote import PromotedRead
 from sgl_tiered.pipelines.staging import StagedRead
-from tests.unit.engines.ranks_support import Meeting
+from tests.unit.engines.ranks_support import on_two_ranks
 
 NUM_PAGES, NUM_ROWS = 6, 8
 
@@ -63,23 +62,7 @@ class Side:
 
 def both(work):
     """Run ``work(side)`` on two ranks; return what it returned."""
-    meeting, found, errors = Meeting(2), [None] * 2, []
-
-    def run(rank):
-        try:
-            found[rank] = work(Side(rank, meeting.seat(rank)))
-        except Exception as error:  # noqa: BLE001 - raised below, on the main thread
-            errors.append(error)
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    return on_two_ranks(lambda rank, seat: work(Side(rank, seat)))
 
 
 def pages(num=NUM_PAGES):
