@@ -82,11 +82,20 @@ class PrefillCost:
 
     @classmethod
     def from_coefficients(
-        cls, overhead_s: float, token_s: float, pair_s: float
+        cls,
+        overhead_s: float,
+        token_s: float,
+        pair_s: float,
+        deviation: float = MEASURED,
     ) -> PrefillCost:
-        """Return a cost that starts from measured coefficients, each > 0."""
+        """Return a cost that starts from known coefficients, each > 0.
+
+        Args:
+            overhead_s, token_s, pair_s: seconds; see ``PrefillSnapshot``.
+            deviation: how far they may be off; see ``BoundedRegression``.
+        """
         cost = cls(1, 1, 1, 1.0)
-        cost._fit = BoundedRegression((overhead_s, token_s, pair_s), MEASURED)
+        cost._fit = BoundedRegression((overhead_s, token_s, pair_s), deviation)
         cost._overhead_s, cost._token_s, cost._pair_s = cost._fit.coefficients
         return cost
 

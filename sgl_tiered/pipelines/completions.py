@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import (
     DemotePlan,
     LoadPlan,
@@ -29,11 +31,27 @@ __all__ = [
     "Completion",
     "CompletionQueue",
     "DemoteFinished",
+    "LoadFigures",
     "LoadFinished",
     "OffloadFinished",
     "PromoteFinished",
     "StageFinished",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """What the copies of a load tell of the tiers that it came from.
+
+    Attributes:
+        moved: bytes, and seconds of the copies, by the tier they lay in.
+        sources: the tiers read in place; staging memory is none.
+        failed: the one whose copy failed; None where none did.
+    """
+
+    moved: Mapping[TierId, tuple[int, float]]
+    sources: frozenset[TierId]
+    failed: TierId | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +65,7 @@ class LoadFinished:
         num_bytes: bytes copied to the device.
         seconds: that the copies took.
         error: one sentence, empty if landed.
+        figures: of the tiers.
     """
 
     ticket: LoadTicket
@@ -55,6 +74,7 @@ class LoadFinished:
     num_bytes: int
     seconds: float
     error: str
+    figures: LoadFigures
 
     @property
     def stall_s(self) -> float:

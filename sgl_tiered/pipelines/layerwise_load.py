@@ -30,7 +30,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import Arrival, DevicePool
-from sgl_tiered.pipelines.completions import CompletionQueue, LoadFinished
+from sgl_tiered.pipelines.completions import CompletionQueue, LoadFigures, LoadFinished
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
 
@@ -505,6 +505,7 @@ class LayerwiseLoader:
                 num_bytes=num_bytes,
                 seconds=seconds,
                 error=error,
+                figures=LoadFigures(ticket.moved, ticket.sources, ticket.failed_source),
             )
         )
 

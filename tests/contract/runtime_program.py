@@ -57,6 +57,7 @@ def context() -> Any:
             ),
             page_size=16,
         ),
+        tp_group=None,
         tp_worker=SimpleNamespace(
             model_runner=SimpleNamespace(model=torch.nn.Linear(8, 8))
         ),

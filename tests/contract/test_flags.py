@@ -85,7 +85,7 @@ BAD = {
         [*ON, "--tiered-order=cost", "--enable-priority-scheduling"],
         "--tiered-order",
     ),
-    "tensor parallel": ([*ON, "--tp-size=2"], "--tp-size"),
+    "several machines": ([*ON, "--nnodes=2", "--tp-size=2"], "--nnodes"),
     "data parallel": ([*ON, "--dp-size=2"], "--dp-size"),
 }
 # These are argparse's own: it prints the usage first.

@@ -128,9 +128,9 @@ def burst_requests() -> list[PlannedRequest]:
     ]
 
 
-def record_reference(server: SglangServer) -> Reference:
+def record_reference(server: SglangServer, shape: ChatShape = SHAPE) -> Reference:
     """Record a case's reference on a plain server with a large pool."""
-    sessions = chat_sessions(SHAPE, np.random.default_rng(5), VOCAB_TOKENS)
+    sessions = chat_sessions(shape, np.random.default_rng(5), VOCAB_TOKENS)
 
     async def talk() -> list[RequestRecord]:
         async with StreamingClient(server.url, timeout_s=PATIENCE_S) as client:

@@ -1,115 +1,246 @@
-"""What the ranks of a tensor-parallel server agree on: rank 0's clock and decisions.
+"""What the ranks of a tensor-parallel server agree on: the facts that decisions read.
 
-Each rank runs a scheduler of its own over the same requests. A decision that reads a
-clock, or anything measured, would differ between them, and ranks that build different
-batches hang in the next collective call. So rank 0 decides, once per scheduling pass,
-and sends the time together with what was decided in one small message; the others take
-it. With one rank there is no message. All ranks must call alike: as often, in the same
-order, with the same ``num_values``.
+Each rank runs a scheduler of its own over the same requests, and ranks that build
+different batches hang in the next collective call. The decisions of this product read
+nothing but what they are handed: a clock, measured times, the ends of transfers, and
+their own past. So the ranks agree on these facts, not on each decision, and then decide
+alike. Once per pass of the scheduler each sends one small message and gets everybody's
+(``meet``). What is taken from them, and what each decision reads, is in TP.md.
+
+Each message also names what was decided so far, as a checksum (``note``): ranks that
+have parted are told so before their caches do harm. With one rank there is no message.
+All ranks must call alike: as often, in the same order. On the scheduler's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import struct
+import zlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from sgl_tiered.core.clock import Clock
+from sgl_tiered.errors import TieredError
 
-__all__ = ["Broadcast", "SharedClock", "group_broadcast"]
+__all__ = ["ARRIVED", "Agreement", "Ranks", "RanksPartedError", "group_ranks"]
 
-Float64s = npt.NDArray[np.float64]
+ARRIVED = "arrived"
+"""A moment: the request was put into the queue."""
+_HEAD = struct.Struct("<dQI")
+_SIZE = struct.Struct("<I")
+_ROOM = 252
+"""Bytes that go at once, with their number; what is longer takes a second message."""
 
 
-class Broadcast(Protocol):
-    """Sends a vector from rank 0 to all ranks."""
+class RanksPartedError(TieredError, RuntimeError):
+    """Ranks have decided differently: the server must not go on."""
+
+
+class Ranks(Protocol):
+    """The schedulers of a tensor-parallel server."""
 
     @property
-    def is_source(self) -> bool:
-        """Whether this is rank 0."""
+    def rank(self) -> int:
+        """Number of this one, from 0."""
         ...
 
-    def send(self, values: Float64s) -> None:
-        """Fill ``values`` on every rank with rank 0's; blocks until it has them."""
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return everybody's message, by rank; blocks until all have called."""
         ...
 
 
-class SharedClock:
-    """Rank 0's clock, and what rank 0 decides by it.
+class Agreement:
+    """One rank's view of the facts that all ranks share; also their clock.
 
     Args:
         clock: of this rank.
-        broadcast: to the other ranks; None where there are none.
+        ranks: the ranks; None where there is one.
     """
 
-    def __init__(self, clock: Clock, broadcast: Broadcast | None = None) -> None:
-        self._clock = clock
-        self._broadcast = broadcast
-        self._shared_s = 0.0
+    def __init__(self, clock: Clock, ranks: Ranks | None = None) -> None:
+        self.own_clock = clock
+        self._ranks = ranks
+        self._shared_s = clock.now()
+        self._num_meetings = 0
+        self._noted = 0
+        self._observers: list[Callable[..., None]] = []
+        self._measured: list[list[Any]] = []
+        self._moments: dict[str, dict[str, float]] = {}
+        if ranks is not None:
+            self._shared_s = self.first(self._shared_s)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are others to agree with."""
+        return self._ranks is not None
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank."""
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        return 1 if self._ranks is None else self._ranks.num_ranks
 
     def now(self) -> float:
-        """Return rank 0's time of its last decision; of a single rank, the time."""
-        return self._clock.now() if self._broadcast is None else self._shared_s
+        """Return rank 0's time of the last meeting; of a single rank, the time."""
+        return self.own_clock.now() if self._ranks is None else self._shared_s
 
-    def tick(self) -> float:
-        """Agree on the time, once per pass; return it."""
-        self.decide(0, lambda _: ())
-        return self.now()
-
-    def decide(
-        self, num_values: int, make: Callable[[float], Sequence[int]]
-    ) -> list[int]:
-        """Return whole numbers that rank 0 chose at a time that all ranks now know.
+    def meet(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Agree on the time and on what was measured; once per pass.
 
         Args:
-            num_values: of the numbers; the same on every rank.
-            make: called with the time, on rank 0 only; whole numbers below 2**53.
+            facts: of this rank, as JSON can write them; empty for none.
+
+        Returns:
+            Everybody's, by rank. A single rank gets its own back.
+
+        Raises:
+            RanksPartedError: the ranks have noted different decisions.
         """
-        if self._broadcast is None:
-            return list(make(self._clock.now()))
-        message = np.zeros(1 + num_values)
-        if self._broadcast.is_source:
-            self._shared_s = self._clock.now()
-            message[0] = self._shared_s
-            message[1:] = make(self._shared_s)
-        self._broadcast.send(message)
-        self._shared_s = float(message[0])
-        return [int(value) for value in message[1:]]
+        ranks = self._ranks
+        if ranks is None:
+            return [facts]
+        if self._measured:
+            facts = {**facts, "measured": self._measured}
+        self._measured = []
+        body = json.dumps(facts).encode() if facts else b""
+        head = _HEAD.pack(self.own_clock.now(), self._num_meetings, self._noted)
+        told = ranks.gather(head + body)
+        self._num_meetings += 1
+        first_s, *first = _HEAD.unpack_from(told[0])
+        for rank, message in enumerate(told):
+            _, *noted = _HEAD.unpack_from(message)
+            if noted != first:
+                raise RanksPartedError(
+                    f"rank {rank} of {len(told)} has decided differently from rank 0 "
+                    f"before meeting {self._num_meetings}; restart the server, and "
+                    "please report it"
+                )
+        self._shared_s = max(self._shared_s, first_s)
+        found = [json.loads(m[_HEAD.size :] or b"{}") for m in told]
+        for number, *values in found[0].get("measured", ()):
+            self._observers[number](*values)
+        return found
+
+    def learned(self, observe: Callable[..., None]) -> Callable[..., None]:
+        """Return what to tell measurements instead of ``observe``.
+
+        On a single rank that is ``observe`` itself; else all ranks observe what rank 0
+        has measured, at the next meeting. Register in the same order on all ranks.
+
+        Args:
+            observe: takes numbers.
+        """
+        if self._ranks is None:
+            return observe
+        number = len(self._observers)
+        self._observers.append(observe)
+        if self.rank:
+            return lambda *values: None
+        return lambda *values: self._measured.append([number, *values])
+
+    def moment_s(self, rid: str, name: str, own_s: float) -> float:
+        """Return when something happened to a request, alike on all ranks.
+
+        Args:
+            rid: the request.
+            name: of the event.
+            own_s: as this rank has measured it, which a single rank gets back; several
+                get the time of the meeting before they first asked.
+        """
+        if self._ranks is None:
+            return own_s
+        return self._moments.setdefault(rid, {}).setdefault(name, self._shared_s)
+
+    def forget(self, rid: str) -> None:
+        """Forget a request's moments."""
+        self._moments.pop(rid, None)
+
+    def note(self, *decided: object) -> None:
+        """Note what was decided, to be compared at the next meeting."""
+        if self._ranks is not None:
+            self._noted = zlib.crc32(repr(decided).encode(), self._noted)
+
+    def all(self, fact: bool) -> bool:
+        """Return whether something is so on every rank; a message of its own."""
+        if self._ranks is None:
+            return fact
+        told = self._ranks.gather(b"\1" if fact else b"\0")
+        return all(one == b"\1" for one in told)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return everybody's value, by rank; for the start, of any length."""
+        if self._ranks is None:
+            return [value]
+        return [json.loads(m) for m in self._ranks.gather(json.dumps(value).encode())]
+
+    def first(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        return self.gathered(value)[0]
+
+    def leave(self) -> None:
+        """Be alone from now on: the server ends, and nobody waits for the others."""
+        self._ranks = None
 
 
-class _GroupBroadcast:
+class _GroupRanks:
     """Over a process group of torch.distributed, on the CPU."""
 
-    def __init__(self, group: Any, source: int) -> None:
+    def __init__(self, group: Any) -> None:
         import torch.distributed as dist
 
         self._dist = dist
         self._group = group
-        self._source = source
+        self.rank = int(dist.get_rank(group))
+        self.num_ranks = int(dist.get_world_size(group))
 
-    @property
-    def is_source(self) -> bool:
-        """Whether this is the group's first rank."""
-        return bool(self._dist.get_rank() == self._source)
+    def gather(self, message: bytes) -> list[bytes]:
+        """Send what fits at once; the rest only where anybody has some."""
+        heads = self._all(
+            _SIZE.pack(len(message)) + message[:_ROOM], _SIZE.size + _ROOM
+        )
+        sizes = [_SIZE.unpack_from(head)[0] for head in heads]
+        found = [
+            head[_SIZE.size : _SIZE.size + min(size, _ROOM)]
+            for head, size in zip(heads, sizes, strict=True)
+        ]
+        longest = max(sizes) - _ROOM
+        if longest <= 0:
+            return found
+        rests = self._all(message[_ROOM:], longest)
+        return [
+            begin + rest[: max(size - _ROOM, 0)]
+            for begin, rest, size in zip(found, rests, sizes, strict=True)
+        ]
 
-    def send(self, values: Float64s) -> None:
-        """Broadcast in place."""
+    def _all(self, part: bytes, num_bytes: int) -> list[bytes]:
         import torch
 
-        self._dist.broadcast(torch.from_numpy(values), self._source, group=self._group)
+        padded = bytearray(part.ljust(num_bytes, b"\0"))
+        mine = torch.frombuffer(padded, dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        self._dist.all_gather(parts, mine, group=self._group)
+        return [one.numpy().tobytes() for one in parts]
 
 
-def group_broadcast(group: Any) -> Broadcast | None:
-    """Return a broadcast over a process group; None for a group of one.
+def group_ranks(group: Any) -> Ranks | None:
+    """Return the ranks of a process group; None for a group of one.
 
     Args:
         group: of torch.distributed, with a backend that sends from the CPU's memory
-            (gloo); its first rank decides.
+            (gloo).
     """
     import torch.distributed as dist
 
     if group is None or dist.get_world_size(group) == 1:
         return None
-    return _GroupBroadcast(group, dist.get_global_rank(group, 0))
+    return _GroupRanks(group)

@@ -363,7 +363,7 @@ _NEEDED: dict[str, object] = {
     "speculative_algorithm": None,
     "disaggregation_mode": "null",
     "enable_dp_attention": False,
-    "tp_size": 1,
+    "nnodes": 1,
     "pp_size": 1,
     "dp_size": 1,
     "tokenizer_worker_num": 1,

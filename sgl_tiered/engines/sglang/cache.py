@@ -216,7 +216,7 @@ class TieredRadixCache(LendingRadixCache):
         if self._ticket is None:
             return []
         ticket, self._ticket = self._ticket, None
-        landed = ticket.wait() or self._repaired
+        landed = self._repaired or self.tiered.transfers.landed(ticket)
         self._repaired = False
         self.tiered.metrics.add("load_stall_s", ticket.stall_s)
         self.tiered.metrics.add("load_copy_s", ticket.seconds)
@@ -246,7 +246,9 @@ class TieredRadixCache(LendingRadixCache):
         Returns:
             Whether there was anything: then the batch's forward has to run again.
         """
-        if self._ticket is None or self._repaired or self._ticket.wait():
+        if self._ticket is None or self._repaired:
+            return False
+        if self.tiered.transfers.landed(self._ticket):
             return False
         spans = []
         for index, req in enumerate(batch.reqs):
@@ -412,7 +414,8 @@ class TieredRadixCache(LendingRadixCache):
 
     def has_pending_cache_operations(self) -> bool:
         """Say whether pages of the tree are still being read by an offload."""
-        self._pump()
+        if not self.tiered.agreement.is_shared:
+            self._pump()
         return bool(self._locks)
 
     def finish_offloads(self) -> None:

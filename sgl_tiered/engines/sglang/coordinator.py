@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting import WaitingLoads
-from sgl_tiered.cache.waiting_state import WaitingLoad
+from sgl_tiered.cache.waiting_state import Staging, WaitingLoad
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.pipelines.layerwise_load import LoadJob, Segment
-from sgl_tiered.pipelines.staging import StagedRead, StagingReader
+from sgl_tiered.pipelines.staging import StagedRead
 from sgl_tiered.tiers.base import MemoryTier
 
 __all__ = ["LoadCoordinator", "RequestState"]
@@ -51,7 +51,7 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         self,
         cache: TieredCache,
         memory: dict[TierId, MemoryTier],
-        stager: StagingReader | None,
+        stager: Staging[StagedRead] | None,
         clock: Clock,
     ) -> None:
         super().__init__(cache, _MEMORY_TIERS, stager, clock)

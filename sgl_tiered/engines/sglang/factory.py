@@ -21,6 +21,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
+from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
@@ -31,7 +32,8 @@ from sgl_tiered.engines.sglang.device_eviction import (
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
-from sgl_tiered.engines.sglang.probe import measure_costs
+from sgl_tiered.engines.sglang.probe import common_costs, measure_costs
+from sgl_tiered.engines.sglang.rank_disk import adopt, open_disk
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
@@ -49,9 +51,8 @@ from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
-from sgl_tiered.tiers.base import MemoryTier, Tier
+from sgl_tiered.tiers.base import MemoryTier
 from sgl_tiered.tiers.cxl import CxlTier
-from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 
@@ -122,7 +123,10 @@ def refuse_unsupported(ctx: Any) -> None:
 
 
 def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
+    # Pipelines time what they do; decisions read the clock that all ranks share.
     clock = SystemClock()
+    agreement = Agreement(clock, group_ranks(getattr(ctx.tp_group, "cpu_group", None)))
+    decision_clock = agreement if agreement.is_shared else clock
     runner = ctx.tp_worker.model_runner
     allocator = ctx.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
@@ -132,13 +136,15 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     model = model_facts(ctx, layout)
 
     def fingerprint() -> str:
-        return model_fingerprint(runner.model, ctx.model_config.hf_config, engine)
+        own = model_fingerprint(runner.model, ctx.model_config.hf_config, engine)
+        return "-".join(agreement.gathered(own))
 
     namespace = Namespace(
         fingerprint(),
         f"{pool.dtype} {model.attention_backend}",
         layout.page_tokens,
-        "0/1",
+        # The same on all ranks: keys of pages are among what decisions read.
+        f"0/{agreement.num_ranks}",
     )
     is_cuda = bool(pool.k_buffer[0].is_cuda)
     register = _cuda_register("--tiered-host-size") if is_cuda else None
@@ -152,7 +158,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     )
     if cxl is not None:
         cxl = emulator.wrap(cxl)
-    disk = _open_disk(config, layout, namespace, emulator)
+    disk = open_disk(config, layout, namespace, emulator, agreement)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
@@ -165,30 +171,39 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         clock=clock,
         calibration=read_fitting("--tiered-calibration", config.calibration, model),
     )
+    cost = common_costs(cost, agreement)
     rng = np.random.default_rng(config.seed)
     lookahead = _lookahead(config, layout)
     tiers = [tier for tier in (host, cxl, disk) if tier is not None]
     _refuse_unknown_tiers(config, [tier.tier_id for tier in tiers])
+    # As many slots as every rank has.
+    slots = [
+        min(theirs)
+        for theirs in zip(
+            *agreement.gathered([tier.num_slots for tier in tiers]), strict=True
+        )
+    ]
     cache = TieredCache(
         CacheConfig(
             layout=layout,
-            tiers=tuple(TierConfig(tier.tier_id, tier.num_slots) for tier in tiers),
+            tiers=tuple(
+                TierConfig(tier.tier_id, num_slots)
+                for tier, num_slots in zip(tiers, slots, strict=True)
+            ),
             load_policy=config.load_policy,
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
             # Where the model's thread copies, a load and its pass add up.
             load_overlaps=not device.waiter_copies or host.health().emulated,
-            tombstones=cells_for(sum(tier.num_slots for tier in tiers))
-            if config.explain_last
-            else 0,
+            tombstones=cells_for(sum(slots)) if config.explain_last else 0,
         ),
         cost=cost,
         eviction={
             tier.tier_id: make_eviction_policy(config.eviction_policy, rng)
             for tier in tiers
         },
-        clock=clock,
+        clock=decision_clock,
         lookahead=lookahead,
     )
     completions = CompletionQueue()
@@ -204,7 +219,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     stager: StagingReader | None = None
     promoter: PromoteWorker | None = None
     if disk is not None:
-        _adopt(cache, disk)
+        adopt(cache, disk, agreement)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
@@ -242,7 +257,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         config=config,
         namespace=namespace,
         fingerprint=fingerprint,
-        clock=clock,
+        clock=decision_clock,
         cost=cost,
         cache=cache,
         device=device,
@@ -266,6 +281,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
         lengths=_lengths(config),
         promoter=promoter,
+        agreement=agreement,
     )
     _log_start(parts, layout)
     emulator.arm()
@@ -358,25 +374,6 @@ def _open_cxl(
     )
 
 
-def _open_disk(
-    config: TieredConfig, layout: PageLayout, namespace: Namespace, emulator: Emulator
-) -> Tier | None:
-    if not config.disk_paths:
-        return None
-    disk = open_disk_tier(
-        config.disk_paths,
-        slot_bytes=layout.slot_bytes,
-        page_bytes=layout.page_bytes,
-        page_tokens=layout.page_tokens,
-        max_bytes=config.disk_bytes,
-        fingerprint=namespace.digest().hex(),
-        num_threads=config.disk_threads,
-        io=config.disk_io,
-        calls=emulator.calls(TierId.DISK),
-    )
-    return emulator.wrap(disk)
-
-
 def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
     """Refuse an experiment on a tier that there is not: it would show nothing."""
     for section in config.emulate:
@@ -388,22 +385,6 @@ def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
                     "does not have",
                     "leave it out, or give the server that tier",
                 )
-
-
-def _adopt(cache: TieredCache, disk: Tier) -> None:
-    """Take over what a former server left, after the checks that need no payload."""
-    adopted = refused = 0
-    for records in disk.recover():
-        count, orphans = cache.adopt(disk.tier_id, records)
-        disk.forget(orphans)
-        adopted += count
-        refused += len(orphans)
-    if adopted or refused:
-        logger.info(
-            "sgl-tiered: %d pages from a former run are on disk, %d more were unusable",
-            adopted,
-            refused,
-        )
 
 
 def _cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:

@@ -3,7 +3,8 @@
 SGLang asks its policy before every prefill pass to put ``waiting_queue`` in order; then
 it takes requests from the front as long as they fit. Ours arranges the queue in place.
 Requests are known by their ids; what the caches say of them is looked up a few at a
-time (``policies/order/queue.py``), never for the whole queue. Rank 0 decides for all.
+time (``policies/order/queue.py``), never for the whole queue. Every rank arranges, by
+facts that all agree on: a look at SGLang's tree is a use of it, on all ranks or none.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.cache.foresight import foresee
-from sgl_tiered.engines.sglang.agreement import SharedClock
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.policies.order.base import Location
 from sgl_tiered.policies.order.queue import Outlook, QueueOrder
 from sgl_tiered.policies.order.registry import make_order
@@ -65,12 +66,12 @@ class EngineFacts:
         return foresee(cache, state, device_pages, self.num_tokens[key])
 
 
-def schedule_policy(scheduler: Any, clock: SharedClock) -> Any:
+def schedule_policy(scheduler: Any, agreement: Agreement) -> Any:
     """Return SGLang's policy with our order, for a scheduler with tiers.
 
     Args:
         scheduler: SGLang's, which has made its own policy.
-        clock: of the pass.
+        agreement: between the ranks, on the time above all.
     """
     from sglang.srt.managers.schedule_policy import SchedulePolicy
 
@@ -97,9 +98,8 @@ def schedule_policy(scheduler: Any, clock: SharedClock) -> Any:
             super().calc_priority(waiting_queue, *args, **kwargs)
 
         def _arrange(self, waiting_queue: Any, rids: list[str]) -> None:
-            positions = clock.decide(
-                len(rids), lambda now_s: queue.arrange(rids, now_s)
-            )
+            positions = list(queue.arrange(rids, agreement.now()))
+            agreement.note(positions)
             if positions != list(range(len(rids))):
                 waiting_queue[:] = [waiting_queue[i] for i in positions]
                 metrics.add("queue_rearranged")

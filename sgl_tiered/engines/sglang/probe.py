@@ -22,12 +22,14 @@ from sgl_tiered.cost.calibration import Calibration
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.cost.regression import GUESSED
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.served import num_params
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
 
-__all__ = ["measure_costs"]
+__all__ = ["common_costs", "measure_costs"]
 
 _PROBE_PAGES = 32
 _MATMUL_ROWS = 512
@@ -95,6 +97,34 @@ def measure_costs(
             overhead_s=_PASS_OVERHEAD_S,
         )
     return CostModel(prefill, links), figures
+
+
+def common_costs(cost: CostModel, agreement: Agreement) -> CostModel:
+    """Return costs that start from rank 0's figures on every rank.
+
+    Args:
+        cost: as this rank has measured it; a single rank keeps it.
+        agreement: between the ranks.
+    """
+    if not agreement.is_shared:
+        return cost
+    figures = agreement.first(cost.snapshot())
+    prefill = PrefillCost.from_coefficients(
+        figures["prefill.overhead_s"],
+        figures["prefill.token_s"],
+        figures["prefill.pair_s"],
+        GUESSED,
+    )
+    return CostModel(
+        prefill,
+        {
+            tier: LinkCost(
+                figures[f"link.{tier.label}.latency_s"],
+                figures[f"link.{tier.label}.bandwidth_bytes_per_s"],
+            )
+            for tier in cost.tiers
+        },
+    )
 
 
 def _tune_loads(

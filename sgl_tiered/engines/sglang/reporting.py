@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.agreement import SharedClock, group_broadcast
+from sgl_tiered.engines.sglang.agreement import ARRIVED
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.http import (
     DROP_KNOBS,
@@ -79,8 +79,7 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
     if runtime.lengths is not None:
         runtime.lengths.watch(scheduler, runtime.ledger, runtime.metrics, runtime.clock)
     if runtime.config.order != "fcfs":
-        clock = SharedClock(runtime.clock, group_broadcast(scheduler.tp_cpu_group))
-        scheduler.policy = schedule_policy(scheduler, clock)
+        scheduler.policy = schedule_policy(scheduler, runtime.agreement)
 
 
 def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:
@@ -91,6 +90,8 @@ def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -
     if runtime is None or _asks_itself(runtime, req):
         return
     if waiting and waiting[-1] is req:
+        # For the admission, which asks later.
+        runtime.agreement.moment_s(req.rid, ARRIVED, 0.0)
         runtime.explainer.queued(req, runtime.coordinator.state(req.rid))
 
 

@@ -29,6 +29,7 @@ from sgl_tiered.core.plans import (
     TransferResult,
 )
 from sgl_tiered.cost.model import CostModel
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
@@ -36,6 +37,7 @@ from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
+from sgl_tiered.engines.sglang.transfers import make_transfers
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 from sgl_tiered.metrics.registry import MetricsRegistry
@@ -66,8 +68,6 @@ _DEMOTE_PAGES = 128
 """Pages per write to disk: 25 MB at 196 kB a page, enough for the disk to stream, short
 enough that a read does not wait long behind it."""
 _CLOSE_TIMEOUT_S = 10.0
-_STUCK_S = 5.0
-"""After so long without a thread that could read, the disk is left out of lookups."""
 _DRAIN_TIMEOUT_S = 5.0
 """A read or write of the disk that does not end must not hold the scheduler: its memory
 and its slots stay set aside until it does."""
@@ -77,7 +77,7 @@ _MAX_REPORTS = 1024
 
 @dataclass(slots=True)
 class Parts:
-    """What the factory puts together; see the classes themselves."""
+    """What the factory puts together; ``clock`` is what decisions read."""
 
     config: TieredConfig
     namespace: Namespace
@@ -102,6 +102,7 @@ class Parts:
     served: dict[str, Any]
     lengths: LengthReader | None = None
     promoter: PromoteWorker | None = None
+    agreement: Agreement | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -136,21 +137,30 @@ class TieredRuntime:
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
         self.counter = LayerCounter()
-        self.coordinator = LoadCoordinator(
-            parts.cache, parts.memory, parts.stager, parts.clock
+        self.agreement = parts.agreement or Agreement(parts.clock)
+        self.transfers = make_transfers(
+            self.agreement, parts.completions, parts.stager, parts.promoter
         )
-        self.ledger = RequestLedger(parts.config.explain_last, parts.clock)
+        self.coordinator = LoadCoordinator(
+            parts.cache, parts.memory, self.transfers.stager, parts.clock
+        )
+        # Refines the recompute cost from a prefill: prefix, new tokens, seconds.
+        self.observe_prefill = self.agreement.learned(parts.cost.observe_prefill)
+        # Rank 0 answers, and tells its own times.
+        keep = 0 if self.agreement.rank else parts.config.explain_last
+        self.ledger = RequestLedger(keep, self.agreement.own_clock)
         self.explainer = Explainer(self.ledger, parts.cache)
         policy = make_prefetch_policy(parts.config.prefetch)
         self.reads_at_arrival = policy.at_arrival
         self.prefetcher: Prefetcher | None = None
+        promoter = self.transfers.promoter
         device: DevicePrefetcher | None = None
         if parts.config.prefetch_to == "device":
             device = DevicePrefetcher(parts.cache, policy)
-        if policy.looks_ahead and (parts.promoter or device) is not None:
+        if policy.looks_ahead and (promoter or device) is not None:
             window = parts.config.prefetch_window
             self.prefetcher = Prefetcher(
-                parts.cache, policy, parts.promoter, parts.clock, window, device
+                parts.cache, policy, promoter, parts.clock, window, device
             )
             self.coordinator.prefetcher = self.prefetcher
         # Called when a promotion has ended.
@@ -182,7 +192,7 @@ class TieredRuntime:
 
     @property
     def clock(self) -> Clock:
-        """SGLang's own time base."""
+        """SGLang's own time base; with several ranks as they agree on it."""
         return self._parts.clock
 
     @property
@@ -247,9 +257,9 @@ class TieredRuntime:
         That is, where the queue is full, or the tier failed again and again and rests.
         """
         parts = self._parts
-        if self._offloads.allows() and parts.offloader.try_submit(
-            plan, device_pages, parts.device.mark()
-        ):
+        may = self._offloads.allows() and self.transfers.takes_offload
+        if may and parts.offloader.try_submit(plan, device_pages, parts.device.mark()):
+            self.transfers.submitted_offload()
             return True
         self.metrics.add("offload_dropped_pages", len(plan.pages))
         reason = WRITES_REST if self._offloads.is_open else QUEUE_FULL
@@ -261,7 +271,7 @@ class TieredRuntime:
     def pump(self) -> list[int]:
         """Take the ends of transfers; return the offload plans that have ended."""
         offloaded = []
-        for event in self.completions.drain():
+        for event in self.transfers.take():
             match event:
                 case OffloadFinished(plan, result):
                     self.cache.finish_offload(plan, result)
@@ -302,10 +312,6 @@ class TieredRuntime:
         load_s = decision.load_s if decision is not None and decision.num_pages else 0.0
         return self.cache.planner.pass_s(compute_s, load_s)
 
-    def observe_prefill(self, prefix: int, new: int, seconds: float) -> None:
-        """Refine the recompute cost from a prefill that has ended."""
-        self._parts.cost.observe_prefill(prefix, new, seconds)
-
     def note_wait(self, rid: str, *, waiting: bool) -> None:
         """Measure how long a request is held back for pages on their way."""
         if waiting:
@@ -322,6 +328,7 @@ class TieredRuntime:
     def forget_request(self, rid: str) -> None:
         """End what is known of a request, but for its report."""
         self._waits.pop(rid, None)
+        self.agreement.forget(rid)
         if self.admission is not None:
             self.admission.forget(rid)
         if self.lookahead is not None:
@@ -420,6 +427,7 @@ class TieredRuntime:
         if self._closed:
             return
         self._closed = True
+        self.agreement.leave()
         parts = self._parts
         give_up_at_s = parts.clock.now() + _CLOSE_TIMEOUT_S
         while self._num_demoting and parts.clock.now() < give_up_at_s:
@@ -543,15 +551,14 @@ class TieredRuntime:
 
     def _note_load(self, event: LoadFinished) -> None:
         """Tell the breakers of the memory tiers how a load to the device ended."""
-        failed = event.ticket.failed_source
+        figures = event.figures
         for tier, breaker in self._breakers.items():
-            if tier is failed or (event.landed and tier in event.ticket.sources):
+            if tier is figures.failed or (event.landed and tier in figures.sources):
                 breaker.record(event.error)
 
     def _let_rest(self) -> None:
         """Keep tiers that fail again and again out of lookups, until a probe is due."""
-        readers = (self._parts.stager, self._parts.promoter)
-        if any(r is not None and r.stuck_s() > _STUCK_S for r in readers):
+        if self.transfers.is_stuck:
             self._breakers[TierId.DISK].trip("reads of the disk do not end")
         resting = tuple(tier for tier, b in self._breakers.items() if b.rests)
         if resting == self._resting:
@@ -574,7 +581,7 @@ class TieredRuntime:
         if not event.landed or not event.num_bytes:
             return
         staged = any((plan.tiers == TierId.DISK).any() for plan in event.plans)
-        for tier, (num_bytes, seconds) in event.ticket.moved.items():
+        for tier, (num_bytes, seconds) in event.figures.moved.items():
             if not (staged and tier is TierId.HOST):
                 self._parts.cost.observe_load(tier, num_bytes, seconds)
 

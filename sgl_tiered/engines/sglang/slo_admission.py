@@ -21,6 +21,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.cost.calibrated import calibrated_decode
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.engines.sglang.agreement import ARRIVED, Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.seams import tiered_runtime
@@ -46,6 +47,7 @@ class ServedAdmission:
         clock: SGLang's time base.
         page_tokens: tokens of a page.
         chunk_tokens: of SGLang's chunked prefill; None or less than 1 without.
+        agreement: between the ranks; None for a single one.
     """
 
     def __init__(
@@ -58,7 +60,10 @@ class ServedAdmission:
         *,
         page_tokens: int,
         chunk_tokens: int | None,
+        agreement: Agreement | None = None,
     ) -> None:
+        self._agreement = agreement or Agreement(clock)
+        self._observe = self._agreement.learned(decode.observe)
         self._runtime = runtime
         self._clock = clock
         self._decode = decode
@@ -131,7 +136,7 @@ class ServedAdmission:
         self._step = (batch.forward_iter, batch.launch_ts, len(reqs), contexts)
         if before is not None and before[0] + 1 == batch.forward_iter:
             _, launch_s, size, num_tokens = before
-            self._decode.observe(size, num_tokens, batch.launch_ts - launch_s)
+            self._observe(size, num_tokens, batch.launch_ts - launch_s)
 
     def forget(self, rid: str) -> None:
         """Forget a request that has left."""
@@ -150,7 +155,8 @@ class ServedAdmission:
 
     def _facts(self, req: Any, now_s: float) -> RunningFacts:
         # 0 until SGLang has taken in the first token's result.
-        first_s = req.time_stats.prefill_finished_time or now_s
+        own_s = req.time_stats.prefill_finished_time
+        first_s = self._agreement.moment_s(req.rid, "first", own_s) if own_s else now_s
         return RunningFacts.at(
             now_s,
             req.rid,
@@ -164,7 +170,9 @@ class ServedAdmission:
         num_tokens = len(req.origin_input_ids) + len(req.output_ids)
         return Waiter(
             req.rid,
-            req.time_stats.scheduler_recv_time,
+            self._agreement.moment_s(
+                req.rid, ARRIVED, req.time_stats.scheduler_recv_time
+            ),
             self._of(req).ttft_s,
             self._pass_s(req, prefix, num_tokens - prefix),
             is_resumed=len(req.output_ids) > 0,
@@ -218,6 +226,7 @@ def _served(runtime: Any, scheduler: Any) -> ServedAdmission:
         runtime.clock,
         page_tokens=runtime.page_tokens,
         chunk_tokens=scheduler.chunked_prefill_size,
+        agreement=runtime.agreement,
     )
 
 

@@ -81,6 +81,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             """Tell the planner what the pass has grown by, and the ledger by whom."""
             still = tokens_to_come(req) - admission.prefix_len
             coordinator.admitted(admission.prefix_len, admission.extend_len, still)
+            runtime.agreement.note(req.rid, admission.prefix_len, admission.extend_len)
             explainer.admitted(req, coordinator.state(req.rid), admission.prefix_len)
             if runtime.lookahead is not None:
                 runtime.lookahead.running(req.rid)
@@ -116,6 +117,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             if any(added is req for added in self.can_run_list):
                 still = tokens_to_come(req) - req.prefix_len
                 coordinator.admitted(req.prefix_len, req.extend_len, still)
+                runtime.agreement.note(req.rid, req.prefix_len, req.extend_len)
                 cache.keep_back(req)
             else:
                 cache.undo_back(req)

@@ -1,135 +1,263 @@
-"""Ranks agree: on the time, and on the order of the queue, over a real gloo group."""
+"""Ranks agree: every decision alike over thousands of passes, and not without it."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from sgl_tiered.core.clock import ManualClock
-from sgl_tiered.engines.sglang.agreement import SharedClock
+from sgl_tiered.engines.sglang.agreement import (
+    Agreement,
+    RanksPartedError,
+    group_ranks,
+)
+from tests.unit.engines.ranks_support import on_two_ranks, run_ranks
 
 NUM_RANKS = 2
-NUM_PASSES = 40
+
+
+class OwnClock(Agreement):
+    """Each rank reads its own clock."""
+
+    def now(self) -> float:
+        return self.own_clock.now()
+
+
+class OwnEnds(Agreement):
+    """A transfer has ended for a rank when it has ended there."""
+
+    def meet(self, facts):
+        met = super().meet({k: v for k, v in facts.items() if k != "ended"})
+        return [{**told, "ended": facts.get("ended", {})} for told in met]
+
+
+class OwnMeasures(Agreement):
+    """Each rank learns from what it has measured itself."""
+
+    def learned(self, observe):
+        return observe
+
+
+class OwnMoments(Agreement):
+    """Each rank knows by its own clock when requests came and had their first token."""
+
+    def moment_s(self, rid, name, own_s):
+        return own_s
+
+
+class OwnVerdicts(Agreement):
+    """A load to the device has failed where it has failed."""
+
+    def all(self, fact):
+        return fact
+
+
+class OwnStart(Agreement):
+    """Costs start from each rank's own figures."""
+
+    def first(self, value):
+        super().first(value)
+        return value
+
+
+@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 3), (2, 4), (3, 5)])
+def test_ranks_decide_alike(num_ranks: int, seed: int) -> None:
+    """Clocks, links, measurements and ends of transfers of their own; one log: order,
+    admissions, waits, loads, offloads, evictions (by the cache's digest), lengths."""
+    num_passes = 800
+    ranks, errors, meeting = run_ranks(num_ranks, num_passes, seed)
+    assert not errors
+    first = ranks[0]
+    assert first.counts["loads"] > 20
+    assert first.counts["held"] > 20
+    assert first.counts["waits"] > 20
+    assert first.counts["reordered"] > 20
+    assert first.runtime.prefetcher.num_started > 5
+    assert first.tree.num_evicted_pages > 100
+    for other in ranks[1:]:
+        assert other.log == first.log
+        assert other.runtime.cost.snapshot() == first.runtime.cost.snapshot()
+    for rank in ranks:
+        rank.cache.check()
+    # One message per pass, one per load to the device, and two at the start.
+    assert meeting.num_messages <= num_passes + first.counts["loads"] + 2
+
+
+def test_ranks_that_agree_on_nothing_part() -> None:
+    """The negative control: the rigs do differ in what they see."""
+    ranks, errors, _ = run_ranks(NUM_RANKS, 300, 3, meets=False)
+    assert not errors
+    assert ranks[0].log != ranks[1].log
+
+
+@pytest.mark.parametrize(
+    "kind", [OwnClock, OwnEnds, OwnMeasures, OwnMoments, OwnVerdicts, OwnStart]
+)
+def test_every_fact_is_needed(kind: type[Agreement]) -> None:
+    """Leave one out, and the ranks part; they are told so rather than go on."""
+    _, errors, _ = run_ranks(NUM_RANKS, 1_000, 3, kind=kind)
+    assert any(isinstance(error, RanksPartedError) for error in errors), errors
+
+
+def test_a_single_rank_sends_nothing() -> None:
+    """It reads its own clock, learns by itself and gets its own facts back."""
+    clock = ManualClock(1.0)
+    alone = Agreement(clock)
+    assert not alone.is_shared
+    clock.advance(1.0)
+    assert alone.now() == 2.0
+    facts = {"a": 1}
+    assert alone.meet(facts) == [facts]
+    assert alone.meet(facts)[0] is facts
+
+    def observe(seconds: float) -> None:
+        raise AssertionError(seconds)
+
+    assert alone.learned(observe) is observe
+    assert alone.moment_s("r", "arrived", 7.0) == 7.0
+    assert alone.all(True)
+    assert not alone.all(False)
+    assert alone.first([3]) == [3]
+    alone.note("anything")
+    assert (alone._noted, alone._moments) == (0, {}), "nothing is kept either"
+
+
+def test_a_single_rank_is_alone_without_a_group() -> None:
+    """No group, no ranks; and the runtime of one asks its pipelines directly."""
+    assert group_ranks(None) is None
+    ranks, errors, meeting = run_ranks(1, 20, 3, meets=False)
+    assert not errors
+    assert meeting.num_messages == 0
+    transfers = ranks[0].runtime.transfers
+    assert transfers.take == ranks[0].runtime.completions.drain
+    assert ranks[0].runtime.observe_prefill == ranks[0].runtime.cost.observe_prefill
+
+
+def both(work) -> list:
+    """Run ``work(rank, agreement, clock)`` on two ranks; return what it returned."""
+
+    def run(rank, seat):
+        clock = ManualClock(100.0 * (1 - rank))
+        return work(rank, Agreement(clock, seat), clock)
+
+    return on_two_ranks(run)
+
+
+def test_the_time_is_that_of_rank_0_and_stands_still_between_meetings() -> None:
+    """Whoever asks in a pass gets the same time; it never falls."""
+
+    def work(rank, agreement, clock):
+        times = [agreement.now()]
+        clock.advance(1.0 + rank)
+        times.append(agreement.now())
+        agreement.meet({})
+        times.append(agreement.now())
+        return times
+
+    assert both(work) == [[100.0, 100.0, 101.0]] * 2
+
+
+def test_what_rank_0_measured_is_learned_by_all_at_the_meeting() -> None:
+    """Exactly, and nobody learns what another rank measured."""
+
+    def work(rank, agreement, clock):
+        seen = []
+        observe = agreement.learned(lambda *values: seen.append(values))
+        observe(3, 0.1 + rank)
+        assert not seen
+        agreement.meet({})
+        return seen
+
+    assert both(work) == [[(3, 0.1)]] * 2
+
+
+def test_a_moment_is_a_meeting_s_time_until_it_is_forgotten() -> None:
+    """And not what the rank measured itself."""
+
+    def work(rank, agreement, clock):
+        found = [agreement.moment_s("r", "arrived", 5.0 + rank)]
+        clock.advance(1.0)
+        agreement.meet({})
+        found.append(agreement.moment_s("r", "arrived", 6.0))
+        agreement.forget("r")
+        found.append(agreement.moment_s("r", "arrived", 6.0))
+        return found
+
+    assert both(work) == [[100.0, 100.0, 101.0]] * 2
+
+
+def test_ranks_that_noted_different_decisions_are_told() -> None:
+    """All of them, at the next meeting."""
+
+    def work(rank, agreement, clock):
+        agreement.note("a", 1)
+        agreement.meet({})
+        agreement.note("a", rank)
+        try:
+            agreement.meet({})
+        except RanksPartedError as error:
+            return str(error)
+        return ""
+
+    for told in both(work):
+        assert told.startswith("rank 1 of 2 has decided differently")
+
+
+def test_who_leaves_waits_for_nobody() -> None:
+    """At the end of a server each rank goes its own way, by its own clock."""
+
+    def work(rank, agreement, clock):
+        agreement.leave()
+        clock.advance(1.0)
+        return agreement.meet({"a": rank}), agreement.now()
+
+    assert both(work) == [([{"a": 0}], 101.0), ([{"a": 1}], 1.0)]
+
 
 PROGRAM = """
 import json, sys
-import numpy as np
 import torch.distributed as dist
 from sgl_tiered.core.clock import ManualClock
-from sgl_tiered.engines.sglang.agreement import SharedClock, group_broadcast
-from sgl_tiered.policies.order.base import Location
-from sgl_tiered.policies.order.queue import Outlook, QueueOrder
-from sgl_tiered.policies.order.registry import make_order
+from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
+from tests.unit.engines.ranks_support import Rank
 
 rank, num_ranks, num_passes = (int(a) for a in sys.argv[1:4])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[4],
                         rank=rank, world_size=num_ranks)
-group = dist.new_group(backend="gloo")
-# Each rank has a clock of its own, and costs that it measured itself.
-own = np.random.default_rng(rank)
-clock = ManualClock(1000.0 * rank)
-shared = SharedClock(clock, group_broadcast(group))
-
-class Source:
-    def num_prompt_tokens(self, key):
-        return 100
-    def kin(self, key):
-        return key % 7
-    def guess(self, key):
-        return Outlook(Location.NOWHERE, 100, 1.0, False)
-    def look(self, key):
-        where = list(Location)[int(own.integers(len(Location)))]
-        return Outlook(where, 10, float(own.uniform(0.01, 2.0)), True)
-
-queue = QueueOrder(make_order(sys.argv[5]), Source())
-common = np.random.default_rng(5)
-keys, joined, told = [], 0, []
-for number in range(num_passes):
-    clock.advance(float(own.uniform(0.0, 0.2)))
-    num_new = int(common.integers(0, 6))
-    keys += range(joined, joined + num_new)
-    joined += num_new
-    order = shared.decide(len(keys), lambda now_s: queue.arrange(keys, now_s))
-    told.append([order, shared.now()])
-    keys = [keys[i] for i in order][int(common.integers(0, 4)):]
-print(json.dumps(told))
+ranks = group_ranks(dist.new_group(backend="gloo"))
+for size in (0, 1, 251, 252, 253, 5000):
+    told = ranks.gather(bytes([rank + 1]) * (size if rank else 3))
+    assert told == [bytes([1]) * 3, bytes([2]) * size], size
+clock = ManualClock(300.0 * rank)
+server = Rank(rank, 3, clock, Agreement(clock, ranks))
+server.run(num_passes)
+print(json.dumps([server.log, server.counts]))
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("order", ["cost", "relaxed-fpf"])
-def test_two_ranks_with_skewed_clocks_arrange_alike(tmp_path: Path, order: str) -> None:
-    """Clocks 1,000 s apart and costs of their own: every pass has the same order and
-    the same time on both, and something was reordered."""
-    arguments = [str(NUM_RANKS), str(NUM_PASSES), str(tmp_path / "meet"), order]
+def test_two_processes_over_gloo_decide_alike(tmp_path: Path) -> None:
+    """The same over a real group, with hash seeds of their own: sets of strings have
+    another order in each process. Messages of any length arrive."""
+    arguments = [str(NUM_RANKS), "400", str(tmp_path / "meet")]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), *arguments],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONHASHSEED": str(rank + 1)},
         )
         for rank in range(NUM_RANKS)
     ]
     told = [rank.communicate(timeout=300)[0].splitlines()[-1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS
     assert told[0] == told[1]
-    passes = json.loads(told[0])
-    assert any(positions != sorted(positions) for positions, _ in passes)
-    times = [time_s for _, time_s in passes]
-    assert times == sorted(times)
-    assert times[-1] < 1000.0, "rank 0's clock"
-
-
-class Wire:
-    """What rank 0 sends, kept for the other rank."""
-
-    def __init__(self, is_source: bool, sent: list[np.ndarray]) -> None:
-        self.is_source = is_source
-        self._sent = sent
-
-    def send(self, values: np.ndarray) -> None:
-        if self.is_source:
-            self._sent.append(values.copy())
-        else:
-            values[:] = self._sent.pop(0)
-
-
-def test_only_rank_0_decides() -> None:
-    """The other takes its numbers and its time, and does not decide."""
-    sent: list[np.ndarray] = []
-    first = SharedClock(ManualClock(5.0), Wire(True, sent))
-    second = SharedClock(ManualClock(99.0), Wire(False, sent))
-
-    def refuse(now_s: float) -> list[int]:
-        raise AssertionError(f"asked at {now_s}")
-
-    assert first.decide(3, lambda now_s: [int(now_s), 2, 1]) == [5, 2, 1]
-    assert second.decide(3, refuse) == [5, 2, 1]
-    assert first.now() == second.now() == 5.0
-
-
-def test_the_time_stands_still_between_two_decisions() -> None:
-    """Whoever asks in a pass gets the same time, until the next is agreed on."""
-    sent: list[np.ndarray] = []
-    clock = ManualClock(1.0)
-    shared = SharedClock(clock, Wire(True, sent))
-    assert shared.tick() == 1.0
-    clock.advance(2.0)
-    assert shared.now() == 1.0
-    assert shared.tick() == 3.0
-
-
-def test_a_single_rank_sends_nothing() -> None:
-    """It reads its own clock and decides by itself."""
-    clock = ManualClock(1.0)
-    shared = SharedClock(clock)
-    assert shared.decide(2, lambda now_s: [1, 0]) == [1, 0]
-    clock.advance(1.0)
-    assert shared.now() == 2.0
-    assert shared.tick() == 2.0
+    _, counts = json.loads(told[0])
+    assert counts["loads"] > 0
