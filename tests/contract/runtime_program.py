@@ -70,7 +70,7 @@ def build(settings: dict[str, Any]) -> dict[str, Any]:
     from sgl_tiered.engines.sglang.factory import _build_runtime
 
     runtime = _build_runtime(context(), read_config(settings))
-    parts = runtime._parts
+    parts = runtime.parts
     try:
         return {
             "stats": runtime.stats(),

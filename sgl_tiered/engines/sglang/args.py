@@ -331,7 +331,24 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
                 f"and --radix-eviction-policy {theirs} both rank the device's pages",
                 "give one of them",
             )
+    if (getattr(server_args, "tp_size", 1) or 1) > 1:
+        _refuse_for_one_rank(config)
     return config
+
+
+def _refuse_for_one_rank(config: TieredConfig) -> None:
+    """Refuse what several ranks do not agree on yet; see TP.md."""
+    for flag, is_given in {
+        "--tiered-prefetch-to device": config.prefetch_to == "device",
+        "--tiered-length-predictor llm": config.length_predictor == "llm",
+    }.items():
+        if is_given:
+            name, _, value = flag.partition(" ")
+            raise ConfigError(
+                name,
+                f"{value} does not go with --tp-size above 1, as ranks might differ",
+                "leave one of the two out",
+            )
 
 
 def _refuse_other_orders(server_args: Any, order: str) -> None:

@@ -452,7 +452,7 @@ class TieredRadixCache(LendingRadixCache):
 
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
-        self._end_fetches()
+        self.end_fetches()
         self._pump()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=self.evictable_size()))
@@ -468,7 +468,7 @@ class TieredRadixCache(LendingRadixCache):
 
     def release_host_resources(self) -> None:
         """Finish writing to disk and close the tiers (graceful shutdown)."""
-        self._end_fetches()
+        self.end_fetches()
         self._pump()
         self.tiered.close(self._pump)
         super().release_host_resources()
@@ -559,15 +559,11 @@ class TieredRadixCache(LendingRadixCache):
         if self.fetcher is not None and self.fetcher.poll():
             self.tiered.on_promoted()
 
-    def _end_fetches(self) -> None:
-        if self.fetcher is not None:
-            self.fetcher.give_back(self.fetcher.num_lent)
-
     def _quiesce(self) -> None:
         """Let running transfers end; nothing may write to memory that is given back."""
         if self._ticket is not None:
             self._ticket.wait()
-        self._end_fetches()
+        self.end_fetches()
         self.tiered.drain()
         self._pump()
         self._ticket = None

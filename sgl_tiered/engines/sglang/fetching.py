@@ -74,6 +74,11 @@ class LendingRadixCache(UnifiedRadixCache):
     def _num_lent(self) -> int:
         return 0 if self.fetcher is None else self.fetcher.num_lent
 
+    def end_fetches(self) -> None:
+        """Take all lent slots back; what was under way never comes to the tree."""
+        if self.fetcher is not None:
+            self.fetcher.give_back(self.fetcher.num_lent)
+
     def _give_back(self, params: EvictParams) -> tuple[int, EvictParams]:
         if not self._num_lent or params.num_tokens <= 0:
             return 0, params

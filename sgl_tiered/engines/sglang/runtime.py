@@ -125,7 +125,7 @@ class TieredRuntime:
     """
 
     def __init__(self, parts: Parts, *, wait_whole: bool) -> None:
-        self._parts = parts
+        self.parts = parts
         self.cache = parts.cache
         self.loader = parts.loader
         self.completions = parts.completions
@@ -183,17 +183,17 @@ class TieredRuntime:
     @property
     def metrics(self) -> MetricsRegistry:
         """Counters of edges and tiers."""
-        return self._parts.metrics
+        return self.parts.metrics
 
     @property
     def config(self) -> TieredConfig:
         """The settings."""
-        return self._parts.config
+        return self.parts.config
 
     @property
     def clock(self) -> Clock:
         """SGLang's own time base; with several ranks as they agree on it."""
-        return self._parts.clock
+        return self.parts.clock
 
     @property
     def is_reading(self) -> bool:
@@ -204,31 +204,31 @@ class TieredRuntime:
     @property
     def cost(self) -> CostModel:
         """What passes and loads cost."""
-        return self._parts.cost
+        return self.parts.cost
 
     @property
     def deferred(self) -> DeferredOffloads | None:
         """Offloads put off until the device is full; None for other policies."""
-        return self._parts.deferred
+        return self.parts.deferred
 
     @property
     def lengths(self) -> LengthReader | None:
         """Predicted answer lengths; None where nobody asked for a predictor."""
-        return self._parts.lengths
+        return self.parts.lengths
 
     @property
     def lookahead(self) -> QueueLookahead | None:
         """What requests will use; None where no policy looks."""
-        return self._parts.lookahead
+        return self.parts.lookahead
 
     @property
     def page_tokens(self) -> int:
         """Tokens in a page."""
-        return self._parts.device.layout.page_tokens
+        return self.parts.device.layout.page_tokens
 
     def has_tier(self, tier: TierId) -> bool:
         """Say whether there is such a tier below the device."""
-        return any(t.tier_id is tier for t in self._parts.tiers)
+        return any(t.tier_id is tier for t in self.parts.tiers)
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes:
         """Return the digest for an adapter and a tenant; cached."""
@@ -236,16 +236,11 @@ class TieredRuntime:
         digest = self.namespaces.get(names)
         if digest is None:
             namespace = replace(
-                self._parts.namespace, lora=names[0], cache_salt=names[1]
+                self.parts.namespace, lora=names[0], cache_salt=names[1]
             )
             digest = self.cache.open_namespace(namespace)
             self.namespaces[names] = digest
         return digest
-
-    @property
-    def parts(self) -> Parts:
-        """What it was built from."""
-        return self._parts
 
     def note_copy(self, tier: TierId, error: str) -> None:
         """Tell a tier's breaker how a copy from it ended; empty for well."""
@@ -256,7 +251,7 @@ class TieredRuntime:
 
         That is, where the queue is full, or the tier failed again and again and rests.
         """
-        parts = self._parts
+        parts = self.parts
         may = self._offloads.allows() and self.transfers.takes_offload
         if may and parts.offloader.try_submit(plan, device_pages, parts.device.mark()):
             self.transfers.submitted_offload()
@@ -286,7 +281,7 @@ class TieredRuntime:
                     self._breakers[TierId.DISK].record(_failure(result))
                     # Two reads at a time share the link: neither's time is its own.
                     if result.num_bytes and staged.is_alone:
-                        self._parts.cost.observe_load(
+                        self.parts.cost.observe_load(
                             TierId.DISK, result.num_bytes, result.seconds
                         )
                 case PromoteFinished():
@@ -306,7 +301,7 @@ class TieredRuntime:
 
         What was decided to be loaded for it is part of ``prefix``.
         """
-        compute_s = self._parts.cost.recompute_s(prefix, new)
+        compute_s = self.parts.cost.recompute_s(prefix, new)
         state = self.coordinator.state(rid)
         decision = None if state is None else state.report.decision
         load_s = decision.load_s if decision is not None and decision.num_pages else 0.0
@@ -316,9 +311,9 @@ class TieredRuntime:
         """Measure how long a request is held back for pages on their way."""
         if waiting:
             self.ledger.waits(rid, WaitReason.LOAD)
-            self._waits.setdefault(rid, self._parts.clock.now())
+            self._waits.setdefault(rid, self.parts.clock.now())
         elif rid in self._waits:
-            waited_s = self._parts.clock.now() - self._waits.pop(rid)
+            waited_s = self.parts.clock.now() - self._waits.pop(rid)
             self.metrics.add("requests_waited_for_pages")
             self.metrics.add("wait_for_pages_s", waited_s)
             state = self.coordinator.state(rid)
@@ -367,7 +362,7 @@ class TieredRuntime:
     def count_request(self, num_tokens: int, hits: Mapping[TierId, int]) -> None:
         """Count where the prompt of a request came from, in tokens by tier."""
         left = num_tokens
-        for tier in [TierId.DEVICE, *(tier.tier_id for tier in self._parts.tiers)]:
+        for tier in [TierId.DEVICE, *(tier.tier_id for tier in self.parts.tiers)]:
             tokens = hits.get(tier, 0)
             pages = tokens // self.page_tokens
             left -= tokens
@@ -389,11 +384,11 @@ class TieredRuntime:
 
     def drain_offloads(self) -> None:
         """Wait until no copy from the device runs."""
-        self._parts.offloader.drain()
+        self.parts.offloader.drain()
 
     def drain(self) -> None:
         """Wait until no transfer runs; for those of the disk in bounded time only."""
-        parts = self._parts
+        parts = self.parts
         parts.loader.drain()
         parts.offloader.drain()
         for worker in (parts.stager, parts.promoter, *parts.demoters.values()):
@@ -414,7 +409,7 @@ class TieredRuntime:
         if self.lookahead is not None:
             self.lookahead.clear()
         # The weights may have changed, which is why SGLang resets.
-        parts = self._parts
+        parts = self.parts
         parts.namespace = replace(
             parts.namespace, model_fingerprint=parts.fingerprint()
         )
@@ -428,7 +423,7 @@ class TieredRuntime:
             return
         self._closed = True
         self.agreement.leave()
-        parts = self._parts
+        parts = self.parts
         give_up_at_s = parts.clock.now() + _CLOSE_TIMEOUT_S
         while self._num_demoting and parts.clock.now() < give_up_at_s:
             if TierId.DISK in self._resting:
@@ -446,7 +441,7 @@ class TieredRuntime:
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture of the tiers, for ``GET /tiered/stats``."""
-        parts = self._parts
+        parts = self.parts
         media = {}
         for tier in parts.tiers:
             health = tier.health()
@@ -475,7 +470,7 @@ class TieredRuntime:
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return the counters and the occupancy, for exporters."""
-        parts = self._parts
+        parts = self.parts
         evicted = self.cache.stats.pages_evicted
         for tier, num_pages in evicted.items():
             self.metrics.record_evictions(tier, num_pages - self._evicted.get(tier, 0))
@@ -497,12 +492,8 @@ class TieredRuntime:
         """Ask the model, where it is asked, and write a line if one is due."""
         if self.lengths is not None and self.lengths.asks is not None:
             self.lengths.asks.between_passes()
-        self._log_if_due()
-
-    def _log_if_due(self) -> None:
-        """Write one line per interval in which something happened."""
         interval_s = self.config.log_interval_s
-        now = self._parts.clock.now()
+        now = self.parts.clock.now()
         if interval_s == 0 or now - self._logged_at_s < interval_s:
             return
         self._logged_at_s = now
@@ -516,7 +507,7 @@ class TieredRuntime:
         total = max(sum(new.values()), 1)
         served = ", ".join(f"{name} {n / total:.0%}" for name, n in new.items())
         fill = []
-        for tier in self._parts.tiers:
+        for tier in self.parts.tiers:
             occupancy = self.cache.occupancy(tier.tier_id)
             share = occupancy.used_slots / max(occupancy.capacity_slots, 1)
             note = " (emulated)" if tier.health().emulated else ""
@@ -528,7 +519,7 @@ class TieredRuntime:
     def switch_faults(self, text: str) -> str:
         """Switch delays and faults; return why not, empty where it was done."""
         try:
-            self._parts.emulator.switch(text, list(self._breakers))
+            self.parts.emulator.switch(text, list(self._breakers))
         except ConfigError as error:
             return str(error)
         logger.warning("sgl-tiered: EMULATED from now on: %s", text or "nothing")
@@ -542,7 +533,7 @@ class TieredRuntime:
         if len(event.positions):
             self._breakers[TierId.DISK].record(_failure(result))
         if event.is_alone and result.num_bytes:
-            self._parts.cost.observe_load(TierId.DISK, result.num_bytes, result.seconds)
+            self.parts.cost.observe_load(TierId.DISK, result.num_bytes, result.seconds)
         num_left_out = plan.num_pages - len(event.positions)
         self.metrics.add("promotions")
         self.metrics.add("promoted_pages", int(np.count_nonzero(result.ok)))
@@ -583,22 +574,22 @@ class TieredRuntime:
         staged = any((plan.tiers == TierId.DISK).any() for plan in event.plans)
         for tier, (num_bytes, seconds) in event.figures.moved.items():
             if not (staged and tier is TierId.HOST):
-                self._parts.cost.observe_load(tier, num_bytes, seconds)
+                self.parts.cost.observe_load(tier, num_bytes, seconds)
 
     def _demote(self) -> None:
-        if not self._parts.demoters:
+        if not self.parts.demoters:
             return
         while (plan := self.cache.plan_demote(_DEMOTE_PAGES)) is not None:
             # Addresses that this very plan takes over must not be forgotten after it.
             self._forget_on_disk()
             self._num_demoting += 1
-            self._parts.demoters[plan.source, plan.target].submit(plan)
+            self.parts.demoters[plan.source, plan.target].submit(plan)
 
     def _forget_on_disk(self) -> None:
-        if self._parts.disk is not None:
+        if self.parts.disk is not None:
             gone = self.cache.take_forgotten(TierId.DISK)
             if len(gone):
-                self._parts.disk.forget(gone)
+                self.parts.disk.forget(gone)
 
 
 def _failure(result: TransferResult) -> str:
