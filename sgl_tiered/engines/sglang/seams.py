@@ -189,6 +189,31 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
     Seam(
+        "requests of our own",
+        _SCHEDULER,
+        attributes=(
+            "handle_generate_request",
+            "get_num_allocatable_reqs",
+            "_release_aborted_request",
+        ),
+    ),
+    Seam(
+        "a request of our own",
+        _SRT + "managers.io_struct.TokenizedGenerateReqInput",
+        ("rid", "input_ids", "sampling_params", "extra_key", "cache_salt", "priority"),
+    ),
+    Seam(
+        "sampling of our own",
+        _SRT + "sampling.sampling_params.SamplingParams",
+        ("max_new_tokens", "temperature"),
+    ),
+    Seam(
+        "outputs on their way",
+        _SRT + "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+        ".stream_output",
+        ("reqs",),
+    ),
+    Seam(
         "search for a pass",
         _SCHEDULER + "._get_new_batch_prefill_raw",
         ("running_batch",),
