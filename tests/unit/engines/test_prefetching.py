@@ -140,3 +140,25 @@ def test_the_plainest_prediction_is_what_is_allowed():
     rig.queue.pass_built(rig.keys)
     _, facts = rig.prefetcher.looks[-1]
     assert [d.num_tokens for d in facts["decoding"]] == [6]
+
+
+@pytest.mark.parametrize(("is_built", "reserved"), [(False, 7), (True, 10)])
+def test_what_goes_on_to_the_device_leaves_room_for_others(is_built, reserved):
+    """Answers under way, the pass that was just built, and whole requests in turn."""
+    rig = Rig()
+    rig.queue._fetcher = fetcher = SimpleNamespace(keys={})
+    rig.queue.predict = lambda req: 100
+    for req in rig.scheduler.waiting_queue:
+        req.origin_input_ids = [0] * 64
+    rig.queue._coordinator.pass_tokens = 40
+    rig.scheduler.running_batch.batch_is_full = True
+    rig.scheduler.running_batch.reqs = [decoding("a", 4)]
+    if is_built:
+        rig.queue.pass_built(rig.keys)
+    else:
+        rig.queue.between_passes(rig.keys)
+    ((_, facts),) = rig.prefetcher.looks
+    # 96 tokens of an answer, and the page that it is in; 40 tokens of the pass.
+    assert facts["reserved_pages"] == reserved
+    assert facts["sizes"] == [-(-164 // 16)] * 2
+    assert set(fetcher.keys.values()) == {"r0", "r1"}
