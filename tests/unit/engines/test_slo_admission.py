@@ -85,9 +85,11 @@ class FakeAdder:
 class Rig:
     """An admission whose decoder of 51 tokens can spare ``slack_s``."""
 
-    def __init__(self, slack_s, *, priorities=False):
+    def __init__(self, slack_s, *, priorities=False, admission="slo"):
         self.clock = ManualClock(200.0)
-        config = SimpleNamespace(admission="slo", slo_ttft_s=150.0, slo_tpot_s=TPOT_S)
+        config = SimpleNamespace(
+            admission=admission, slo_ttft_s=150.0, slo_tpot_s=TPOT_S
+        )
         runtime = SimpleNamespace(
             predicted_pass_s=lambda rid, prefix, new: new * TOKEN_S
         )
@@ -208,6 +210,20 @@ def test_the_most_overdue_goes_to_the_head():
         ]
         rig.adder()
         assert [req.rid for req in rig.scheduler.waiting_queue] == wanted
+
+
+def test_all_that_waits_is_weighed_the_begun_prompt_first():
+    """What a policy that counts both sides is told of SGLang's queue."""
+    rig = Rig(0.2, admission="goodput")
+    told = []
+    rig.admission.control.policy.see_queue = told.append
+    rig.scheduler.waiting_queue.append(request("a", arrived_s=199.0))
+    rig.adder()
+    rig.scheduler.chunked_req = request("b", 1_000)
+    rig.adder()
+    assert [list(queue.rids) for queue in told] == [["a"], ["b", "a"]]
+    assert told[1].prefill_s.tolist() == pytest.approx([1.0, 0.4])
+    assert told[1].due_in_s[1] == pytest.approx(150.0 - 0.4 - 1.0)
 
 
 def test_a_request_s_own_target_counts():
