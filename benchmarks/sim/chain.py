@@ -12,7 +12,8 @@ with device, host, CXL and disk of the sizes given (decimal GB) at 131,072 B per
 3. Write policy of the first tier: bytes copied off the device, and hits.
 
     python benchmarks/sim/chain.py mooncake_conversation_trace.jsonl.gz \
-        [--sizes-gb 54,256,1000,4000] [--page-tokens 512] [--eviction lru,cost]
+        [--sizes-gb 54,256,1000,4000] [--page-tokens 512] \
+        [--eviction lru,cost] [--requests 4000]
 """
 
 from __future__ import annotations
@@ -185,10 +186,13 @@ def main() -> int:
     )
     parser.add_argument("--page-tokens", type=int, default=512)
     parser.add_argument("--eviction", default="lru", help="below the device")
+    parser.add_argument("--requests", type=int, default=0, help="first ones; 0: all")
     args = parser.parse_args()
     try:
         sizes = [float(size) for size in args.sizes_gb.split(",")]
         trace = read(args.path)
+        kept = trace.requests[: args.requests or None]
+        trace = Trace(trace.name, trace.block_tokens, kept)
         chain = Chain(trace, sizes, args.page_tokens)
         print(
             f"**{trace.name}**: {len(chain.pages):,} requests, "

@@ -77,7 +77,7 @@ def poisson(rate_per_s: float) -> dict[str, Any]:
 
 KINDS = {
     "conversation": Kind(512, slowdown=8.0),
-    "weka": Kind(512, slowdown=4.0),
+    "weka": Kind(512, slowdown=2.0),
     "sharegpt": Kind(
         16,
         sizes_gb=(10.0, *SIZES_GB),
