@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 # With the overlap schedule, and prompts of several chunks.
 CASE = Case(16, chunk_tokens=256)
 POOL_TOKENS = 32_768
-SETTINGS = {"slo": ("slo", ()), "mixed": ("goodput", ("--enable-mixed-chunk",))}
-"""Admission, and flags of SGLang: chunks beside decode steps, or with them."""
+SETTINGS = {"slo": (), "mixed": ("--enable-mixed-chunk",)}
+"""Flags of SGLang: chunks between decode steps, or together with them."""
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 20, 1_000, 8
 GUARDED_TOKENS = 400
 ATTEMPTS = 6
@@ -36,10 +36,10 @@ ATTEMPTS = 6
 @pytest.fixture(params=SETTINGS)
 def server(request, servers, model):
     """A server on which TTFT has a target and TPOT only where a request asks."""
-    admission, flags = SETTINGS[request.param]
+    flags = SETTINGS[request.param]
     device = CASE.device(model, POOL_TOKENS)
     device = replace(device, flags=device.flags + flags)
-    ours = (f"--tiered-admission={admission}", "--tiered-slo-ttft=30")
+    ours = ("--tiered-admission=slo", "--tiered-slo-ttft=30")
     return servers.get(tiered_spec(device, Tiers(64 * MB), request.param, ours))
 
 
