@@ -22,6 +22,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,12 @@ class Bench:
         async with _Running(self, specs) as servers:
             # Each prefix three times: to be seen twice, and to come to the disk.
             for name in ("w0", "w1"):
-                every = _every_prefix(load, self.rng, name, self.args.prefixes)
+                every = [
+                    replace(request, max_new_tokens=1)
+                    for request in _every_prefix(
+                        load, self.rng, name, self.args.prefixes
+                    )
+                ]
                 for server in servers.values():
                     await self._closed_loop(server, every, 8)
             arms = ("plain", BASE, self.arm, "ahead")

@@ -53,8 +53,8 @@ def test_an_order_that_is_worse_fails(
     """With figures of a cost order that triples the tail the exit status is 1."""
     real = orders.run
 
-    def slow(case: object, order: str) -> object:
-        found = real(case, order)
+    def slow(case: object, order: str, shake: int = 0) -> object:
+        found = real(case, order, shake)
         factor = 3.0 if order == "cost" else 1.0
         return orders.replace(found, p99_s=found.p99_s * factor)
 

@@ -483,7 +483,7 @@ class Rank:
         """Search the queue as SGLang's adder does."""
         coordinator, runtime = self.runtime.coordinator, self.runtime
         coordinator.begin_pass()
-        self.admission.begin_pass(self.running)
+        self.admission.begin_pass(self.running, None, self.queue)
         self.admission.bring_due_first(self.queue)
         batch, jobs = [], []
         for req in list(self.queue):

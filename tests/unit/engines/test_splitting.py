@@ -92,7 +92,7 @@ class Rig:
             coordinator=SimpleNamespace(
                 begin_pass=lambda: None,
                 crowds=lambda prefix, new: False,
-                admitted=lambda prefix, new: None,
+                admitted=lambda *facts: None,
                 state=lambda rid: None,
             ),
             explainer=SimpleNamespace(
@@ -101,6 +101,7 @@ class Rig:
                 looked_at=lambda name: None,
             ),
             lookahead=None,
+            agreement=SimpleNamespace(note=lambda *facts: None),
         )
         monkeypatch.setattr(splitting, "tiered_runtime", lambda tree: runtime)
         scheduler = SimpleNamespace(tree_cache=cache, chunked_req=None)
