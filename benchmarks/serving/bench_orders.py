@@ -7,9 +7,10 @@ the second one says how far two servers of one kind are apart.
 
 Text analysis: 128 prefixes of 512 tokens, bodies of 128, answers of 32; room for 8, 32
 and 128 prefixes on device, host and disk; the disk throttled so that a reload takes
-half as long as computing the prefix on this machine. Plain SGLang, our server with fcfs
-and no prefetch, with ``cost``, and with ``cost`` and prefetch take turns: throughput of
-a stream (64 clients), and latency of 64 requests sent at once.
+half as long as computing the prefix on this machine. A model whose time goes into
+computing prompts, as it does where such loads are served. Plain SGLang, our server with
+fcfs and no prefetch, with ``cost``, and with ``cost`` and prefetch take turns: throughput
+of a stream (64 clients), and latency of 64 requests sent at once.
 
 Answers are compared with those of fcfs before any figure counts. A table, and one JSON
 object as the last line.
@@ -63,7 +64,10 @@ from sgl_tiered_workloads.turns import RequestSession
 
 PARTS = ("orders", "text")
 PAGE = 16
-TOKEN_BYTES = PRESETS["bench"].kv_bytes_per_token
+MODEL, TEXT_MODEL = "bench", "wide"
+"""Of the orders, and of text analysis, which is about computing prompts."""
+TOKEN_BYTES = PRESETS[MODEL].kv_bytes_per_token
+PREFIX_BYTES = PREFIX * PRESETS[TEXT_MODEL].kv_bytes_per_token
 POOL_TOKENS, HOST_TOKENS, DISK_TOKENS = 8_192, 32_768, 131_072
 ON_DEVICE, ON_HOST, ON_DISK = 8, 32, 132
 """Prefixes that each place has room for; a disk tier keeps a 64th part free."""
@@ -97,13 +101,15 @@ class Bench:
 
     async def run(self) -> dict[str, Any]:
         """Measure the parts asked for and return the result."""
-        model = await asyncio.to_thread(make_model, "bench", self.args.models.resolve())
+        models = self.args.models.resolve()
         loads: dict[str, LoadFindings] = {}
         result: dict[str, Any] = {}
         try:
             if "text" in self.args.part:
+                model = await asyncio.to_thread(make_model, TEXT_MODEL, models)
                 result |= await self._text(model, loads)
             if "orders" in self.args.part:
+                model = await asyncio.to_thread(make_model, MODEL, models)
                 await self._orders(model, loads)
         finally:
             shutil.rmtree(self._store(""), ignore_errors=True)
@@ -226,7 +232,7 @@ class Bench:
         pool = ON_DEVICE * (PREFIX + OWN_TOKENS)
         device = Device(model, pool, PAGE, CPU_FLAGS)
         compute_s = await self._prefix_s(device)
-        bandwidth = PREFIX * TOKEN_BYTES / (0.5 * compute_s)
+        bandwidth = PREFIX_BYTES / (0.5 * compute_s)
         self.say(
             f"a prefix is computed in {compute_s * 1e3:.0f} ms; disk reads throttled "
             f"to {bandwidth / 1e6:.1f} MB/s"
@@ -242,9 +248,9 @@ class Bench:
             arm: tiered_spec(
                 device,
                 Tiers(
-                    ON_HOST * PREFIX * TOKEN_BYTES,
+                    ON_HOST * PREFIX_BYTES,
                     self._store(f"text-{arm}"),
-                    ON_DISK * PREFIX * TOKEN_BYTES,
+                    ON_DISK * PREFIX_BYTES,
                 ),
                 arm,
                 flags=(
@@ -257,16 +263,11 @@ class Bench:
         }
         load = text_analysis(self.rng, self.args.prefixes)
         async with _Running(self, specs) as servers:
-            # Each prefix three times: to be seen twice, and to come to the disk.
-            for name in ("w0", "w1"):
-                every = [
-                    replace(request, max_new_tokens=1)
-                    for request in _every_prefix(
-                        load, self.rng, name, self.args.prefixes
-                    )
-                ]
-                for server in servers.values():
-                    await self._closed_loop(server, every, 8)
+            known = _every_prefix_twice(load, self.rng, self.args.prefixes)
+            for name, server in servers.items():
+                if name != "plain":
+                    await self._closed_loop(server, known, ON_DEVICE)
+            self.say("  every prefix is known")
             arms = ("plain", BASE, self.arm, "ahead")
             result = await self._throughput(load, {arm: servers[arm] for arm in arms})
             ours = {arm: servers[arm] for arm in (BASE, self.arm, AGAIN)}
@@ -360,15 +361,31 @@ class _Running:
         await asyncio.to_thread(self._fleet.__exit__, None, None, None)
 
 
+def _every_prefix_twice(
+    load: Load, rng: np.random.Generator, num_prefixes: int
+) -> list[PlannedRequest]:
+    """Return two short requests for each prefix, as many prefixes apart as the device
+    holds: the second ones cost little, and what was seen twice goes below the device.
+    """
+    firsts, seconds = (_every_prefix(load, rng, f"w{n}", num_prefixes) for n in (0, 1))
+    requests: list[PlannedRequest] = []
+    for begin in range(0, num_prefixes, ON_DEVICE):
+        block = list(firsts)[begin : begin + ON_DEVICE]
+        requests += [firsts[prefix] for prefix in block]
+        requests += [seconds[prefix] for prefix in block]
+    return requests
+
+
 def _every_prefix(
     load: Load, rng: np.random.Generator, name: str, num_prefixes: int
-) -> list[PlannedRequest]:
-    """Return a request for each prefix, drawn until all have come."""
+) -> dict[str, PlannedRequest]:
+    """Return a request with one token of answer for each prefix."""
     found: dict[str, PlannedRequest] = {}
     while len(found) < num_prefixes:
         for request in load.draw(rng, name, num_prefixes):
-            found.setdefault(request.key.rpartition(".")[2], request)
-    return list(found.values())
+            prefix = request.key.rpartition(".")[2]
+            found.setdefault(prefix, replace(request, max_new_tokens=1))
+    return found
 
 
 def _latency_s(record: RequestRecord) -> float:

@@ -89,6 +89,12 @@ PRESETS: dict[str, ModelPreset] = {
     # 40 M parameters: prefill of 2,000 tokens takes about a second on 2 cores.
     "bench": _BENCH,
     "demo": replace(_BENCH, seed=1),
+    # 125 M parameters in few layers: most of the time goes into computing prompts, as
+    # with a large model on an accelerator. In "bench" half of it goes into the many
+    # small steps of decoding, which no cache saves.
+    "wide": ModelPreset(
+        num_layers=8, hidden=1024, num_heads=8, num_kv_heads=2, intermediate=4096
+    ),
     "opt-tiny": replace(_TINY, family="opt", num_kv_heads=4),
     "qwen2-tiny": replace(_TINY, family="qwen2"),
     "mistral-tiny": replace(_TINY, family="mistral"),
