@@ -8,9 +8,9 @@ the second one says how far two servers of one kind are apart.
 Text analysis: 128 prefixes of 512 tokens, bodies of 128, answers of 32; room for 8, 32
 and 128 prefixes on device, host and disk; the disk throttled so that a reload takes
 half as long as computing the prefix on this machine. A model whose time goes into
-computing prompts, as it does where such loads are served. Plain SGLang, our server with
-fcfs and no prefetch, with ``cost``, and with ``cost`` and prefetch take turns: throughput
-of a stream (64 clients), and latency of 64 requests sent at once.
+computing prompts, as it does where such loads are served. Plain SGLang, our server
+with fcfs and no prefetch, with ``cost``, and with ``cost`` and prefetch take turns:
+throughput of a stream (64 clients), and latency of 64 requests sent at once.
 
 Answers are compared with those of fcfs before any figure counts. A table, and one JSON
 object as the last line.
