@@ -69,6 +69,8 @@ MODEL, TEXT_MODEL = "bench", "wide"
 TOKEN_BYTES = PRESETS[MODEL].kv_bytes_per_token
 PREFIX_BYTES = PREFIX * PRESETS[TEXT_MODEL].kv_bytes_per_token
 POOL_TOKENS, HOST_TOKENS, DISK_TOKENS = 8_192, 32_768, 131_072
+TEXT_SHARE = 0.55
+"""Of the time, for text analysis."""
 ON_DEVICE, ON_HOST, ON_DISK = 8, 32, 132
 """Prefixes that each place has room for; a disk tier keeps a 64th part free."""
 OWN_TOKENS = 192
@@ -139,7 +141,7 @@ class Bench:
         async with _Running(self, specs) as servers:
             wanted = mixed_loads(self.rng)
             for number, load in enumerate(wanted):
-                until = 0.35 + 0.65 * (number + 1) / len(wanted)
+                until = TEXT_SHARE + (1 - TEXT_SHARE) * (number + 1) / len(wanted)
                 loads[load.name] = await self._compare(load, servers, until)
 
     async def _compare(
@@ -271,7 +273,7 @@ class Bench:
             arms = ("plain", BASE, self.arm, "ahead")
             result = await self._throughput(load, {arm: servers[arm] for arm in arms})
             ours = {arm: servers[arm] for arm in (BASE, self.arm, AGAIN)}
-            loads[load.name] = await self._compare(load, ours, 0.35)
+            loads[load.name] = await self._compare(load, ours, TEXT_SHARE)
         return result | {"text_analysis_compute_s": compute_s}
 
     async def _throughput(
