@@ -1,38 +1,22 @@
 """On-evict offloads over SGLang's real tree, with both of its cores."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytestmark = pytest.mark.sglang
+from tests.contract.story_support import CORES, told_by
 
-PROGRAM = Path(__file__).parent / "ahead_program.py"
-TIMEOUT_S = 280
-CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
 def stories():
     """What happened, by core: seven prompts of 8 pages in a pool of 64."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("ahead_program.py")
 
 
 @pytest.fixture(params=CORES)
 def seen(request, stories):
     """The story of one core."""
-    story = stories[request.param]
-    assert story["core"] == CORES[request.param]
-    return story
+    return stories[request.param]
 
 
 def test_copies_begin_above_the_threshold(seen):

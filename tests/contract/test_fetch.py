@@ -1,17 +1,11 @@
 """Fetches to the device over SGLang's real tree, with both of its cores."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract.story_support import CORES, told_by
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "fetch_program.py"
-TIMEOUT_S = 280
-CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 STORIES = (
     "plain",
     "behind a front",
@@ -29,22 +23,13 @@ STORIES = (
 @pytest.fixture(scope="module")
 def stories():
     """What happened, by core: one prompt of 8 pages on the host, a pool of 64."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return told_by("fetch_program.py")
 
 
 @pytest.fixture(params=CORES)
 def seen(request, stories):
     """The stories of one core."""
-    found = stories[request.param]
-    assert found["core"] == CORES[request.param]
-    return found
+    return stories[request.param]
 
 
 @pytest.mark.parametrize("name", STORIES)
