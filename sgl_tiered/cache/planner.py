@@ -19,6 +19,9 @@ What is weighed, for the first ``m`` of ``n`` found pages:
 
 The overhead of a pass is paid either way and cancels; a split pays it twice. No
 constant says how few pages are not worth a load: it follows from the link's latency.
+
+Waiting for a link costs the request that waits. Computing costs all that wait for the
+device: where there are such, a second of computing counts ``compute_weight`` times.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import UInt8s
 from sgl_tiered.cost.model import CostModel
 
-__all__ = ["IDLE", "Choice", "Going", "PassFacts", "Planner", "Way"]
+__all__ = ["IDLE", "Choice", "Going", "PassFacts", "Planner", "Way", "weight_among"]
 
 CHEAPER_LOAD = "loading is cheaper"
 CHEAPER_RECOMPUTE = "recomputing is cheaper"
@@ -47,6 +50,9 @@ _TRIAL_FACTOR = 4.0
 """A trial may be predicted to take this many times what it saves, and no more."""
 _TRIAL_SHARE = 0.1
 """And this share of the pass over the whole prompt: it has to teach, not to hurt."""
+_MOST_WEIGHT = 4
+"""Of computing against waiting: nobody waits for a read longer than for so many times
+what it saves."""
 _MARGIN = 0.95
 """A plan is left, or a prompt split, where that is predicted to be 5 % faster: the
 predictions are not better than that, and a split occupies the device."""
@@ -72,6 +78,20 @@ class PassFacts:
 IDLE = PassFacts()
 
 
+def weight_among(num_waiting: int, *, is_busy: bool) -> float:
+    """Return the weight of computing for one of the requests that wait.
+
+    All that wait are held up by what is computed for one of them, and where the device
+    has work meanwhile, nobody is held up by a wait for a link. The bound keeps that
+    wait in proportion to what it saves.
+
+    Args:
+        num_waiting: requests in the queue, this one included.
+        is_busy: the device has other work than what waits.
+    """
+    return float(min(max(num_waiting, 1), _MOST_WEIGHT)) if is_busy else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How many pages to load, and what it was weighed against.
@@ -86,6 +106,7 @@ class Choice:
             their own, before those from here on are loaded; 0 for no split.
         total_s: predicted time until the pass over the prompt has ended.
         alternative_s: the same without any load.
+        rank_s: what it is chosen by: ``total_s``, computing weighted.
     """
 
     num_pages: int
@@ -96,6 +117,7 @@ class Choice:
     split_at: int = 0
     total_s: float = 0.0
     alternative_s: float = 0.0
+    rank_s: float = 0.0
 
 
 class Way(IntEnum):
@@ -125,7 +147,8 @@ class Going:
 class Planner:
     """Chooses by predicted time, but for trials of a link that looks slow.
 
-    Depends on nothing but its arguments, the costs and the number of earlier choices.
+    Depends on nothing but its arguments, the costs, the weight of computing and the
+    number of earlier choices.
 
     Args:
         cost: seconds to load and to recompute.
@@ -146,6 +169,20 @@ class Planner:
         self._layout = layout
         self._load_policy = load_policy
         self._overlaps = overlaps
+        self._compute_weight = 1.0
+
+    @property
+    def compute_weight(self) -> float:
+        """What a second of computing counts, in seconds of one request's waiting.
+
+        Set before a pass is put together, by ``weight_among``.
+        """
+        return self._compute_weight
+
+    @compute_weight.setter
+    def compute_weight(self, weight: float) -> None:
+        assert weight >= 1.0, f"a second of computing takes one, not {weight}"
+        self._compute_weight = weight
 
     @property
     def load_policy(self) -> str:
@@ -234,10 +271,10 @@ class Planner:
         start = 0
         for num_pages in _run_ends(tiers):
             last = run.choice(num_pages, CHEAPER_LOAD)
-            if last.total_s < best.total_s:
+            if last.rank_s < best.rank_s:
                 best = last
             inside = run.best_inside(start, num_pages) if self._overlaps else None
-            if inside is not None and inside.total_s < best.total_s:
+            if inside is not None and inside.rank_s < best.rank_s:
                 best = inside
             start = num_pages
         if self._load_policy == "always":
@@ -246,7 +283,7 @@ class Planner:
             return _named(last, 0, NEVER)
         if facts.can_split:
             split = run.split()
-            if split is not None and split.total_s < _MARGIN * best.total_s:
+            if split is not None and split.rank_s < _MARGIN * best.rank_s:
                 return split
         if may_try and best.num_pages < last.num_pages:
             trial = self._trial(run, tiers, best.num_pages)
@@ -289,6 +326,10 @@ class Planner:
         if num_missing < num_pages - num_ready:
             # What lies behind has come and will be loaded either way.
             go_s = busy_s + self.compute_s(first, num_missing) + rest_s
+        # Computing weighs more than waiting; what comes of it is told unweighted.
+        extra = self._compute_weight - 1.0
+        wait_rank_s = wait_s + extra * rest_s
+        go_rank_s = go_s + extra * (go_s - busy_s)
         missing = num_missing
         if can_split and missing:
 
@@ -299,9 +340,10 @@ class Planner:
             pages = _first_true(behind, 1, missing)
             front_s = busy_s + self.compute_s(first, pages)
             split_s = max(front_s, left_s * (missing - pages) / missing) + rest_s
-            if pages < missing and split_s < _MARGIN * min(wait_s, go_s):
+            split_s += extra * (front_s - busy_s + rest_s)
+            if pages < missing and split_s < _MARGIN * min(wait_rank_s, go_rank_s):
                 return Going(Way.SPLIT, pages, wait_s, go_s)
-        way = Way.GO if go_s < _MARGIN * wait_s else Way.WAIT
+        way = Way.GO if go_rank_s < _MARGIN * wait_rank_s else Way.WAIT
         return Going(way, 0, wait_s, go_s)
 
     def _trial(self, run: _Run, tiers: UInt8s, num_best: int) -> Choice | None:
@@ -346,6 +388,7 @@ class _Run:
         # One token at least is computed after any hit: its logits are needed.
         self._total = max(num_tokens, (first_page + len(tiers)) * self._page + 1)
         self._present = [TierId(tier) for tier in sorted(set(tiers.tolist()))]
+        self._extra = planner.compute_weight - 1.0
         self._whole_s = self._pass_s(0)
         self._none_s = planner.pass_s(facts.compute_s + self._whole_s, facts.load_s)
 
@@ -373,6 +416,7 @@ class _Run:
             start_s = max(wait_s + before_s, busy_s)
             busy_s = load_s = 0.0
         pass_s = self._planner.pass_s(busy_s + rest_s, load_s + direct_s)
+        total_s = start_s + pass_s
         return Choice(
             num_pages,
             before_s + direct_s,
@@ -380,8 +424,9 @@ class _Run:
             reason,
             wait_s,
             0,
-            start_s + pass_s,
+            total_s,
             self._none_s,
+            total_s + self._extra * rest_s,
         )
 
     def best_inside(self, start: int, stop: int) -> Choice | None:
@@ -429,7 +474,9 @@ class _Run:
             for tier in set(in_memory.tolist()):
                 share = int(np.count_nonzero(in_memory == tier))
                 direct_s += planner.load_s(TierId(tier), share)
-        total_s = max(front_s, read_s(begin)) + self._pass_s(num) + direct_s
+        rest_s = self._pass_s(num)
+        total_s = max(front_s, read_s(begin)) + rest_s + direct_s
+        computed_s = front_s - self._facts.compute_s + rest_s
         return Choice(
             num,
             planner.load_s(TierId.DISK, int(after[begin])) + direct_s,
@@ -439,6 +486,7 @@ class _Run:
             begin,
             total_s,
             self._none_s,
+            total_s + self._extra * computed_s,
         )
 
     def _pass_s(self, num_loaded: int) -> float:

@@ -350,7 +350,8 @@ class Prefetcher:
                 compute_s = planner.compute_s(
                     first_page + int(place.wanted[0]), len(place.wanted)
                 )
-                if planner.may_leave and late_s >= compute_s:
+                saves_s = planner.compute_weight * compute_s
+                if planner.may_leave and late_s >= saves_s:
                     load_s = 0.0
                 else:
                     end_s += load_s

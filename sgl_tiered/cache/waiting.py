@@ -27,7 +27,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.cache.planner import PassFacts, Way
+from sgl_tiered.cache.planner import PassFacts, Way, weight_among
 from sgl_tiered.cache.prefetcher import Prefetcher
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting_state import Resume, StagedT, Staging, WaitingLoad
@@ -102,8 +102,9 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         """Predicted time of computing what was admitted into the last pass."""
         return self._pass_compute_s
 
-    def begin_pass(self) -> None:
-        """Note that a new pass is being put together."""
+    def begin_pass(self, num_waiting: int = 1, *, is_busy: bool = False) -> None:
+        """Note that a new pass is being put together; see ``weight_among``."""
+        self._cache.planner.compute_weight = weight_among(num_waiting, is_busy=is_busy)
         self._pass_compute_s = self._pass_load_s = 0.0
         self._pass_tokens = 0
 

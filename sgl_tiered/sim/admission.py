@@ -107,7 +107,7 @@ class Admission:
         if not waiting and self.chunked is None:
             return plan
         if self._lower is not None:
-            self._lower.begin_pass()
+            self._lower.begin_pass(len(waiting), is_busy=bool(running))
         if self._holding is not None:
             self._holding.begin_pass(running, self.chunked, waiting, now_s)
         if not self._is_vllm:

@@ -251,9 +251,9 @@ class LowerTiers:
             self._look_at_s = look_at_s
             self._wake_at(look_at_s)
 
-    def begin_pass(self) -> None:
-        """Note that a new pass is being put together."""
-        self._loads.begin_pass()
+    def begin_pass(self, num_waiting: int, *, is_busy: bool) -> None:
+        """Note that a new pass is being put together; see ``weight_among``."""
+        self._loads.begin_pass(num_waiting, is_busy=is_busy)
 
     def admitted(self, context_tokens: int, new_tokens: int) -> None:
         """Note what a request adds to that pass."""

@@ -35,7 +35,11 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             super().__init__(*args, **kwargs)
             self.chunked_req_limit: int | None
             self._has_split = False
-            coordinator.begin_pass()
+            running = self.running_batch
+            coordinator.begin_pass(
+                len(scheduler.waiting_queue),
+                is_busy=running is not None and not running.is_empty(),
+            )
             explainer.begin_pass()
             coordinator.can_split = self._can_split
 

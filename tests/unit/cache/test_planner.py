@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgl_tiered.cache.planner import PassFacts, Planner, Way
+from sgl_tiered.cache.planner import PassFacts, Planner, Way, weight_among
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.links import LinkCost
@@ -159,6 +159,32 @@ def test_a_busy_link_counts() -> None:
     assert choice.wait_s == pytest.approx(0.5)
 
 
+def test_where_others_wait_for_the_device_a_longer_read_pays() -> None:
+    """10 pages: 0.2 s of computing, held against a wait of 0.5 s for the disk.
+
+    For itself the request would compute them; three others would wait for that.
+    """
+    planner = make_planner(disk=(1e-3, 1e6))
+    run = tiers(*[DISK] * 10)
+    busy = PassFacts(wait_s={TierId.DISK: 0.5})
+    assert planner.choose(run, 0, 200, busy).num_pages == 0
+    planner.compute_weight = weight_among(4, is_busy=True)
+    choice = planner.choose(run, 0, 200, busy)
+    assert choice.num_pages == 10
+    assert choice.total_s > choice.alternative_s, "the times are told as they are"
+    longer = PassFacts(wait_s={TierId.DISK: 1.0})
+    assert planner.choose(run, 0, 200, longer).num_pages == 0, "there is a bound"
+
+
+def test_the_weight_of_computing() -> None:
+    """As many as wait, up to a bound; alone, or before an idle device, none."""
+    assert weight_among(1, is_busy=True) == 1.0
+    assert weight_among(3, is_busy=True) == 3.0
+    assert weight_among(500, is_busy=True) == weight_among(4, is_busy=True)
+    assert weight_among(500, is_busy=False) == 1.0
+    assert weight_among(0, is_busy=True) == 1.0
+
+
 def test_a_load_under_the_pass_is_free_until_the_link_is_the_longer() -> None:
     """10 ms a page against 20 ms to compute: hidden under enough tokens to compute."""
     slow = (1e-6, 1e5)
@@ -224,8 +250,16 @@ def test_pages_in_memory_come_before_the_computed_front() -> None:
     assert choice.split_at == pytest.approx(35, abs=2)
 
 
-def judge(left_s: float, *, ready: int = 0, can_split: bool = False, missing: int = 50):
+def judge(
+    left_s: float,
+    *,
+    ready: int = 0,
+    can_split: bool = False,
+    missing: int = 50,
+    weight: float = 1.0,
+):
     planner = make_planner(overhead_s=1e-3)
+    planner.compute_weight = weight
     return planner.judge(
         first_page=0,
         num_pages=50,
@@ -248,6 +282,16 @@ def test_a_late_read_is_left_with_what_has_come() -> None:
     assert going.way is Way.GO
     assert going.go_s < going.wait_s
     assert judge(0.5, ready=0).way is Way.WAIT, "computing all would take longer"
+
+
+def test_where_others_wait_a_late_read_is_waited_for() -> None:
+    """1.5 s to go against 1 s of computing, which would hold others up."""
+    assert judge(1.5).way is Way.GO
+    assert judge(1.5, weight=2.0).way is Way.WAIT
+    assert judge(1.0, can_split=True, weight=4.0).way is Way.WAIT
+    assert judge(9.0, weight=4.0).way is Way.GO
+    plain, weighted = judge(1.5), judge(1.5, weight=2.0)
+    assert (plain.wait_s, plain.go_s) == (weighted.wait_s, weighted.go_s)
 
 
 def test_a_late_read_is_met_half_way_where_that_is_possible() -> None:

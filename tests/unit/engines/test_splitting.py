@@ -90,7 +90,7 @@ class Rig:
         )
         runtime = SimpleNamespace(
             coordinator=SimpleNamespace(
-                begin_pass=lambda: None,
+                begin_pass=lambda *queue, **facts: None,
                 crowds=lambda prefix, new: False,
                 admitted=lambda *facts: None,
                 state=lambda rid: None,
@@ -104,7 +104,9 @@ class Rig:
             agreement=SimpleNamespace(note=lambda *facts: None),
         )
         monkeypatch.setattr(splitting, "tiered_runtime", lambda tree: runtime)
-        scheduler = SimpleNamespace(tree_cache=cache, chunked_req=None)
+        scheduler = SimpleNamespace(
+            tree_cache=cache, chunked_req=None, waiting_queue=[]
+        )
         self.make = splitting.prefill_adder_class(
             lambda _: schedule_policy.PrefillAdder, scheduler
         )
