@@ -67,4 +67,5 @@ def forecast(
         if num <= num_stages:
             # What it took on the way comes back with the rest.
             changes[num - 1] += facts.num_layer_pages + num * facts.growth
-    return avail + np.concatenate([np.zeros(1, np.int64), np.cumsum(changes)])
+    found: Int64s = avail + np.concatenate([np.zeros(1, np.int64), np.cumsum(changes)])
+    return found
