@@ -174,6 +174,7 @@ def test_nobody_waits_longer_than_the_bound(
         plan = turns.choose(facts, room)
         assert plan.decode
         assert sorted((*plan.decode, *plan.paused)) == list(range(num))
+        assert sorted(plan.order) == list(range(num))
         assert set(plan.yields) <= set(plan.paused)
         for n in plan.yields:
             assert host[n] == 0

@@ -63,7 +63,8 @@ class TurnFacts:
             from the device.
         device_bytes: that come free if its layers leave the device.
         waited_s: since its last token.
-        turn_tokens: tokens since it last had to wait.
+        turn_tokens: tokens since it was last paused; of one that never was, any large
+            number.
         allowance_s: Eq. 1; ``NO_TARGET`` without a target.
         is_hopeless: it misses its target in any case.
     """
@@ -95,11 +96,15 @@ class TurnRoom:
         step_s: of the device's computation.
         bytes_per_s: of the link, host to device.
         free_bytes: of the device, for layers that come back.
+        device_tokens: whose layers all are on the device at most.
+        token_bytes: keys and values of a token over all layers.
     """
 
     step_s: BatchTime
     bytes_per_s: float
     free_bytes: int = 0
+    device_tokens: int = 0
+    token_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +114,15 @@ class TurnPlan:
     Attributes:
         decode: ascending; who takes part in the next step. Those of them with layers
             on the host are streamed.
-        paused: the others, in the order in which they are to be pulled back.
+        order: all, by their claim to the device: layers are pulled back from the front
+            of it, and leave from its end (``pressure.py``).
+        paused: those that do not decode, in that order.
         yields: of the paused, those whose layers are to leave the device for the first
             of ``paused``.
     """
 
     decode: tuple[int, ...]
+    order: tuple[int, ...]
     paused: tuple[int, ...] = ()
     yields: tuple[int, ...] = ()
 
@@ -137,6 +145,16 @@ class Turns(Protocol):
         """
         ...
 
+    def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
+        """Return what a token takes each of so many, on the average (Eq. 1's T_future).
+
+        Args:
+            num_running: 1 or more.
+            context_tokens: of all of them.
+            room: what they share.
+        """
+        ...
+
 
 class StreamTurns:
     """The paper's: everybody decodes, and layers on the host are streamed."""
@@ -146,7 +164,14 @@ class StreamTurns:
     def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
         """Return all of them."""
         del room
-        return TurnPlan(tuple(range(len(running))))
+        everybody = tuple(range(len(running)))
+        return TurnPlan(everybody, everybody)
+
+    def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
+        """Return a step that waits for what the device has no room for."""
+        over = max(context_tokens - room.device_tokens, 0)
+        link_s = over * room.token_bytes / room.bytes_per_s
+        return max(room.step_s(num_running, context_tokens), link_s)
 
 
 class PauseTurns:
@@ -176,29 +201,43 @@ class PauseTurns:
         """Return who decodes; O(n log n)."""
         resident = [n for n, one in enumerate(running) if not one.host_bytes]
         away = [n for n, one in enumerate(running) if one.host_bytes]
-        if not away:
-            return TurnPlan(tuple(resident))
         contexts = sum(running[n].context_tokens for n in resident)
         turn_s = self._turn_tokens * room.step_s(max(len(resident), 1), contexts)
-        away.sort(key=lambda n: self._rank(n, running[n], turn_s))
+
+        def rank(position: int) -> tuple[int, float]:
+            return self._rank(position, running[position], turn_s)
+
+        away.sort(key=rank)
         decode = self._with_streamed(running, resident, away, room)
         paused = [n for n in away if n not in decode]
         yields: list[int] = []
         if paused and self._is_pressing(running[paused[0]], turn_s):
             yields = self._yielding(running, resident, running[paused[0]], room)
             decode.difference_update(yields)
-        if not decode:
+        if not decode and away:
             # Never all of them.
             decode.add(away[0])
-            paused = [n for n in paused if n != away[0]]
-        return TurnPlan(tuple(sorted(decode)), (*paused, *yields), tuple(yields))
+            paused.remove(away[0])
+        waiting = (*paused, *yields)
+        order = (*sorted(decode, key=rank), *waiting)
+        return TurnPlan(tuple(sorted(decode)), order, waiting, tuple(yields))
+
+    def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
+        """Return the step of those that have room, times the turns that it takes."""
+        share = min(room.device_tokens / max(context_tokens, 1), 1.0)
+        decoding = max(int(num_running * share), 1)
+        batch_s = room.step_s(decoding, int(context_tokens * share))
+        return batch_s * num_running / decoding
 
     def _rank(
         self, position: int, facts: TurnFacts, turn_s: float
     ) -> tuple[int, float]:
-        """Return a sort key: who is to be back on the device first."""
+        """Return a sort key: whose claim to the device is the best."""
         if facts.waited_s >= self._wait_limit_s:
             return 0, -facts.waited_s
+        if not facts.host_bytes and facts.turn_tokens < self._turn_tokens:
+            # It was pulled back for a turn, so it has it.
+            return 1, -NO_TARGET
         if facts.is_hopeless:
             return 3, float(position)
         if self._is_pressing(facts, turn_s):
