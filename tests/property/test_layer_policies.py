@@ -12,7 +12,9 @@ from sgl_tiered.policies.layers.forecast import RunningPages, forecast
 from sgl_tiered.policies.layers.pressure import LayersHeld, Pressure
 from sgl_tiered.policies.layers.retention import (
     least_retained,
+    prefill_layer_pages,
     regained,
+    retained_in_room,
     retained_layers,
     thinned,
 )
@@ -66,6 +68,20 @@ def test_retained_layers_are_even(layers: int, data: st.DataObject):
     assert max(runs) - min(runs) <= 1
     fewer = data.draw(st.integers(0, num))
     assert set(thinned(kept, fewer)) <= set(kept)
+
+
+@given(st.integers(1, 40), st.data())
+def test_what_is_kept_has_room(layers: int, data: st.DataObject):
+    """Its computation too; and one layer more would not have."""
+    least = data.draw(st.integers(0, layers))
+    num_pages = data.draw(st.integers(1, 50))
+    room = data.draw(st.integers(-10, 2_100))
+    kept = retained_in_room(layers, least, num_pages, room)
+    assert least <= kept <= layers
+    if kept > least:
+        assert prefill_layer_pages(layers, kept, num_pages) <= room
+    if kept < layers:
+        assert prefill_layer_pages(layers, kept + 1, num_pages) > room
 
 
 @given(st.integers(1, 60), st.data())

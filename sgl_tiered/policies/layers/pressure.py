@@ -55,6 +55,9 @@ class LayerChange:
 class Pressure:
     """Compares what will be free with two thresholds. Keeps nothing.
 
+    Attributes:
+        low, high: the thresholds, in layer-pages.
+
     Args:
         num_layers: of the model.
         capacity: layer-pages of the device.
@@ -71,8 +74,8 @@ class Pressure:
     ) -> None:
         assert 0.0 <= low_share <= return_share <= 1.0, (low_share, return_share)
         self._num_layers = num_layers
-        self._low = int(low_share * capacity)
-        self._return = int(return_share * capacity)
+        self.low = int(low_share * capacity)
+        self.high = int(return_share * capacity)
 
     def shortage(self, avail: int) -> int:
         """Return the layer-pages that must leave: up to the lower threshold.
@@ -80,11 +83,11 @@ class Pressure:
         Args:
             avail: least of the forecast; may be negative.
         """
-        return max(self._low - avail, 0)
+        return max(self.low - avail, 0)
 
     def surplus(self, avail: int) -> int:
         """Return the layer-pages that may come back: down to the upper threshold."""
-        return max(avail - self._return, 0)
+        return max(avail - self.high, 0)
 
     def offloads(
         self, held: Sequence[LayersHeld], num_needed: int

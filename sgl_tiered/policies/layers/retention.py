@@ -113,6 +113,8 @@ def retained_in_room(
 ) -> int:
     """Return how many layers of a prompt to keep where there is room: all that fit.
 
+    What computing it takes beyond that (``prefill_layer_pages``) fits too.
+
     Args:
         num_layers: of the model.
         least: x, as ``least_retained`` returned it.
@@ -122,7 +124,9 @@ def retained_in_room(
     Returns:
         ``least`` to ``num_layers``. That ``least`` itself fits is not checked.
     """
-    fits = num_layers if num_pages <= 0 else max(room_layer_pages, 0) // num_pages
+    if num_layers * num_pages <= room_layer_pages:
+        return num_layers
+    fits = max(room_layer_pages, 0) // num_pages - BUFFER_LAYERS
     return max(min(fits, num_layers), least)
 
 

@@ -58,9 +58,10 @@ def test_layers_come_back_into_the_longest_run() -> None:
 
 
 def test_room_is_used_and_x_is_kept() -> None:
-    """All layers that fit; x where nothing fits."""
-    assert retained_in_room(8, 2, 10, 55) == 5
-    assert retained_in_room(8, 2, 10, 1_000) == 8
+    """All layers that fit with the two for the copies; x where nothing fits."""
+    assert retained_in_room(8, 2, 10, 55) == 3
+    assert retained_in_room(8, 2, 10, 79) == 5
+    assert retained_in_room(8, 2, 10, 80) == 8
     assert retained_in_room(8, 2, 10, -5) == 2
     assert retained_in_room(8, 2, 0, 0) == 8
 
