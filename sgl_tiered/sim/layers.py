@@ -407,7 +407,10 @@ class LayerMemory:
         wanted = [n for n in plan.order if by_age[n].index not in self._in_pass]
         claims = [self._of[by_age[n].index] for n in wanted if n not in plan.yields]
         held = [LayersHeld(one.num_layers, one.num_pages) for one in claims]
-        surplus = min(self._pressure.surplus(lowest), self.free)
+        # The forecast looks from stage to stage; the next step is nearer than that.
+        now = [seq for seq in by_age if seq.index in chosen]
+        step = self._new_pages(now, 1) * self._num_layers
+        surplus = min(self._pressure.surplus(lowest), self.free - step)
         for change in self._pressure.returns(held, surplus):
             self._return(claims[change.position], change.num_layers)
 

@@ -170,7 +170,7 @@ def test_nobody_waits_longer_than_the_bound(
     free_bytes: int,
     limit_steps: int,
 ):
-    """Between two tokens: ``wait_limit_s`` and a step per request; some decode always.
+    """Between two tokens: twice the limit and a step per request; some decode always.
 
     Nothing ever comes back to the device, and who yields never returns: the worst case.
     """
@@ -180,7 +180,7 @@ def test_nobody_waits_longer_than_the_bound(
     num = len(drawn)
     host = [bytes_ for _, bytes_, _, _ in drawn]
     waited, turn = [0] * num, [0] * num
-    for _ in range(6 * limit_steps):
+    for _ in range(8 * limit_steps):
         facts = [
             TurnFacts(
                 context, host[n], 10**8, waited[n] * STEP_S, turn[n], allowed, hopeless
@@ -199,4 +199,4 @@ def test_nobody_waits_longer_than_the_bound(
             decodes = n in plan.decode
             waited[n] = 0 if decodes else waited[n] + 1
             turn[n] = turn[n] + 1 if decodes else 0
-        assert max(waited) <= limit_steps + num
+        assert max(waited) <= 2 * limit_steps + num

@@ -89,7 +89,7 @@ def test_a_forecast_ends_where_it_was_told() -> None:
 
 def test_thresholds() -> None:
     """5 and 10 % of 1,000; between them nothing moves."""
-    pressure = Pressure(8, 1_000)
+    pressure = Pressure(8, 1_000, 0.05, 0.10)
     assert pressure.shortage(-30) == 80
     assert pressure.shortage(50) == 0
     assert pressure.surplus(100) == 0

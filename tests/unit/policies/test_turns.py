@@ -9,6 +9,7 @@ import pytest
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
 from sgl_tiered.policies.layers.registry import TURNS, make_turns
 from sgl_tiered.policies.layers.turns import (
+    LINK_SHARE,
     PauseTurns,
     StreamTurns,
     TurnFacts,
@@ -21,8 +22,8 @@ from sgl_tiered.policies.length.base import LengthPrediction
 STEP_S = 0.02
 RATE = 1e9
 ROOM = TurnRoom(lambda batch, contexts: STEP_S, RATE)
-IN_TIME = int(STEP_S * RATE / 2)
-"""Bytes that stream in the half of a step."""
+IN_TIME = int(STEP_S * RATE * LINK_SHARE)
+"""Bytes that stream within what steps leave the link for that."""
 HERE = TurnFacts(100, 0, 50_000_000, 0.0, 64)
 AWAY = TurnFacts(100, 50_000_000, 0, 1.0, 0)
 
@@ -54,7 +55,7 @@ def test_who_does_not_stream_in_time_is_paused() -> None:
 
 
 def test_some_stream_in_time() -> None:
-    """Two layers' worth of bytes each: as many as half a step carries."""
+    """Some layers' worth of bytes each: as many as a step carries."""
     part = replace(AWAY, host_bytes=IN_TIME // 2)
     plan = PauseTurns().choose([HERE, part, part, part], ROOM)
     assert plan == TurnPlan((0, 1, 2), (0, 1, 2, 3), (3,))
@@ -111,8 +112,13 @@ def test_who_waited_too_long_decodes_at_any_cost() -> None:
     """One a step, the longest wait first; and somebody makes room for the next."""
     turns = PauseTurns(wait_limit_s=2.0)
     here = replace(HERE, allowance_s=-5.0)
-    waits = [paused(NO_TARGET, waited_s=value) for value in (2.5, 3.0)]
+    waits = [paused(NO_TARGET, waited_s=value) for value in (2.5, 3.9)]
     plan = turns.choose([here, *waits], ROOM)
+    assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
+    both = [here, here, *waits]
+    assert turns.choose(both, ROOM) == TurnPlan((0,), (0, 3, 2, 1), (3, 2, 1), (1,))
+    late = [paused(NO_TARGET, waited_s=value) for value in (4.5, 6.0)]
+    plan = turns.choose([here, *late], ROOM)
     assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
 
 
