@@ -1,12 +1,12 @@
-"""LayerKV's vLLM-side curves: Figures 1, 4 and 6, on a modelled L20 server."""
+"""LayerKV's curves, Figures 1 and 4 to 8, on modelled L20 servers: vLLM and LayerKV."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sgl_tiered.sim.config import SchedulerConfig, ServerConfig
+from sgl_tiered.sim.config import LayerSetup, SchedulerConfig, ServerConfig
 from sgl_tiered.sim.hardware import find_hardware
 from sgl_tiered.sim.models import find_model
 from sgl_tiered.sim.records import SimResult
@@ -15,7 +15,17 @@ from sgl_tiered.sim.summary import SimSummary, Slo, summarize
 from sgl_tiered.sim.synthetic import fixed_lengths, of_lengths
 from sgl_tiered.sim.times import times_of_profile
 
-__all__ = ["LENGTHS", "RATES", "LengthPoint", "RatePoint", "figure_6", "length_sweep"]
+__all__ = [
+    "LENGTHS",
+    "RATES",
+    "SLO",
+    "SYSTEMS",
+    "LengthPoint",
+    "RatePoint",
+    "System",
+    "figure_6",
+    "length_sweep",
+]
 
 PAGE = 16
 GB = 1e9
@@ -24,9 +34,38 @@ UTILIZATION = 0.9
 LENGTHS = (128, 256, 512, 1_024, 2_048, 4_096, 8_192, 15_872)
 """The paper: 128 to 16k. The last leaves room for 512 tokens of answer in 16k."""
 RATES = (1.0, 2.0, 3.0, 4.0, 5.0, 5.5, 6.0, 7.0, 8.0)
+SLO = Slo(ttft_s=3.0, tpot_s=0.2)
+"""The paper's, of Figure 8."""
+HOST_BYTES = 1e12
+"""Half of the testbed's host memory, for the KV of running requests."""
 _ACTIVATION_BYTES_PER_TOKEN = 2 * 2
 """vLLM profiles a pass of the longest prompt; its largest activations are the gate and
 up projections of the feed-forward part, 16 bits each."""
+
+
+@dataclass(frozen=True)
+class System:
+    """What serves: vLLM, or layer-wise memory above it.
+
+    Attributes:
+        name: in tables.
+        decode: of ``LayerSetup``; empty for vLLM.
+        slo_admission: of ``SchedulerConfig``; the targets are the paper's.
+    """
+
+    name: str
+    decode: str = ""
+    slo_admission: str = "none"
+
+
+SYSTEMS = (
+    System("vLLM"),
+    System("stream", "stream", "slo"),
+    System("stream, no SLO", "stream"),
+    System("pause", "pause", "slo"),
+    System("pause, no SLO", "pause"),
+)
+"""``stream`` is the paper's form; ``pause`` is ours."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +79,7 @@ class LengthPoint:
     tpot_s: float
     output_tokens_per_s: float
     num_retractions: int
+    violations: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +91,7 @@ class RatePoint:
     ttft_p99_s: float
     violations: float
     output_tokens_per_s: float
+    tpot_s: float
 
 
 def vllm_server(model_name: str, ranks: int, max_tokens: int) -> ServerConfig:
@@ -75,41 +116,77 @@ def vllm_server(model_name: str, ranks: int, max_tokens: int) -> ServerConfig:
     )
 
 
+def server(
+    system: System, model_name: str, ranks: int, max_tokens: int
+) -> ServerConfig:
+    """Return vLLM, or LayerKV in its place: two L20s share one link to the host.
+
+    All-reduces go over the same link; that they hinder each other is not modelled.
+    """
+    config = vllm_server(model_name, ranks, max_tokens)
+    if not system.decode:
+        return config
+    hardware = find_hardware("L20")
+    sharers = min(ranks, hardware.host_link_sharers)
+    link = replace(hardware.host, bytes_per_s=hardware.host.bytes_per_s / sharers)
+    host_tokens = int(HOST_BYTES / find_model(model_name).kv_token_bytes)
+    return replace(
+        config,
+        layers=LayerSetup(host_tokens, max_tokens, link, link, system.decode),
+        length_predictor="online",
+        scheduler=replace(
+            config.scheduler,
+            slo_admission=system.slo_admission,
+            ttft_slo_s=SLO.ttft_s,
+            tpot_slo_s=SLO.tpot_s,
+        ),
+    )
+
+
 def length_sweep(
     model_name: str,
     ranks: int,
     lengths: tuple[int, ...] = LENGTHS,
     *,
+    system: System = SYSTEMS[0],
     num_requests: int = 100,
     seed: int = 0,
 ) -> list[LengthPoint]:
-    """Return a point per length: 1 request/s, 512 tokens of answer (Figures 1, 4)."""
+    """Return a point per length: 1 request/s, 512 tokens of answer."""
     points = []
     for length in lengths:
-        config = vllm_server(model_name, ranks, max(lengths) + 512)
+        config = server(system, model_name, ranks, max(lengths) + 512)
         workload = fixed_lengths(
             num_requests, 1.0, length, 512, PAGE, np.random.default_rng(seed)
         )
         result = simulate(config, workload)
-        summary = summarize(result)
+        summary = summarize(result, SLO)
         points.append(_length_point(length, result, summary))
     return points
 
 
-def figure_6(num_requests: int = 1_000, seed: int = 0) -> list[RatePoint]:
-    """Return a point per rate for ShareGPT-like lengths on Llama-2-7B.
+def figure_6(
+    num_requests: int = 1_000,
+    seed: int = 0,
+    *,
+    system: System = SYSTEMS[0],
+    model_name: str = "Llama-2-7B",
+    ranks: int = 1,
+    rates: tuple[float, ...] = RATES,
+) -> list[RatePoint]:
+    """Return a point per rate for ShareGPT-like lengths (Figures 6, 7 and 8).
 
     The lengths stand in for ShareGPT: log-normal with the means that the vLLM paper
     gives (161 tokens of prompt, 338 of answer), cut to the 4-2.3k of LayerKV.
     """
     points = []
-    for rate in RATES:
+    for rate in rates:
         rng = np.random.default_rng(seed)
         prompts = _log_normal(161, 1.2, num_requests, rng)
         outputs = _log_normal(338, 0.9, num_requests, rng)
-        config = vllm_server("Llama-2-7B", 1, 4_096)
+        config = server(system, model_name, ranks, 4_096)
         result = simulate(config, of_lengths(prompts, outputs, rate, PAGE, rng))
-        summary = summarize(result, Slo(ttft_s=3.0, tpot_s=0.2))
+        summary = summarize(result, SLO)
         points.append(
             RatePoint(
                 rate,
@@ -117,6 +194,7 @@ def figure_6(num_requests: int = 1_000, seed: int = 0) -> list[RatePoint]:
                 summary.ttft.p99,
                 1.0 - summary.slo_attainment,
                 summary.output_tokens_per_s,
+                summary.tpot.mean,
             )
         )
     return points
@@ -131,6 +209,7 @@ def _length_point(length: int, result: SimResult, summary: SimSummary) -> Length
         tpot_s=summary.tpot.mean,
         output_tokens_per_s=summary.output_tokens_per_s,
         num_retractions=result.num_retractions,
+        violations=1.0 - summary.slo_attainment,
     )
 
 

@@ -17,6 +17,7 @@ from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.holding import Holding
+from sgl_tiered.sim.layers import LayerMemory
 from sgl_tiered.sim.lower import LowerTiers
 from sgl_tiered.sim.sequence import CLIP_NEW_TOKENS, NewTokenRatio, Sequence
 from sgl_tiered.sim.waiting_facts import SimFacts
@@ -60,6 +61,7 @@ class Admission:
         lower: the tiers, or None.
         ledger: told why who waits.
         holding: the SLO admission, or None.
+        layers: layer-wise memory, or None.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Admission:
         lower: LowerTiers | None,
         ledger: SimLedger,
         holding: Holding | None = None,
+        layers: LayerMemory | None = None,
     ) -> None:
         self._ledger = ledger
         self._config = config
@@ -76,6 +79,8 @@ class Admission:
         self._tree = tree
         self._lower = lower
         self._holding = holding
+        self._layers = layers
+        self._running: list[Sequence] = []
         self._order: QueueOrder[Sequence] | None = None
         if config.scheduler.order != "fcfs":
             order = make_order(config.scheduler.order)
@@ -89,6 +94,8 @@ class Admission:
 
     def can_ever_run(self, seq: Sequence) -> bool:
         """Return whether an empty server could run the request to its end."""
+        if self._layers is not None and not self._layers.can_ever_run(seq):
+            return False
         request = seq.request
         tokens = request.num_prompt_tokens + request.num_output_tokens + self._page
         return tokens < self._watermark_pages() * -self._page + (
@@ -104,6 +111,7 @@ class Admission:
         self._rem_chunk = scheduler.chunk_tokens or None
         self._rem_input = scheduler.max_prefill_tokens
         self._reserved = 0.0
+        self._running = running
         if not waiting and self.chunked is None:
             return plan
         if self._lower is not None:
@@ -195,7 +203,7 @@ class Admission:
             new = part
         num_taken = -(-(prefix + new) // page) - num_matched
         # Slots for a load are taken at once, those of the new tokens with the pass's.
-        fits = num_taken <= tree.available_pages
+        fits = num_taken <= tree.available_pages and self._has_layers(seq, prefix, new)
         if not (fits and tree.take_private(num_loaded)):
             plan.blocked = True
             tree.unlock(node)
@@ -217,6 +225,12 @@ class Admission:
         self._put(plan, seq, prefix, new, is_whole)
         self._reserved += page + (allowed if is_whole and not self._is_vllm else 0)
         return True
+
+    def _has_layers(self, seq: Sequence, context: int, new: int) -> bool:
+        """Return whether the device has room for a part of a prompt, and take it."""
+        if self._layers is None:
+            return True
+        return self._layers.admit(seq, context, new, self._running)
 
     def _put(
         self, plan: PassPlan, seq: Sequence, prefix: int, new: int, is_whole: bool
@@ -276,6 +290,10 @@ class Admission:
                 plan.held = True
                 return
         if new <= 0:
+            self.chunked = seq
+            plan.blocked = True
+            return
+        if not self._has_layers(seq, seq.kv_tokens, new):
             self.chunked = seq
             plan.blocked = True
             return

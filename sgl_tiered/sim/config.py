@@ -9,6 +9,9 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS as SLO_ADMISSIONS
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
+from sgl_tiered.policies.layers.pressure import LOW_SHARE, RETURN_SHARE
+from sgl_tiered.policies.layers.registry import make_turns
+from sgl_tiered.policies.layers.turns import PauseTurns
 from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.policies.prefetch.registry import check_prefetch_to
@@ -16,7 +19,13 @@ from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.links import DISCIPLINES
 from sgl_tiered.sim.times import DeviceTimes
 
-__all__ = ["LOAD_MODES", "SchedulerConfig", "ServerConfig", "TierSetup"]
+__all__ = [
+    "LOAD_MODES",
+    "LayerSetup",
+    "SchedulerConfig",
+    "ServerConfig",
+    "TierSetup",
+]
 
 LOAD_MODES = ("layerwise", "waiter")
 ADMISSIONS = ("sglang", "vllm")
@@ -99,6 +108,44 @@ class TierSetup:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerSetup:
+    """Layer-wise memory (LayerKV): layers of running requests in host memory.
+
+    Attributes:
+        host_tokens: that have rows in host memory; the pool as the engine sees it.
+        max_context_tokens: of prompt and answer; twice one layer of it is set aside on
+            the device for what is streamed.
+        down, up: the link to the host and back, of this rank.
+        decode: name in ``policies/layers/registry.py``.
+        low_share, return_share: of the device, see ``policies/layers/pressure.py``.
+    """
+
+    host_tokens: int
+    max_context_tokens: int
+    down: LinkSpeed
+    up: LinkSpeed
+    decode: str = PauseTurns.name
+    low_share: float = LOW_SHARE
+    return_share: float = RETURN_SHARE
+
+    def __post_init__(self) -> None:
+        make_turns(self.decode)
+        if not 0 < self.max_context_tokens <= self.host_tokens:
+            raise ConfigError(
+                "layers",
+                f"contexts of {self.max_context_tokens} tokens, host rows for "
+                f"{self.host_tokens}",
+                "give the host room for the longest context at least",
+            )
+        if not 0.0 <= self.low_share <= self.return_share <= 1.0:
+            raise ConfigError(
+                "layers",
+                f"shares of {self.low_share} and {self.return_share}",
+                "give two from 0 to 1, the lower one first",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """One rank of a server with its tiers.
 
@@ -126,6 +173,7 @@ class ServerConfig:
             ``device``.
         length_predictor: name in ``LENGTH_PREDICTORS``; it learns as the server runs.
         max_offloads: plans that may wait for the offload; more are dropped.
+        layers: layer-wise memory; None for a device that holds all layers of a page.
         explain: say of each request why it waited and what became of its pages.
         seed: for policies that draw.
     """
@@ -153,6 +201,7 @@ class ServerConfig:
     prefetch_to: str = "host"
     length_predictor: str = NO_PREDICTOR
     max_offloads: int = 64
+    layers: LayerSetup | None = None
     explain: bool = False
     seed: int = 0
 
@@ -203,6 +252,12 @@ class ServerConfig:
             raise ConfigError(
                 "device_reuse", "the tiers load into the device's tree", "keep it on"
             )
+        if self.layers is not None and self.device_reuse:
+            raise ConfigError(
+                "layers",
+                "shared prefixes are not modelled with them",
+                "switch reuse off",
+            )
         if self.tiers and self.tiers[0].tier is TierId.DISK:
             raise ConfigError(
                 "tiers", "a disk has no memory tier above it", "add a host tier"
@@ -215,5 +270,6 @@ class ServerConfig:
 
     @property
     def capacity_pages(self) -> int:
-        """Pages of the device pool."""
-        return self.device_tokens // self.page_tokens
+        """Pages of the pool that the engine sees."""
+        tokens = self.device_tokens if self.layers is None else self.layers.host_tokens
+        return tokens // self.page_tokens

@@ -10,6 +10,7 @@ from sgl_tiered.policies.admission.pieces import LEAST_PIECE_SHARE
 from sgl_tiered.policies.admission.registry import make_admission
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.sim.config import ServerConfig
+from sgl_tiered.sim.layers import LayerMemory
 from sgl_tiered.sim.sequence import Sequence
 
 __all__ = ["Holding"]
@@ -21,9 +22,16 @@ class Holding:
     Args:
         config: of the server.
         book: what is predicted of the requests under way.
+        layers: layer-wise memory, or None.
     """
 
-    def __init__(self, config: ServerConfig, book: LengthBook) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        book: LengthBook,
+        layers: LayerMemory | None = None,
+    ) -> None:
+        self._layers = layers
         scheduler = config.scheduler
         self._times = config.times
         self._chunk_tokens = scheduler.chunk_tokens
@@ -54,6 +62,8 @@ class Holding:
 
         def step_s(num_added: int) -> float:
             grown = (batch + num_added) / max(batch, 1)
+            if self._layers is not None:
+                return self._layers.pace_s(batch + num_added, int(contexts * grown))
             return self._times.decode_step_s(batch + num_added, int(contexts * grown))
 
         facts = [self._facts(seq, now_s) for seq in running]

@@ -17,7 +17,7 @@ from sgl_tiered.core.plans import Bools
 from sgl_tiered.sim.answers import LengthReport
 from sgl_tiered.sim.events import EventLog
 
-__all__ = ["DecodeSegment", "PrefillPass", "RequestRecord", "SimResult"]
+__all__ = ["DecodeSegment", "LayerCounts", "PrefillPass", "RequestRecord", "SimResult"]
 
 Float64s = npt.NDArray[np.float64]
 
@@ -127,6 +127,24 @@ class RequestRecord:
         return self.num_prompt_tokens - reused - self.cxl_tokens
 
 
+@dataclass(slots=True)
+class LayerCounts:
+    """What was done.
+
+    Attributes:
+        offloaded_bytes, streamed_bytes, returned_bytes: over the link: to the host; to
+            the device for steps; to the device for good.
+        stall_s: that passes and steps waited for the link.
+        num_pauses: times that somebody was made to wait.
+    """
+
+    offloaded_bytes: int = 0
+    streamed_bytes: int = 0
+    returned_bytes: int = 0
+    stall_s: float = 0.0
+    num_pauses: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SimResult:
     """A whole run.
@@ -141,6 +159,7 @@ class SimResult:
         link_bytes: bytes moved, by link.
         cache: the cache's own counters; None without tiers.
         lengths: how well answers were foretold; None without a predictor.
+        layers: what layer-wise memory moved; None without it.
     """
 
     records: tuple[RequestRecord, ...]
@@ -153,6 +172,7 @@ class SimResult:
     link_bytes: dict[str, int]
     cache: CacheStats | None
     lengths: LengthReport | None = None
+    layers: LayerCounts | None = None
 
     def token_times(self, record: RequestRecord) -> Float64s:
         """Return when each token of a request came; float64 [num_output_tokens]."""

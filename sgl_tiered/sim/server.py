@@ -27,6 +27,7 @@ from sgl_tiered.sim.device_tree import DeviceTree, TreeNode
 from sgl_tiered.sim.events import Event, EventLog, EventQueue, Priority
 from sgl_tiered.sim.explain import SimLedger
 from sgl_tiered.sim.holding import Holding
+from sgl_tiered.sim.layers import LayerMemory, StepShape
 from sgl_tiered.sim.lower import NAMESPACE, LowerTiers
 from sgl_tiered.sim.records import (
     DecodeSegment,
@@ -80,16 +81,25 @@ class SimServer:
             )
         self.lengths = AnswerLengths.make(config, workload.requests)
         self.ledger = SimLedger(config, self.queue, self.lower, len(workload.requests))
+        self.layers: LayerMemory | None = None
+        if config.layers is not None:
+            book = None if self.lengths is None else self.lengths.book
+            self.layers = LayerMemory(
+                config, self.queue, book, lambda: self._wake(True)
+            )
         self._holding: Holding | None = None
         if config.scheduler.slo_admission != NO_ADMISSION:
             assert self.lengths is not None, "checked with the settings"
-            self._holding = Holding(config, self.lengths.book)
+            self._holding = Holding(config, self.lengths.book, self.layers)
         self.admission = Admission(
-            config, self.tree, self.lower, self.ledger, self._holding
+            config, self.tree, self.lower, self.ledger, self._holding, self.layers
         )
         self._workload = workload
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        # Those of them that take part in decode steps; the others are paused.
+        self._decoding: list[Sequence] = []
+        self._shape: StepShape | None = None
         self._segments: list[DecodeSegment] = []
         self._passes: list[PrefillPass] = []
         self._records: list[RequestRecord | None] = [None] * len(workload.requests)
@@ -126,6 +136,7 @@ class SimServer:
             peak_pages=self.tree.peak_pages,
             link_bytes={link.name: link.num_bytes for link in links},
             cache=self.lower.stats if self.lower is not None else None,
+            layers=self.layers.counts if self.layers is not None else None,
             lengths=self.lengths.report() if self.lengths is not None else None,
         )
 
@@ -282,7 +293,10 @@ class SimServer:
             self._end_pass(plan, now_s, compute_s, num_bytes)
 
         if not num_bytes:
-            self.queue.at(now_s + compute_s, Priority.PASS, end)
+            pass_s = compute_s
+            if self.layers is not None:
+                pass_s = self.layers.start_pass(plan.parts, compute_s)
+            self.queue.at(now_s + pass_s, Priority.PASS, end)
             return
         assert self.lower is not None
         # Layer by layer: the last layer is computed once it has come; what was
@@ -313,6 +327,8 @@ class SimServer:
             plan.parts, plan.is_whole, strict=True
         ):
             seq.kv_tokens = context + new
+            if self.layers is not None:
+                self.layers.end_pass(seq)
             self._publish(seq)
             if is_whole:
                 self._first_token(seq, now_s)
@@ -331,6 +347,8 @@ class SimServer:
         else:
             seq.span_start = len(self._segments)
             self._running.append(seq)
+            if self.layers is not None:
+                self._decoding.append(seq)
 
     def _publish(self, seq: Sequence) -> None:
         """Give whole pages to the tree, end the load, offload what is new."""
@@ -360,28 +378,49 @@ class SimServer:
     # -- Decode ----------------------------------------------------------------
 
     def _start_decode(self, *, held: bool) -> None:
+        self._take_turns()
         if self._pages_for(1) > self.tree.available_pages:
             self._retract()
             if not self._running:
                 self._wake(True)
                 return
-        running = self._running
+        running = self._decoding
         batch = len(running)
+        if not batch:
+            # All wait for copies to the host; the first that lands wakes us.
+            return
         num_steps = min(seq.tokens_left for seq in running)
         if self._waiting or self.admission.chunked is not None:
             most = _HELD_RECHECK_STEPS if held else _RECHECK_STEPS
             num_steps = min(num_steps, most)
         num_steps = self._steps_with_room(num_steps)
         contexts = sum(seq.kv_tokens for seq in running) + batch
-        times = self.config.times
+        first_s = self.config.times.decode_step_s(batch, contexts)
+        growth_s = self.config.times.decode_context_token_s * batch
+        if self.layers is not None:
+            num_steps = self.layers.steps(running, num_steps)
+            self._shape = self.layers.shape(running)
+            first_s, growth_s = self._shape.first_s, self._shape.growth_s
         self._segment = DecodeSegment(
             start_s=self.queue.now(),
-            first_s=times.decode_step_s(batch, contexts),
-            growth_s=times.decode_context_token_s * batch,
+            first_s=first_s,
+            growth_s=growth_s,
             num_steps=num_steps,
             batch=batch,
         )
         self._plan_segment_end()
+
+    def _take_turns(self) -> None:
+        """Settle who decodes; without layer-wise memory, everybody."""
+        before, now = self._decoding, self._running
+        if self.layers is not None:
+            now = self.layers.choose(self._running)
+            num = len(self._segments)
+            for seq in set(before).difference(now):
+                seq.spans.append((seq.span_start, num))
+            for seq in set(now).difference(before):
+                seq.span_start = num
+        self._decoding = now
 
     def _plan_segment_end(self) -> None:
         segment = self._segment
@@ -424,15 +463,18 @@ class SimServer:
         self.admission.ratio.decay(segment.num_steps)
         page = self.config.page_tokens
         ended = []
-        for seq in self._running:
+        for seq in self._decoding:
             held = -(-seq.kv_tokens // page)
             seq.kv_tokens += segment.num_steps
             seq.private_pages += -(-seq.kv_tokens // page) - held
             seq.outputs += segment.num_steps
             if seq.tokens_left == 0:
                 ended.append(seq)
+        if self._shape is not None and self.layers is not None:
+            self.layers.end_steps(self._decoding, segment.num_steps, self._shape)
         if ended:
             self._running = [seq for seq in self._running if seq.tokens_left]
+            self._decoding = [seq for seq in self._decoding if seq.tokens_left]
         for seq in ended:
             seq.spans.append((seq.span_start, len(self._segments)))
             self._finish(seq)
@@ -442,7 +484,7 @@ class SimServer:
         page = self.config.page_tokens
         return sum(
             -(-(seq.kv_tokens + num_steps) // page) + (-seq.kv_tokens // page)
-            for seq in self._running
+            for seq in self._decoding
         )
 
     def _steps_with_room(self, num_steps: int) -> int:
@@ -476,15 +518,18 @@ class SimServer:
         now_s = self.queue.now()
         while self._pages_for(1) > self.tree.available_pages:
             seq = keep.pop()
+            if seq in self._decoding:
+                seq.spans.append((seq.span_start, len(self._segments)))
             self._running.remove(seq)
-            seq.spans.append((seq.span_start, len(self._segments)))
+            if self.layers is not None:
+                self._decoding = [one for one in self._decoding if one is not seq]
             if not self._running and self.admission.chunked is None:
                 # Pages under offload are all that is left; it comes back for them.
                 assert self.lower is not None, "one request alone does not fit"
             self.log.add(now_s, "retracted", seq.index, seq.outputs)
             seq.num_retractions += 1
             self._num_retractions += 1
-            seq.release(self.tree)
+            self._release(seq)
             if self.lookahead is not None:
                 self.lookahead.left(seq.index)
             if self.lower is not None:
@@ -495,7 +540,7 @@ class SimServer:
     def _finish(self, seq: Sequence) -> None:
         now_s = self.queue.now()
         self._publish(seq)
-        seq.release(self.tree)
+        self._release(seq)
         self.ledger.finished(seq)
         if self.lookahead is not None:
             self.lookahead.finished(seq.index)
@@ -505,6 +550,11 @@ class SimServer:
             self.lengths.book.finished(seq.index, seq.outputs)
         self.log.add(now_s, "finished", seq.index, seq.outputs)
         self._end(seq, aborted=False)
+
+    def _release(self, seq: Sequence) -> None:
+        seq.release(self.tree)
+        if self.layers is not None:
+            self.layers.release(seq)
 
     def _end(self, seq: Sequence, *, aborted: bool) -> None:
         now_s = self.queue.now()
