@@ -20,6 +20,11 @@ from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
+from sgl_tiered.engines.sglang.layered.settings import (
+    LAYERKV_CHOICES,
+    LayerKvSettings,
+    read_layerkv,
+)
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
@@ -66,6 +71,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "prefetch_to": PREFETCH_TARGETS,
     "disk_io": ENGINES,
     "fault_corrupt": ("zero", "swap"),
+    **LAYERKV_CHOICES,
 }
 
 _DEFAULT_STAGING_BYTES = 256 * 2**20
@@ -119,6 +125,7 @@ class TieredConfig:
         admission: none, slo (prefill is held where decoders would be late) or goodput
             (where that harms fewer requests than it spares).
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
+        layerkv: of layer-wise KV; None where it is off.
     """
 
     host_bytes: int
@@ -150,6 +157,7 @@ class TieredConfig:
     admission: str = NO_ADMISSION
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
+    layerkv: LayerKvSettings | None = None
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -206,6 +214,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         admission=_choice(settings, "admission", NO_ADMISSION),
         slo_ttft_s=_target(settings, "slo_ttft"),
         slo_tpot_s=_target(settings, "slo_tpot"),
+        layerkv=read_layerkv(settings),
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")

@@ -17,6 +17,7 @@ from sgl_tiered.engines.sglang.http import (
     FAULTS_KEY,
     LOAD_POLICY_KNOB,
 )
+from sgl_tiered.engines.sglang.layered.capacity import sized
 from sgl_tiered.engines.sglang.ordering import schedule_policy
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
@@ -30,6 +31,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 _STATE = _COMPONENTS + "internal_state.SchedulerInternalStateController."
 _WORKER = "sglang.srt.managers.tp_worker.TpModelWorker."
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 _MIN_PREFILL_TOKENS = 32
 """A shorter prefill is mostly overhead and would teach the planner little."""
 
@@ -39,6 +41,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
     from sglang.srt.plugins.hook_registry import HookType
 
     return [
+        (_CONFIGURATOR + "_resolve_memory_pool_config", sized, HookType.AROUND),
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
         (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
