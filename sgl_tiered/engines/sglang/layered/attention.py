@@ -1,70 +1,24 @@
 """Attention of ``tiered_cpu`` over a `LayeredPool`: each layer has its own places.
 
-Before a layer's first read of a group of requests its pages have to be on the device;
-`placement` sees to that, and says where they are. What was said of a forward is
-translated for all layers at once where nothing is streamed, so that a decode step with
-all layers on the device costs little more than on SGLang's own pool.
+Before a layer of a group of requests is read, its pages have to be on the device. The
+layer manager sees to that, and says where they are. One table per layer is translated
+for all requests of a group at once, so that a decode step with all layers on the device
+costs little more than on SGLang's own pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from sgl_tiered_kernels.paged_attention import RequestRows
 
 from sgl_tiered.engines.sglang.cpu_attention import TieredCpuAttention
+from sgl_tiered.layered.base import PassRequest
+from sgl_tiered.layered.manager import PassPlan
 
-__all__ = ["ForwardRequest", "LayeredCpuAttention", "Placement"]
-
-Int32s = npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardRequest:
-    """One request of a forward.
-
-    Attributes:
-        row: of SGLang's token table, which is the request's own until it ends.
-        pages: int32 [n], logical, oldest first; the new tokens' pages included.
-        kv_len: tokens, the new ones included.
-        new_len: new tokens.
-        start: first query row.
-    """
-
-    row: int
-    pages: Int32s
-    kv_len: int
-    new_len: int
-    start: int
-
-
-class Placement(Protocol):
-    """Brings layers to the device while a forward runs; called on its thread."""
-
-    def begin(self, requests: Sequence[ForwardRequest]) -> Sequence[Sequence[int]]:
-        """Begin a forward; return its groups of positions in ``requests``."""
-        ...
-
-    def before_write(self, layer: int) -> None:
-        """Give the pages that the forward writes in a layer a place on the device."""
-        ...
-
-    def places(self, layer: int, group: int) -> Int32s:
-        """Wait for the pages of a group; return their layer-pages, end to end."""
-        ...
-
-    def attended(self, layer: int, group: int) -> None:
-        """Note that a group was read; its staged pages may be written over."""
-        ...
-
-    def end(self) -> None:
-        """Note that the forward's last layer was read."""
-        ...
+__all__ = ["LayeredCpuAttention"]
 
 
 class LayeredCpuAttention(TieredCpuAttention):
@@ -72,16 +26,16 @@ class LayeredCpuAttention(TieredCpuAttention):
 
     Args:
         req_to_token_pool: SGLang's table of slots.
-        pool: a `LayeredPool`, whose ``placement`` is set before the first forward.
+        pool: a `LayeredPool`, whose ``driver`` is set before the first forward.
     """
 
     def __init__(self, req_to_token_pool: Any, pool: Any) -> None:
         super().__init__(req_to_token_pool, pool)
         self._page_tokens: int = pool.page_size
-        self._last_layer: int = pool.start_layer + pool.layer_num - 1
-        self._of_forward: list[ForwardRequest] = []
-        self._groups: Sequence[Sequence[int]] = ()
-        self._offsets = np.arange(self._page_tokens, dtype=np.int64)
+        self._offsets = torch.arange(self._page_tokens)
+        # Of the forward under way: first row, new tokens, all tokens, by request.
+        self._rows: list[tuple[int, int, int]] = []
+        self._plan: PassPlan | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Read each request's pages once, and say what the forward reads and writes."""
@@ -91,16 +45,25 @@ class LayeredCpuAttention(TieredCpuAttention):
         else:
             new_lens = forward_batch.extend_seq_lens.tolist()
         table = self._req_to_token_pool.req_to_token
-        requests, start = [], 0
         rows = forward_batch.req_pool_indices.tolist()
-        for row, kv_len, new_len in zip(rows, kv_lens, new_lens, strict=True):
+        requests, start = [], 0
+        self._rows = []
+        for rid, row, kv_len, new_len in zip(
+            forward_batch.rids, rows, kv_lens, new_lens, strict=True
+        ):
             if new_len > 0:
                 slots = table[row, : kv_len : self._page_tokens].numpy()
-                pages = (slots // self._page_tokens).astype(np.int32)
-                requests.append(ForwardRequest(row, pages, kv_len, new_len, start))
+                pages = slots.astype(np.int64) // self._page_tokens
+                requests.append((rid, pages, kv_len - new_len, new_len))
+                self._rows.append((start, new_len, kv_len))
             start += new_len
-        self._of_forward = requests
-        self._groups = self._pool.placement.begin(requests)
+        driver = self._pool.driver
+        self._plan = driver.begin_pass(
+            [
+                PassRequest(rid, pages, context, new, driver.decided(rid))
+                for rid, pages, context, new in requests
+            ]
+        )
 
     def _attend(
         self,
@@ -111,28 +74,27 @@ class LayeredCpuAttention(TieredCpuAttention):
         out: torch.Tensor,
     ) -> int:
         """Attend group by group, each as soon as its pages are there."""
-        placement = self._pool.placement
+        plan, manager = self._plan, self._pool.driver.manager
+        assert plan is not None
         number = layer.layer_id - self._pool.start_layer
         done = 0
-        for index, group in enumerate(self._groups):
-            places = placement.places(number, index).astype(np.int64)
-            slots = places[:, None] * self._page_tokens + self._offsets
-            tokens = torch.from_numpy(slots.reshape(-1))
-            first = 0
-            for position in group:
-                request = self._of_forward[position]
-                rows = RequestRows(
-                    request.start,
-                    request.new_len,
-                    tokens[first : first + request.kv_len],
-                    -1,
-                )
-                first += len(request.pages) * self._page_tokens
+        for group, (first, last) in enumerate(plan.groups):
+            manager.wait_unit(number, group)
+            # Staged pages have their places once their unit has come.
+            base = int(plan.indptr[first])
+            places = manager.table(number)[base : int(plan.indptr[last])]
+            starts = torch.from_numpy(places).to(torch.int64) * self._page_tokens
+            slots = (starts[:, None] + self._offsets).view(-1)
+            for position in range(first, last):
+                start, new_len, kv_len = self._rows[position]
+                begin = (int(plan.indptr[position]) - base) * self._page_tokens
+                rows = RequestRows(start, new_len, slots[begin : begin + kv_len], -1)
                 self._attention.attend(
                     query, key_cache, value_cache, rows, layer.scaling, out
                 )
-                done = max(done, request.start + request.new_len)
-            placement.attended(number, index)
-        if layer.layer_id == self._last_layer:
-            placement.end()
+                done = start + new_len
+            manager.unit_done(number, group)
+        if number == self._pool.layer_num - 1:
+            self._plan = None
+            self._pool.driver.end_pass()
         return done

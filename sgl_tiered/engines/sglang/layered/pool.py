@@ -10,20 +10,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.errors import EngineCompatibilityError
-from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = ["LayeredPool"]
-
-Int64s = npt.NDArray[np.int64]
-
 
 class LayeredPool(MHATokenToKVPool):  # type: ignore[misc]
     """A pool whose layers share one tensor; ``plan`` says how large all is."""
@@ -41,7 +35,7 @@ class LayeredPool(MHATokenToKVPool):  # type: ignore[misc]
                 "layer-wise KV needs keys and values of one size in all layers; leave "
                 "--tiered-layerkv out."
             )
-        # The last page takes what padding writes, as page 0 does in SGLang's pool.
+        # Page 0 takes what padding writes, as in SGLang's pool.
         rows = (plan.num_layer_pages + 1) * self.page_size
         both = torch.zeros(
             (2, rows, self.head_num, self.head_dim),
@@ -51,29 +45,13 @@ class LayeredPool(MHATokenToKVPool):  # type: ignore[misc]
         self.k_buffer = [both[0]] * self.layer_num
         self.v_buffer = [both[1]] * self.layer_num
         self.region = MemoryRegion(plan.num_pages + 1, layout.slot_bytes)
-        # Logical page 0 is that of padding: it has a row, and no place.
-        self.binding = LayerBinding(
-            self.layer_num, plan.num_pages + 1, plan.num_layer_pages
-        )
+        # Places the layers; set once the cache is built, before anything runs.
+        self.driver: Any = None
 
-    @property
-    def padding_page(self) -> int:
-        """Where padding is written to, in any layer."""
-        return type(self).plan.num_layer_pages
-
-    def slots(self, layer: int, loc: torch.Tensor) -> torch.Tensor:
-        """Return where tokens lie in the tensor that all layers share.
-
-        Args:
-            layer: counted from the first of this pool.
-            loc: int64 [n], SGLang's slots; their pages must be on the device.
-        """
-        pages = loc // self.page_size
-        places = torch.from_numpy(self.binding.device[layer])[pages.cpu()]
-        places = torch.where(pages.cpu() == 0, self.padding_page, places)
-        if places.numel() and int(places.min()) < 0:
-            raise RuntimeError(f"a page of layer {layer} is written without a place")
-        return places.to(loc.device) * self.page_size + loc % self.page_size
+    def forget(self, pages: torch.Tensor) -> None:
+        """Take back what logical pages have, for SGLang has freed them."""
+        if self.driver is not None and pages.numel():
+            self.driver.manager.freed(pages.cpu().numpy())
 
     def _store_kv_layer(
         self,
@@ -82,9 +60,10 @@ class LayeredPool(MHATokenToKVPool):  # type: ignore[misc]
         cache_k: torch.Tensor,
         cache_v: torch.Tensor,
     ) -> None:
-        where = self.slots(layer_idx, loc)
+        where = self.driver.slots_for_write(layer_idx, loc)
         self.k_buffer[layer_idx][where] = cache_k
         self.v_buffer[layer_idx][where] = cache_v
+        self.driver.manager.layer_written(layer_idx)
 
     def _build_kv_buffer_descs(self) -> list[Any]:
         return []  # for transfers between servers, which are refused
