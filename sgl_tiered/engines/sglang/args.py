@@ -316,7 +316,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="For tests: load a wrong page from the host, as "
-            "--tiered-emulate host:fault=... does (needs SGL_TIERED_ALLOW_FAULTS=1).",
+            "--tiered-emulate host:fault=... does, or leave pages out where layers are "
+            "streamed (staging); needs SGL_TIERED_ALLOW_FAULTS=1.",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,

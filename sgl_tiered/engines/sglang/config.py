@@ -22,6 +22,7 @@ from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.engines.sglang.layered.settings import (
     LAYERKV_CHOICES,
+    STAGING_FAULT,
     LayerKvSettings,
     read_layerkv,
 )
@@ -70,7 +71,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "prefetch": PREFETCH_POLICIES,
     "prefetch_to": PREFETCH_TARGETS,
     "disk_io": ENGINES,
-    "fault_corrupt": ("zero", "swap"),
+    "fault_corrupt": ("zero", "swap", STAGING_FAULT),
     **LAYERKV_CHOICES,
 }
 
@@ -126,6 +127,7 @@ class TieredConfig:
             (where that harms fewer requests than it spares).
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
         layerkv: of layer-wise KV; None where it is off.
+        breaks_staging: layers are streamed wrongly on purpose (tests).
     """
 
     host_bytes: int
@@ -158,6 +160,7 @@ class TieredConfig:
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     layerkv: LayerKvSettings | None = None
+    breaks_staging: bool = False
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -215,6 +218,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         slo_ttft_s=_target(settings, "slo_ttft"),
         slo_tpot_s=_target(settings, "slo_tpot"),
         layerkv=read_layerkv(settings),
+        breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
@@ -450,7 +454,8 @@ def _emulation(settings: Mapping[str, Any]) -> tuple[Emulation, ...]:
     if settings.get("fault_corrupt") is not None:
         flags["--tiered-fault-corrupt"] = True
         kind = _choice(settings, "fault_corrupt", "")
-        sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
+        if kind != STAGING_FAULT:
+            sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
     for flag, fails in flags.items():
         if fails and not faults_allowed():
             raise ConfigError(

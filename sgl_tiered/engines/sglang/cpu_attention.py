@@ -134,6 +134,10 @@ def create_cpu_attention(model_runner: Any) -> TieredCpuAttention:
             f"tiered_cpu does not support {reason}; use --attention-backend "
             "torch_native if that backend serves the model."
         )
+    if hasattr(pool, "plan"):
+        from sgl_tiered.engines.sglang.layered.attention import LayeredCpuAttention
+
+        return LayeredCpuAttention(model_runner.req_to_token_pool, pool)
     return TieredCpuAttention(model_runner.req_to_token_pool, pool)
 
 

@@ -83,6 +83,10 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         runtime.lengths.watch(scheduler, runtime.ledger, runtime.metrics, runtime.clock)
     if runtime.config.order != "fcfs":
         scheduler.policy = schedule_policy(scheduler, runtime.agreement)
+    if runtime.config.layerkv is not None:
+        from sgl_tiered.engines.sglang.layered.build import attach_scheduler
+
+        attach_scheduler(scheduler, runtime)
 
 
 def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:
@@ -188,6 +192,8 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
     runtime = _tiered(scheduler.tree_cache)
     if runtime is not None and runtime.admission is not None:
         runtime.admission.observe_step(batch)
+    if runtime is not None and runtime.config.layerkv is not None:
+        runtime.step_times.observe(batch)
     if (
         runtime is None
         or not batch.forward_mode.is_extend_without_speculative()

@@ -58,6 +58,7 @@ class LayerDriver:
         shape = (plan.layout.num_layers, plan.num_pages + 1)
         self.transfers: Int32s = np.full(shape, -1, np.int32)
         self._loading: dict[str, Int64s] = {}
+        self._storing: dict[int, Int64s] = {}
 
     # -- Forward ---------------------------------------------------------------
 
@@ -161,14 +162,15 @@ class LayerDriver:
 
     # -- Tiers below -----------------------------------------------------------
 
-    def begin_store(self, pages: Int64s) -> None:
+    def begin_store(self, number: int, pages: Int64s) -> None:
         """Keep pages where they are while a transfer reads them."""
         self.manager.pin(pages)
+        self._storing[number] = pages
         self._note_places(pages)
 
-    def end_store(self, pages: Int64s) -> None:
+    def end_store(self, number: int) -> None:
         """Note the end of that."""
-        self.manager.unpin(pages)
+        self.manager.unpin(self._storing.pop(number))
 
     def open_load(self, rid: str, pages: Int64s) -> bool:
         """Make room for pages that come from a tier below; False where there is none.
@@ -185,11 +187,22 @@ class LayerDriver:
         self._note_places(pages)
         return True
 
-    def close_load(self, rid: str, *, ok: bool) -> None:
-        """Note that a load has ended; nothing where there was none."""
-        pages = self._loading.pop(rid, None)
-        if pages is not None:
-            self.manager.close_load(pages, ok)
+    def close_loads(self) -> None:
+        """Note that all loads have ended.
+
+        One that broke counts as well: the forward runs on what is there, and then the
+        missing span is computed into these pages (``repair.py``).
+        """
+        for pages in self._loading.values():
+            self.manager.close_load(pages, True)
+        self._loading.clear()
+
+    def freed(self, pages: Int64s) -> None:
+        """Take back what logical pages have; a load to them does not come any more."""
+        for rid, loading in list(self._loading.items()):
+            if np.isin(loading, pages).any():
+                self.manager.close_load(self._loading.pop(rid), False)
+        self.manager.freed(pages)
 
     def _note_places(self, pages: Int64s) -> None:
         for layer in range(self.plan.layout.num_layers):

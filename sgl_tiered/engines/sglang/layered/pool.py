@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -18,6 +19,7 @@ from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = ["LayeredPool"]
+
 
 class LayeredPool(MHATokenToKVPool):  # type: ignore[misc]
     """A pool whose layers share one tensor; ``plan`` says how large all is."""
@@ -51,7 +53,7 @@ class LayeredPool(MHATokenToKVPool):  # type: ignore[misc]
     def forget(self, pages: torch.Tensor) -> None:
         """Take back what logical pages have, for SGLang has freed them."""
         if self.driver is not None and pages.numel():
-            self.driver.manager.freed(pages.cpu().numpy())
+            self.driver.freed(pages.cpu().numpy().astype(np.int64))
 
     def _store_kv_layer(
         self,

@@ -11,6 +11,7 @@ from sgl_tiered.errors import ConfigError
 
 __all__ = [
     "LAYERKV_CHOICES",
+    "STAGING_FAULT",
     "LayerKvSettings",
     "read_layerkv",
     "refuse_with_layerkv",
@@ -20,6 +21,8 @@ LAYERKV_CHOICES: Mapping[str, tuple[str, ...]] = {
     "layerkv": ("off", "on"),
     "layerkv_decode": ("pause", "stream"),
 }
+STAGING_FAULT = "staging"
+"""Word of ``--tiered-fault-corrupt`` that breaks streaming."""
 _MAX_LAYERS = 1024
 
 
