@@ -76,10 +76,12 @@ class LayerAdmission:
         """
         retained = self._retained(req, prefix, new)
         need = self._need(req, prefix, new, retained)
-        if need > self._left and not is_alone:
-            return False
-        if need > self._left and not self.make_room(need):
-            return False
+        if need > self._left:
+            # Others' layers leave for it; what was promised in this pass stays so.
+            reserved = self.room() - self._left
+            if not self.make_room(need + reserved) and not is_alone:
+                return False
+            self._left = self.room() - reserved
         self._left -= need
         self._driver.decide(req.rid, retained)
         return True

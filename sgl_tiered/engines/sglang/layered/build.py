@@ -79,6 +79,11 @@ def place_layers(
 
 def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
     """Let layers have their say in a scheduler's admission and decode steps."""
+    longest = runtime.layers.plan.longest_tokens
+    if longest < scheduler.max_req_len:
+        # SGLang's own limits, which follow from logical pages, are further off.
+        scheduler.max_req_input_len -= scheduler.max_req_len - longest
+        scheduler.max_req_len = longest
     driver = runtime.layers
     admission = runtime.layer_admission = LayerAdmission(driver, runtime)
     decode = DecodeCost.guessed(runtime.cost.prefill)

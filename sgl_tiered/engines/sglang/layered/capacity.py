@@ -42,6 +42,18 @@ class LayerPlan:
     half_pages: int
     settings: LayerKvSettings
 
+    @property
+    def longest_tokens(self) -> int:
+        """Return the tokens of the longest request that can run at all.
+
+        It is streamed, or has room with all its layers, a page to begin included.
+        """
+        resident = (
+            self.num_layer_pages - 2 * self.half_pages
+        ) // self.layout.num_layers
+        pages = min(max(self.half_pages, resident - 1), self.num_pages)
+        return pages * self.layout.page_tokens
+
 
 def plan_layers(
     layout: PageLayout,
