@@ -284,7 +284,7 @@ class LayerManager:
             reads,
             self._mover.stream(reads.units),
             needs.passing,
-            needs.passing.any(axis=1).tolist(),
+            [bool(one.any()) for one in needs.passing],
             self._mover.clock.now() - started_s,
         )
         for record, count in zip(records, _per_request(batch, staged), strict=True):
