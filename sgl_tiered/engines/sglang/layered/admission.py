@@ -178,7 +178,7 @@ def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> A
     def held() -> None:
         runtime.explainer.stops_for(WaitReason.BUDGET)
 
-    class LayeredPrefillAdder(base):  # type: ignore[misc, valid-type]
+    class LayeredPrefillAdder(base):
         """Holds what has no room for its layers."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
