@@ -1,1 +1,1 @@
-"""Layer-wise KV inside SGLang: some layers on the device, the others in memory."""
+"""Layer-wise KV inside SGLang: see README.md."""

@@ -62,6 +62,9 @@ class LayerAdmission:
         room = self._driver.manager.room()
         self._left = room.free + room.spare + room.landing + room.cached - growth
         self._spare = room.free + room.cached - growth
+        if self._driver.num_paused:
+            # Those that wait came first: what is free is theirs.
+            self._spare = 0
 
     def room(self) -> int:
         """Return the layer-pages that can be had now."""
