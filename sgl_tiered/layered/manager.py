@@ -226,6 +226,14 @@ class LayerManager:
         )
         return self._room.pull(record.retained, self._full_pages(record), most)
 
+    def push(self, max_layer_pages: int) -> int:
+        """Copy cached pages to the host, coldest first, so that ``pull`` finds room.
+
+        Returns:
+            Layer-pages whose copy was queued.
+        """
+        return self._room.push(max_layer_pages) if max_layer_pages > 0 else 0
+
     def report(self, key: Hashable) -> LayerReport:
         """Return what became of a request's layers so far."""
         if key not in self._book:

@@ -1,0 +1,1 @@
+"""Layer-wise KV inside SGLang: see README.md."""
