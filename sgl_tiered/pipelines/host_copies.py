@@ -21,12 +21,12 @@ import numpy.typing as npt
 from sgl_tiered.pipelines.streams import BufferRing, Event
 from sgl_tiered.pipelines.worker import Worker
 
-__all__ = ["HostCopier", "Landing"]
+__all__ = ["HostCopier", "HostCopy"]
 
 UInt8s = npt.NDArray[np.uint8]
 
 
-class Landing:
+class HostCopy:
     """One copy on its way to ordinary memory."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Landing:
 class _Through:
     """The ring's view of a landing: only when its buffer is free, not how it went."""
 
-    def __init__(self, landing: Landing) -> None:
+    def __init__(self, landing: HostCopy) -> None:
         self._landing = landing
 
     def query(self) -> bool:
@@ -104,7 +104,7 @@ class HostCopier:
         name: str = "tiered-host-copies",
     ) -> None:
         self._ring = BufferRing(allocate, num_buffers, num_bytes)
-        self._worker: Worker[Landing] = Worker(name, Landing.run, Landing.end)
+        self._worker: Worker[HostCopy] = Worker(name, HostCopy.run, HostCopy.end)
 
     @property
     def num_bytes(self) -> int:
@@ -116,10 +116,10 @@ class HostCopier:
         num_bytes: int,
         queue: Callable[[UInt8s], Event],
         land: Callable[[UInt8s], None],
-    ) -> Landing:
+    ) -> HostCopy:
         """Queue a copy; blocks only while all buffers are on their way.
 
-        Landings end in the order of the calls.
+        Copies end in the order of the calls.
 
         Args:
             num_bytes: of the copy.
@@ -132,7 +132,7 @@ class HostCopier:
             RuntimeError: ``queue`` raised it.
         """
         buffer = self._ring.lend(num_bytes)
-        landing = Landing(buffer, queue(buffer), land)
+        landing = HostCopy(buffer, queue(buffer), land)
         self._ring.passes(_Through(landing))
         if not self._worker.try_put(landing):
             landing.end("the host thread was closed")
