@@ -22,7 +22,7 @@ from sgl_tiered.tiers.emulation import Delay, Emulation, Fault, parse_emulation
 from sgl_tiered.tiers.fault_switch import FaultSwitch
 from sgl_tiered.tiers.faulty import FaultyTier
 from sgl_tiered.tiers.faulty_calls import FaultyCalls
-from sgl_tiered.tiers.throttled import Link, ThrottledTier
+from sgl_tiered.tiers.throttled import Link, Pace, ThrottledTier
 from sgl_tiered.tiers.wrapped import WrappedTier
 
 __all__ = ["Emulator"]
@@ -112,6 +112,13 @@ class Emulator:
                 wrapped = _Marked(wrapped, self)
         # The wrappers of a MemoryTier are MemoryTiers, which no annotation can say.
         return wrapped  # type: ignore[return-value]
+
+    def pace(self, tier: TierId) -> Pace | None:
+        """Return the pace of copies beside the tier's, over the tier's own link."""
+        for section, link in zip(self._sections, self._links, strict=True):
+            if tier in section.tiers and section.has_link:
+                return Pace(link, section.latency_s, self._clock)
+        return None
 
     def text(self, tier: TierId) -> str:
         """Return what is emulated now, in the words of the flag; empty for nothing."""

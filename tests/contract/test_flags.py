@@ -36,11 +36,30 @@ GOOD = {
         "--tiered-explain-last=50",
         "--tiered-emulate=host:latency=0.001",
     ],
+    "layerkv": [
+        *ON,
+        "--page-size=16",
+        "--disable-overlap-schedule",
+        "--tiered-layerkv=on",
+        "--tiered-layerkv-host-size=64MB",
+        "--tiered-layerkv-decode=stream",
+        "--tiered-layerkv-retain=2",
+        "--tiered-layerkv-staging-size=1MB",
+    ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
 }
 # Name -> arguments, the flag that the sentence names.
 BAD = {
+    "layerkv off": ([*ON, "--tiered-layerkv-retain=2"], "--tiered-layerkv-retain"),
+    "layerkv pages": (
+        [*ON, "--tiered-layerkv=on", "--page-size=1"],
+        "--tiered-layerkv",
+    ),
+    "layerkv ranks": (
+        [*ON, "--tiered-layerkv=on", "--page-size=16", "--tp-size=2"],
+        "--tiered-layerkv",
+    ),
     "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),
     "zero": ([*ON, "--tiered-host-size=0"], "--tiered-host-size"),

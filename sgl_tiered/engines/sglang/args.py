@@ -19,6 +19,7 @@ from sgl_tiered.engines.sglang.config import (
     TieredConfig,
     read_config,
 )
+from sgl_tiered.engines.sglang.layered.settings import refuse_with_layerkv
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["TieredServerArgs", "flag_values", "tiered_config"]
@@ -267,11 +268,56 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_layerkv: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Layer-wise KV: prompts keep some layers on the device, the others in "
+            "memory, streamed as they are needed (on), or all layers (off, default). "
+            "--max-total-tokens then is the device's room; more tokens are admitted.",
+            choices=list(CHOICES["layerkv"]),
+        ),
+        _NS,
+    ] = None
+    tiered_layerkv_host_size: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Memory for layers that are not on the device, e.g. 16GB; default "
+            "four times the device's pool. It bounds the tokens that are admitted."
+        ),
+        _NS,
+    ] = None
+    tiered_layerkv_decode: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Who decodes where layers of running requests are in memory: those "
+            "whose layers stream in time, while others wait for their turn (pause, "
+            "default), or everybody (stream).",
+            choices=list(CHOICES["layerkv_decode"]),
+        ),
+        _NS,
+    ] = None
+    tiered_layerkv_retain: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Layers of a prompt that stay on the device: a number, or auto "
+            "(default), as many as its prefill cannot hide the copies of."
+        ),
+        _NS,
+    ] = None
+    tiered_layerkv_staging_size: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Part of the device's pool through which layers are streamed; default "
+            "twice a layer of the longest context."
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(
             help="For tests: load a wrong page from the host, as "
-            "--tiered-emulate host:fault=... does (needs SGL_TIERED_ALLOW_FAULTS=1).",
+            "--tiered-emulate host:fault=... does, or leave pages out where layers are "
+            "streamed (staging); needs SGL_TIERED_ALLOW_FAULTS=1.",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,
@@ -331,6 +377,8 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
                 f"and --radix-eviction-policy {theirs} both rank the device's pages",
                 "give one of them",
             )
+    if config.layerkv is not None:
+        refuse_with_layerkv(server_args)
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _refuse_for_one_rank(config)
     return config

@@ -20,6 +20,12 @@ from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
+from sgl_tiered.engines.sglang.layered.settings import (
+    LAYERKV_CHOICES,
+    STAGING_FAULT,
+    LayerKvSettings,
+    read_layerkv,
+)
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
@@ -65,7 +71,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "prefetch": PREFETCH_POLICIES,
     "prefetch_to": PREFETCH_TARGETS,
     "disk_io": ENGINES,
-    "fault_corrupt": ("zero", "swap"),
+    "fault_corrupt": ("zero", "swap", STAGING_FAULT),
+    **LAYERKV_CHOICES,
 }
 
 _DEFAULT_STAGING_BYTES = 256 * 2**20
@@ -119,6 +126,8 @@ class TieredConfig:
         admission: none, slo (prefill is held where decoders would be late) or goodput
             (where that harms fewer requests than it spares).
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
+        layerkv: of layer-wise KV; None where it is off.
+        breaks_staging: layers are streamed wrongly on purpose (tests).
     """
 
     host_bytes: int
@@ -150,6 +159,8 @@ class TieredConfig:
     admission: str = NO_ADMISSION
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
+    layerkv: LayerKvSettings | None = None
+    breaks_staging: bool = False
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -206,6 +217,8 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         admission=_choice(settings, "admission", NO_ADMISSION),
         slo_ttft_s=_target(settings, "slo_ttft"),
         slo_tpot_s=_target(settings, "slo_tpot"),
+        layerkv=read_layerkv(settings),
+        breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
@@ -441,7 +454,8 @@ def _emulation(settings: Mapping[str, Any]) -> tuple[Emulation, ...]:
     if settings.get("fault_corrupt") is not None:
         flags["--tiered-fault-corrupt"] = True
         kind = _choice(settings, "fault_corrupt", "")
-        sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
+        if kind != STAGING_FAULT:
+            sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
     for flag, fails in flags.items():
         if fails and not faults_allowed():
             raise ConfigError(

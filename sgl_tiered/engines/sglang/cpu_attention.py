@@ -91,16 +91,28 @@ class TieredCpuAttention(AttentionBackend):
         value_cache = self._pool.get_value_buffer(layer.layer_id)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.empty(query.shape, dtype=query.dtype)
+        done = self._attend(query, key_cache, value_cache, layer, out)
+        out[done:].zero_()  # rows that only pad the batch
+        return out.view(out.shape[0], -1)
+
+    forward_decode = forward_extend
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        layer: Any,
+        out: torch.Tensor,
+    ) -> int:
+        """Attend the forward's requests; return the rows of ``out`` up to the last."""
         done = 0
         for request in self._requests:
             self._attention.attend(
                 query, key_cache, value_cache, request, layer.scaling, out
             )
             done = request.start + request.num_queries
-        out[done:].zero_()  # rows that only pad the batch
-        return out.view(out.shape[0], -1)
-
-    forward_decode = forward_extend
+        return done
 
     def support_triton(self) -> bool:
         """No Triton on a CPU: SGLang then uses its torch writers."""
@@ -122,6 +134,10 @@ def create_cpu_attention(model_runner: Any) -> TieredCpuAttention:
             f"tiered_cpu does not support {reason}; use --attention-backend "
             "torch_native if that backend serves the model."
         )
+    if hasattr(pool, "plan"):
+        from sgl_tiered.engines.sglang.layered.attention import LayeredCpuAttention
+
+        return LayeredCpuAttention(model_runner.req_to_token_pool, pool)
     return TieredCpuAttention(model_runner.req_to_token_pool, pool)
 
 

@@ -65,6 +65,9 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION_BACKEND
         if given.get("mem_fraction_static") is None:
             server_args.mem_fraction_static = MEM_FRACTION_STATIC
+        if getattr(server_args, "tiered_layerkv", None) == "on":
+            # Layers are placed between two forwards, on the scheduler's thread.
+            server_args.disable_overlap_schedule = True
         self._disable_graphs(server_args)
 
     def _disable_graphs(self, server_args: Any) -> None:
@@ -89,6 +92,18 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         """Name the backend that computes new rows only."""
         return ATTENTION_BACKEND
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """Return the pool of layer-wise KV where that is on; None for SGLang's."""
+        from sgl_tiered.engines.sglang.layered.capacity import pool_class
+
+        return pool_class() if kind == "mha" else None
+
+    def get_paged_allocator_cls(self) -> type | None:
+        """Return the allocator of layer-wise KV where that is on; None for SGLang's."""
+        from sgl_tiered.engines.sglang.layered.capacity import allocator_class
+
+        return allocator_class()
 
     def init_backend(self) -> None:
         """Register the attention backend; called in each process that runs a model."""

@@ -40,6 +40,7 @@ from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
 from sgl_tiered.engines.sglang.tokens import plain_tokens
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
+from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
@@ -80,6 +81,10 @@ def build_cache(ctx: Any) -> Any:
     strategy = _device_strategy(ctx, config, runtime)
 
     def make(params: Any) -> TieredRadixCache:
+        if config.layerkv is not None:
+            from sgl_tiered.engines.sglang.layered.cache import LayeredRadixCache
+
+            return LayeredRadixCache(params, runtime, strategy)
         return TieredRadixCache(params, runtime, strategy)
 
     cache = create_unified_radix_cache(ctx, cache_class=make)
@@ -131,7 +136,6 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     allocator = ctx.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
     layout = page_layout(pool, ctx.params.page_size)
-    device = make_device_pool(pool, layout, getattr(runner, "forward_stream", None))
     engine = "sglang " + importlib.metadata.version("sglang")
     model = model_facts(ctx, layout)
 
@@ -152,6 +156,14 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     emulator = Emulator(
         config.emulate, switchable=config.switchable_faults, clock=clock
     )
+    placed = None
+    if config.layerkv is not None:
+        from sgl_tiered.engines.sglang.layered.build import place_layers
+
+        placed = place_layers(pool, layout, config, clock, emulator)
+        device: DevicePool = placed.device
+    else:
+        device = make_device_pool(pool, layout, getattr(runner, "forward_stream", None))
     host = emulator.wrap(_open_host(config, layout, register))
     cxl = _open_cxl(
         config, layout, _cuda_register("--tiered-cxl-size") if is_cuda else None
@@ -285,6 +297,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     )
     _log_start(parts, layout)
     emulator.arm()
+    if placed is not None:
+        from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
+
+        return LayeredRuntime(parts, placed.driver)
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
 
 

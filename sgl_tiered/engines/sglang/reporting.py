@@ -17,6 +17,7 @@ from sgl_tiered.engines.sglang.http import (
     FAULTS_KEY,
     LOAD_POLICY_KNOB,
 )
+from sgl_tiered.engines.sglang.layered.capacity import sized
 from sgl_tiered.engines.sglang.ordering import schedule_policy
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
@@ -30,6 +31,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 _STATE = _COMPONENTS + "internal_state.SchedulerInternalStateController."
 _WORKER = "sglang.srt.managers.tp_worker.TpModelWorker."
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
 _MIN_PREFILL_TOKENS = 32
 """A shorter prefill is mostly overhead and would teach the planner little."""
 
@@ -39,6 +41,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
     from sglang.srt.plugins.hook_registry import HookType
 
     return [
+        (_CONFIGURATOR + "_resolve_memory_pool_config", sized, HookType.AROUND),
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
         (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
@@ -80,6 +83,10 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         runtime.lengths.watch(scheduler, runtime.ledger, runtime.metrics, runtime.clock)
     if runtime.config.order != "fcfs":
         scheduler.policy = schedule_policy(scheduler, runtime.agreement)
+    if runtime.config.layerkv is not None:
+        from sgl_tiered.engines.sglang.layered.build import attach_scheduler
+
+        attach_scheduler(scheduler, runtime)
 
 
 def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:
@@ -185,6 +192,8 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
     runtime = _tiered(scheduler.tree_cache)
     if runtime is not None and runtime.admission is not None:
         runtime.admission.observe_step(batch)
+    if runtime is not None and runtime.config.layerkv is not None:
+        runtime.step_times.observe(batch)
     if (
         runtime is None
         or not batch.forward_mode.is_extend_without_speculative()

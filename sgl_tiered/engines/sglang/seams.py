@@ -157,6 +157,43 @@ SEAMS: tuple[Seam, ...] = (
         attributes=("get_key_buffer", "register_layer_transfer_counter"),
     ),
     Seam(
+        "size of the KV pool",
+        _SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+        "._resolve_memory_pool_config",
+        ("pre_model_load_memory",),
+    ),
+    Seam(
+        "class of the KV pool",
+        _SRT + "platforms.interface.SRTPlatform",
+        attributes=("get_kv_pool_cls", "get_paged_allocator_cls"),
+    ),
+    Seam(
+        "layer-wise KV pool",
+        _SRT + "mem_cache.memory_pool.MHATokenToKVPool",
+        attributes=(
+            "_create_buffers_normal",
+            "_store_kv_layer",
+            "_build_kv_buffer_descs",
+            "get_kv_size_bytes",
+            "get_contiguous_buf_infos",
+            "get_device_pool_infos",
+            "get_cpu_copy",
+            "load_cpu_copy",
+            "move_kv_cache",
+        ),
+    ),
+    Seam(
+        "pages given back",
+        _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
+        attributes=("_release_page_ids", "clear"),
+    ),
+    Seam("decode step", _SCHEDULER + ".update_running_batch", ("batch",)),
+    Seam(
+        "part of a batch",
+        _SRT + "managers.schedule_batch.ScheduleBatch",
+        attributes=("filter_batch", "check_decode_mem"),
+    ),
+    Seam(
         "layer counter",
         _SRT + "managers.tp_worker.TpModelWorker",
         attributes=("register_hicache_layer_transfer_counter",),

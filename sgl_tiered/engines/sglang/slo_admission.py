@@ -26,6 +26,7 @@ from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.seams import tiered_runtime
 from sgl_tiered.engines.sglang.splitting import prefill_adder_class
+from sgl_tiered.engines.sglang.step_times import StepTimes, context_tokens
 from sgl_tiered.engines.sglang.targets import Targets, request_targets
 from sgl_tiered.metrics.ledger import WaitReason
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
@@ -63,7 +64,7 @@ class ServedAdmission:
         agreement: Agreement | None = None,
     ) -> None:
         self._agreement = agreement or Agreement(clock)
-        self._observe = self._agreement.learned(decode.observe)
+        self._steps = StepTimes(self._agreement.learned(decode.observe))
         self._runtime = runtime
         self._clock = clock
         self._decode = decode
@@ -77,8 +78,6 @@ class ServedAdmission:
         )
         self._targets: dict[str, Targets] = {}
         self._num_bad_targets = 0
-        # Launch, batch and contexts of the step before, if it was a decode step.
-        self._step: tuple[int, float, int, int] | None = None
 
     def begin_pass(
         self, running: list[Any], begun: Any | None, waiting: list[Any]
@@ -92,7 +91,7 @@ class ServedAdmission:
         """
         now_s = self._clock.now()
         reqs = [req for req in running if not req.finished()]
-        batch, contexts = len(reqs), _context_tokens(reqs)
+        batch, contexts = len(reqs), context_tokens(reqs)
 
         def step_s(num_added: int) -> float:
             grown = (batch + num_added) / max(batch, 1)
@@ -123,20 +122,8 @@ class ServedAdmission:
         return self.control.fit(self._waiter(req, prefix), pass_s, new, can_cut=can_cut)
 
     def observe_step(self, batch: Any) -> None:
-        """Learn from a decode step: from its launch to that of the next one.
-
-        That is what a decoder waits for a token, whether or not SGLang prepares the
-        next step under the current one.
-        """
-        before, self._step = self._step, None
-        if not batch.forward_mode.is_decode():
-            return
-        reqs = batch.reqs
-        contexts = _context_tokens(reqs)
-        self._step = (batch.forward_iter, batch.launch_ts, len(reqs), contexts)
-        if before is not None and before[0] + 1 == batch.forward_iter:
-            _, launch_s, size, num_tokens = before
-            self._observe(size, num_tokens, batch.launch_ts - launch_s)
+        """Learn from a decode step."""
+        self._steps.observe(batch)
 
     def forget(self, rid: str) -> None:
         """Forget a request that has left."""
@@ -192,13 +179,18 @@ class ServedAdmission:
         return found
 
 
-def _context_tokens(reqs: list[Any]) -> int:
-    """Return the context of all requests together."""
-    return sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
-
-
 def adder_class(original: Any, scheduler: Any) -> Any:
     """Return the adder that splits prompts, and holds them where that is asked for."""
+    base = _holding_adder_class(original, scheduler)
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if runtime is None or runtime.config.layerkv is None:
+        return base
+    from sgl_tiered.engines.sglang.layered.admission import layered_adder_class
+
+    return layered_adder_class(base, scheduler, runtime)
+
+
+def _holding_adder_class(original: Any, scheduler: Any) -> Any:
     base = prefill_adder_class(original, scheduler)
     runtime = tiered_runtime(scheduler.tree_cache)
     if runtime is None or runtime.config.admission == NO_ADMISSION:

@@ -47,7 +47,14 @@ from sgl_tiered.policies.admission.base import (
     StepTime,
 )
 
-__all__ = ["DUE_SHARE", "HOLD_LIMIT_S", "HOPE", "SloAdmission"]
+__all__ = [
+    "DUE_SHARE",
+    "HOLD_LIMIT_S",
+    "HOPE",
+    "SloAdmission",
+    "allowance_s",
+    "is_hopeless",
+]
 
 DUE_SHARE = 0.5
 """Of the time, for prefill of requests that are due: decoders keep half their pace."""
@@ -98,12 +105,8 @@ class SloAdmission:
                 continue
             num_future = _num_future(facts, facts.prediction.lower)
             slack_s = _slack_s(facts, num_future)
-            if slack_s < step_now_s * num_future:
-                likely = _num_future(facts, facts.prediction.median)
-                total = facts.num_past_tokens + likely
-                hope_s = HOPE * facts.tpot_slo_s * total
-                if _slack_s(facts, likely) + hope_s < step_now_s * likely:
-                    continue
+            if slack_s < step_now_s * num_future and is_hopeless(facts, step_now_s):
+                continue
             slack.append(slack_s)
             future.append(num_future)
         self._slack_s = np.array(slack, np.float64) if slack else _NONE
@@ -151,6 +154,30 @@ class SloAdmission:
         step_s = self._step_s(self._num_added + 1)
         allowed_s = self._slack_s - step_s * self._num_future
         return float(allowed_s.min()) - self._spent_s
+
+
+def allowance_s(facts: RunningFacts, step_s: float) -> float:
+    """Return Eq. 1: how long one may wait and still meet its target.
+
+    Negative where it is late at the lower bound of its length already; ``NO_TARGET``
+    where it has none.
+
+    Args:
+        facts: of a request that decodes.
+        step_s: of each step to come.
+    """
+    num_future = _num_future(facts, facts.prediction.lower)
+    return _slack_s(facts, num_future) - step_s * num_future
+
+
+def is_hopeless(facts: RunningFacts, step_s: float) -> bool:
+    """Return whether one will miss its target even if nothing delays it any more.
+
+    At the median of its length, by more than ``HOPE`` of what the target allows.
+    """
+    likely = _num_future(facts, facts.prediction.median)
+    hope_s = HOPE * facts.tpot_slo_s * (facts.num_past_tokens + likely)
+    return _slack_s(facts, likely) + hope_s < step_s * likely
 
 
 def _num_future(facts: RunningFacts, num_tokens: int) -> int:

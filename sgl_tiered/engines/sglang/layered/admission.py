@@ -1,0 +1,200 @@
+"""Physical room as a further word in SGLang's admission: who may be computed now.
+
+SGLang admits by logical pages, of which there are many. A prompt is computed here where
+about two layers of its pages fit on the device, and the layers that it is to retain.
+Held prompts keep their place, and those behind them theirs. Where nothing runs, room is
+made for the first, so that somebody always goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
+from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.prefetching import tokens_to_come
+from sgl_tiered.metrics.ledger import WaitReason
+from sgl_tiered.policies.layers.pressure import LayersHeld, Pressure
+from sgl_tiered.policies.layers.retention import (
+    layer_offload_s,
+    least_retained,
+    retained_in_room,
+    retained_layers,
+)
+
+__all__ = ["LayerAdmission", "layered_adder_class"]
+
+Bools = npt.NDArray[np.bool_]
+
+
+class LayerAdmission:
+    """Compares what prompts need with the layer-pages that are left.
+
+    Args:
+        driver: of the pool.
+        runtime: predicts passes and knows the link.
+    """
+
+    def __init__(self, driver: LayerDriver, runtime: LayeredRuntime) -> None:
+        self._driver = driver
+        self._runtime = runtime
+        self._num_layers = driver.plan.layout.num_layers
+        self._page_tokens = driver.plan.layout.page_tokens
+        self._pressure = Pressure(self._num_layers, driver.plan.num_layer_pages)
+        self._left = 0
+        self._running: Sequence[Any] = ()
+
+    def see(self, running: Sequence[Any]) -> None:
+        """Note who decodes or waits to: their layers may have to leave."""
+        self._running = [req for req in running if not req.finished()]
+
+    def begin(self, running: Sequence[Any]) -> None:
+        """Begin a search for prompts, beside requests that decode."""
+        self._driver.manager.poll()
+        self.see(running)
+        # Each will begin another page, in all layers.
+        self._left = self.room() - len(self._running) * self._num_layers
+
+    def room(self) -> int:
+        """Return the layer-pages that can be had now."""
+        room = self._driver.manager.room()
+        return int(room.free + room.spare + room.landing + room.cached)
+
+    def admit(self, req: Any, prefix: int, new: int, *, is_alone: bool) -> bool:
+        """Return whether a prompt may join the pass; note what it retains.
+
+        Args:
+            req: SGLang's request, of which nothing was computed in an earlier pass.
+            prefix: tokens that it finds, those that are to be loaded included.
+            new: tokens to be computed in this pass.
+            is_alone: nobody else runs or was admitted: it may have all there is.
+        """
+        retained = self._retained(req, prefix, new)
+        need = self._need(req, prefix, new, retained)
+        if need > self._left:
+            # Others' layers leave for it; what was promised in this pass stays so.
+            reserved = self.room() - self._left
+            if not self.make_room(need + reserved) and not is_alone:
+                return False
+            self._left = self.room() - reserved
+        self._left -= need
+        self._driver.decide(req.rid, retained)
+        return True
+
+    def goes_on(self, req: Any, new: int, *, is_alone: bool) -> bool:
+        """Return whether an unfinished prompt may have its next ``new`` tokens."""
+        held = self._driver.manager.held(req.rid)
+        need = self._driver.manager.needed(req.prefix_len, new, held)
+        if need <= self.room() or self.make_room(need):
+            return True
+        return is_alone
+
+    def make_room(self, wanted: int) -> bool:
+        """Let layers leave until ``wanted`` layer-pages can be had; say whether so."""
+        missing = wanted - self.room()
+        if missing <= 0:
+            return True
+        manager = self._driver.manager
+        reqs = self._running
+        held = [
+            LayersHeld(int(manager.held(req.rid).sum()), self._whole_pages(req))
+            for req in reqs
+        ]
+        for change in self._pressure.offloads(held, missing):
+            kept = retained_layers(self._num_layers, change.num_layers)
+            leaves = np.ones(self._num_layers, np.bool_)
+            leaves[list(kept)] = False
+            manager.release(reqs[change.position].rid, leaves)
+        return self.room() >= wanted
+
+    def _whole_pages(self, req: Any) -> int:
+        return int(req.kv.kv_committed_len) // self._page_tokens
+
+    def _need(self, req: Any, prefix: int, new: int, retained: Bools) -> int:
+        need = int(self._driver.manager.needed(prefix, new, retained))
+        # What it retains of later chunks is to have room as well.
+        rest = len(req.origin_input_ids) + len(req.output_ids) - prefix - new
+        return need + int(retained.sum()) * (max(rest, 0) // self._page_tokens)
+
+    def _retained(self, req: Any, prefix: int, new: int) -> Bools:
+        """Return which layers stay: as many as must, and as many more as fit."""
+        num_layers, settings = self._num_layers, self._driver.plan.settings
+        total = -(-tokens_to_come(req) // self._page_tokens)
+        if total > self._driver.manager.max_context_pages:
+            # Too long to be streamed.
+            return np.ones(num_layers, np.bool_)
+        if settings.retain is not None:
+            number = min(settings.retain, num_layers)
+        else:
+            layout = self._driver.plan.layout
+            _, bytes_per_s = self._runtime.cost.link_figures(TierId.HOST)
+            offload_s = layer_offload_s(new, 2 * layout.token_bytes, bytes_per_s)
+            prefill_s = self._runtime.predicted_pass_s(req.rid, prefix, new)
+            least = least_retained(num_layers, offload_s, prefill_s)
+            prompt_pages = -(-(len(req.origin_input_ids) + 1) // self._page_tokens)
+            number = retained_in_room(num_layers, least, prompt_pages, self._left)
+        retained = np.zeros(num_layers, np.bool_)
+        retained[list(retained_layers(num_layers, number))] = True
+        return retained
+
+
+def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> Any:
+    """Return an adder on top of ``base`` that asks for room on the device.
+
+    Args:
+        base: SGLang's ``PrefillAdder``, or a class on top of it.
+        scheduler: whose queue it is.
+        runtime: of its cache; the scheduler was attached to it.
+    """
+    from sglang.srt.managers.schedule_policy import AddReqResult as verdicts  # noqa: N813
+
+    admission = runtime.layer_admission
+    assert isinstance(admission, LayerAdmission)
+
+    def held() -> None:
+        runtime.explainer.stops_for(WaitReason.BUDGET)
+
+    class LayeredPrefillAdder(base):  # type: ignore[misc, valid-type]
+        """Holds what has no room for its layers."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            batch = self.running_batch
+            admission.begin([] if batch is None else batch.reqs)
+
+        def _is_alone(self) -> bool:
+            batch = self.running_batch
+            nobody = batch is None or batch.is_empty()
+            return nobody and not self.can_run_list and scheduler.chunked_req is None
+
+        def _select_prefill_admission(self, req: Any, **facts: Any) -> Any:
+            """Hold a prompt whose layers have no room."""
+            chosen = super()._select_prefill_admission(req, **facts)
+            if isinstance(chosen, verdicts):
+                return chosen
+            prefix, new = chosen.prefix_len, chosen.extend_len
+            if admission.admit(req, prefix, new, is_alone=self._is_alone()):
+                return chosen
+            held()
+            return verdicts.OTHER
+
+        def add_chunked_req(self, req: Any) -> Any:
+            """Let the unfinished prompt go on where its next part has room."""
+            left = len(req.full_untruncated_fill_ids) - req.prefix_len
+            chunk = self.rem_chunk_tokens
+            new = left if chunk is None else min(left, chunk)
+            batch = self.running_batch
+            is_alone = batch is None or batch.is_empty()
+            if new > 0 and not admission.goes_on(req, new, is_alone=is_alone):
+                held()
+                # Nobody passes it: SGLang has one unfinished prompt at a time.
+                self.rem_input_tokens = 0
+                return req
+            return super().add_chunked_req(req)
+
+    return LayeredPrefillAdder

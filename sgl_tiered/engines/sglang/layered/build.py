@@ -1,0 +1,94 @@
+"""Puts the layers of one pool together: manager, mover, copies, driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
+from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
+from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
+from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
+from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
+from sgl_tiered.engines.sglang.step_times import StepTimes
+from sgl_tiered.errors import ConfigError, EngineCompatibilityError
+from sgl_tiered.layered.binding import LayerBinding
+from sgl_tiered.layered.manager import LayerManager
+from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.tiers.emulator import Emulator
+
+__all__ = ["PlacedLayers", "attach_scheduler", "place_layers"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLayers:
+    """What the factory goes on with."""
+
+    driver: LayerDriver
+    device: LayeredDevicePool
+
+
+def place_layers(
+    pool: Any,
+    layout: PageLayout,
+    config: TieredConfig,
+    clock: Clock,
+    emulator: Emulator,
+) -> PlacedLayers:
+    """Make what places the layers of a `LayeredPool`, and give it to the pool.
+
+    Raises:
+        EngineCompatibilityError: SGLang has made a pool of another kind.
+        ConfigError: a setting does not go with layer-wise KV.
+    """
+    plan = getattr(pool, "plan", None)
+    if plan is None or pool.k_buffer[0].device.type != "cpu":
+        raise EngineCompatibilityError(
+            f"--tiered-layerkv does not work with SGLang's {type(pool).__name__} on "
+            f"{pool.k_buffer[0].device.type!r}: leave it out."
+        )
+    if config.prefetch_to == "device":
+        raise ConfigError(
+            "--tiered-prefetch-to",
+            "device does not go with --tiered-layerkv yet",
+            "give host",
+        )
+    copier = CpuLayerCopier(pool, layout, breaks_staging=config.breaks_staging)
+    mover = LayerMover(
+        copier, layout.layer_page_bytes, clock, pace=emulator.pace(TierId.HOST)
+    )
+    # Page 0 of the tensor and logical page 0 are those of padding.
+    binding = LayerBinding(
+        layout.num_layers,
+        plan.num_pages + 1,
+        plan.num_layer_pages,
+        first_physical=1,
+    )
+    manager = LayerManager(binding, mover, layout.page_tokens, plan.half_pages)
+    driver = LayerDriver(manager, plan)
+    pool.driver = driver
+    return PlacedLayers(driver, LayeredDevicePool(copier, driver, layout))
+
+
+def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
+    """Let layers have their say in a scheduler's admission and decode steps."""
+    longest = runtime.layers.plan.longest_tokens
+    if longest < scheduler.max_req_len:
+        # SGLang's own limits, which follow from logical pages, are further off.
+        scheduler.max_req_input_len -= scheduler.max_req_len - longest
+        scheduler.max_req_len = longest
+    driver = runtime.layers
+    admission = runtime.layer_admission = LayerAdmission(driver, runtime)
+    decode = DecodeCost.guessed(runtime.cost.prefill)
+    runtime.step_times = StepTimes(decode.observe)
+    turns = DecodeTurns(driver, runtime, admission, decode, runtime.clock)
+    scheduler.update_running_batch = PausingDecode(
+        scheduler.update_running_batch, turns.choose
+    )

@@ -1,0 +1,126 @@
+"""The tiered cache and its runtime where layers are placed one by one.
+
+The tree, the tiers and what they decide stay as they are. Added is what the layer
+manager has to know: which pages a transfer reads or fills, and who holds KV no more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sgl_tiered.core.plans import OffloadPlan
+from sgl_tiered.engines.sglang.cache import TieredRadixCache
+from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
+from sgl_tiered.engines.sglang.step_times import StepTimes
+
+__all__ = ["LayeredRadixCache", "LayeredRuntime", "driver_of"]
+
+
+class LayeredRuntime(TieredRuntime):
+    """A runtime that tells the layer manager of offloads, and reports of it.
+
+    Args:
+        parts: as put together by the factory; the device is a `LayeredDevicePool`.
+        driver: of the pool.
+    """
+
+    def __init__(self, parts: Parts, driver: LayerDriver) -> None:
+        # A page has its places when its load has ended, so forwards wait for it.
+        super().__init__(parts, wait_whole=True)
+        self.layers = driver
+        # Set where a scheduler is attached.
+        self.layer_admission: Any = None
+        self.step_times: StepTimes | None = None
+
+    def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
+        """Queue an offload, its pages kept where they are until it has ended."""
+        self.layers.begin_store(plan.plan_id, device_pages)
+        if super().offload(plan, device_pages):
+            return True
+        self.layers.end_store(plan.plan_id)
+        return False
+
+    def pump(self) -> list[int]:
+        """Take the ends of transfers; return the offload plans that have ended."""
+        ended = super().pump()
+        for plan_id in ended:
+            self.layers.end_store(plan_id)
+        return ended
+
+    def take_report(self, rid: str) -> dict[str, Any] | None:
+        """Return what was decided for a request that ends, and what its layers did."""
+        report = super().take_report(rid)
+        told = self.layers.take_report(rid)
+        if told is None:
+            return report
+        return {**(report or {"actual": {}}), "layerkv": told}
+
+    def metrics_snapshot(self) -> dict[str, Any]:
+        """Return the counters and the occupancy, for exporters."""
+        snapshot = super().metrics_snapshot()
+        snapshot["counters"] |= self.layers.counters()
+        return snapshot
+
+    def stats(self) -> dict[str, Any]:
+        """Return a JSON-able picture of tiers and layers."""
+        return {**super().stats(), "layerkv": self.layers.stats()}
+
+    def close(self, pump: Any) -> None:
+        """Close the tiers, then stop moving layers."""
+        super().close(pump)
+        self.layers.manager.close()
+
+
+class LayeredRadixCache(TieredRadixCache):
+    """The tiered cache over a `LayeredPool`."""
+
+    # Whose load slots are being taken for.
+    _loading_rid = ""
+
+    @property
+    def _layers(self) -> LayerDriver:
+        runtime = self.tiered
+        assert isinstance(runtime, LayeredRuntime)
+        return runtime.layers
+
+    def init_load_back(self, params: Any) -> tuple[int, Any]:
+        """Take slots for the host hit of an admitted request and queue its load."""
+        self._loading_rid = params.req.rid
+        return super().init_load_back(params)
+
+    def resume_split(self, req: Any) -> int:
+        """Put the back of a split prompt behind what was computed, if it has come."""
+        self._loading_rid = req.rid
+        return super().resume_split(req)
+
+    def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
+        """Take slots whose layers have room; None where there are none."""
+        slots = super()._take_slots(num_tokens)
+        if slots is None:
+            return None
+        pages = slots[:: self.page_size].numpy().astype(np.int64) // self.page_size
+        if self._layers.open_load(self._loading_rid, pages):
+            return slots
+        self.token_to_kv_pool_allocator.free(slots)
+        return None
+
+    def ready_to_load_host_cache(self) -> int:
+        """Load what the batch needs, all of it before its forward."""
+        consumer = super().ready_to_load_host_cache()
+        self._layers.close_loads()
+        return consumer
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """Forget the request; called once its slots are given back."""
+        self._layers.finished(req.rid)
+        super().on_release(req, checkpointed=checkpointed)
+
+
+def driver_of(runtime: Any) -> LayerDriver | None:
+    """Return the driver of a runtime; None where layers are not placed singly."""
+    return getattr(runtime, "layers", None)

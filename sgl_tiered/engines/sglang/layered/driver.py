@@ -1,0 +1,233 @@
+"""Joins SGLang's forwards, scheduler and tiers to the layer manager of one pool.
+
+All of it runs on the scheduler's thread, which is the one that runs the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
+from sgl_tiered.errors import TieredError
+from sgl_tiered.layered.base import LayerReport, PassRequest
+from sgl_tiered.layered.manager import LayerManager, PassPlan
+
+__all__ = ["LayerDriver"]
+
+Bools = npt.NDArray[np.bool_]
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+_MAX_REPORTS = 1024
+"""Of requests that ended and were not asked for."""
+
+
+class LayerDriver:
+    """What a `LayeredPool` and the scheduler ask of the layers.
+
+    Args:
+        manager: places the layers.
+        plan: sizes, and what the user asked for.
+    """
+
+    def __init__(self, manager: LayerManager, plan: LayerPlan) -> None:
+        self.manager = manager
+        self.plan = plan
+        self.num_paused = 0
+        self.num_pauses = 0
+        self._decided: dict[str, Bools] = {}
+        self._pauses: dict[str, int] = {}
+        self._reports: dict[str, LayerReport] = {}
+        self._totals: dict[str, float] = {
+            "layerkv_bytes_streamed": 0,
+            "layerkv_bytes_offloaded": 0,
+            "layerkv_bytes_pulled": 0,
+            "layerkv_stall_s": 0.0,
+            "layerkv_requests": 0,
+        }
+        self._is_open = False
+        self._loc: torch.Tensor | None = None
+        self._write_pages: Int64s = np.empty(0, np.int64)
+        self._write_index: torch.Tensor = torch.empty(0)
+        self._write_offsets: torch.Tensor = torch.empty(0)
+        # Where pages lie that a transfer to or from a lower tier reads or writes.
+        shape = (plan.layout.num_layers, plan.num_pages + 1)
+        self.transfers: Int32s = np.full(shape, -1, np.int32)
+        self._loading: dict[str, Int64s] = {}
+        self._storing: dict[int, Int64s] = {}
+
+    # -- Forward ---------------------------------------------------------------
+
+    def decide(self, rid: str, retained: Bools) -> None:
+        """Say which layers of a prompt its first pass is to leave on the device."""
+        self._decided[rid] = retained
+
+    def decided(self, rid: str) -> Bools | None:
+        """Return that once, for the pass; None for a request that had its first."""
+        return self._decided.pop(rid, None)
+
+    def begin_pass(self, requests: Sequence[PassRequest]) -> PassPlan:
+        """Begin a forward; its requests were checked to fit before.
+
+        Raises:
+            TieredError: they do not, which nobody can repair any more.
+        """
+        if self._is_open:
+            # The forward before broke off.
+            self.manager.end_pass(ok=False)
+        self._loc = None
+        plan = self.manager.begin_pass(requests)
+        if plan.refused:
+            raise TieredError(
+                f"{len(plan.refused)} of {len(requests)} requests were admitted "
+                f"without room for their layers: {self.manager.room()}"
+            )
+        self._is_open = True
+        return plan
+
+    def slots_for_write(self, layer: int, loc: torch.Tensor) -> torch.Tensor:
+        """Return where the new tokens of the forward go in a layer.
+
+        Args:
+            layer: counted from the first of the pool.
+            loc: int64 [n], SGLang's slots, the same object for all layers.
+        """
+        page_tokens = self.plan.layout.page_tokens
+        if loc is not self._loc:
+            self._loc = loc
+            pages = loc.numpy() // page_tokens
+            unique, index = np.unique(pages, return_inverse=True)
+            # Page 0 is where padding is written to, in the tensor as well.
+            self._has_padding = bool(len(unique)) and unique[0] == 0
+            self._write_pages = unique[1:] if self._has_padding else unique
+            self._write_index = torch.from_numpy(index.reshape(-1))
+            self._write_offsets = loc % page_tokens
+        places = self.manager.pages_for_write(layer, self._write_pages)
+        if self._has_padding:
+            places = np.concatenate([np.zeros(1, places.dtype), places])
+        starts = torch.from_numpy(places.astype(np.int64) * page_tokens)
+        return starts[self._write_index] + self._write_offsets
+
+    def end_pass(self) -> None:
+        """Note that the last layer of the forward was read."""
+        self._is_open = False
+        self.manager.end_pass()
+
+    # -- Requests --------------------------------------------------------------
+
+    def finished(self, rid: str) -> None:
+        """Note that a request holds no KV any more: ended, aborted or retracted."""
+        self._decided.pop(rid, None)
+        report = self.manager.finished(rid)
+        if not report.num_passes:
+            return
+        self._reports[rid] = report
+        if len(self._reports) > _MAX_REPORTS:
+            oldest = next(iter(self._reports))
+            del self._reports[oldest]
+            self._pauses.pop(oldest, None)
+        totals = self._totals
+        totals["layerkv_bytes_streamed"] += report.bytes_streamed
+        totals["layerkv_bytes_offloaded"] += report.bytes_offloaded
+        totals["layerkv_bytes_pulled"] += report.bytes_pulled
+        totals["layerkv_stall_s"] += report.stall_s
+        totals["layerkv_requests"] += 1
+
+    def paused(self, rids: Sequence[str]) -> None:
+        """Note who waits in this step."""
+        self.num_paused = len(rids)
+        self.num_pauses += len(rids)
+        for rid in rids:
+            self._pauses[rid] = self._pauses.get(rid, 0) + 1
+
+    def take_report(self, rid: str) -> dict[str, Any] | None:
+        """Return what became of a request's layers, once; None if nothing."""
+        report = self._reports.pop(rid, None) or self.manager.report(rid)
+        pauses = self._pauses.pop(rid, 0)
+        if report is None or not report.num_passes:
+            return None
+        return {
+            "layers_retained": report.layers_retained,
+            "num_layers": report.num_layers,
+            "bytes_streamed": report.bytes_streamed,
+            "bytes_offloaded": report.bytes_offloaded,
+            "bytes_pulled": report.bytes_pulled,
+            "stall_s": report.stall_s,
+            "steps_paused": pauses,
+        }
+
+    # -- Tiers below -----------------------------------------------------------
+
+    def begin_store(self, number: int, pages: Int64s) -> None:
+        """Keep pages where they are while a transfer reads them."""
+        self.manager.pin(pages)
+        self._storing[number] = pages
+        self._note_places(pages)
+
+    def end_store(self, number: int) -> None:
+        """Note the end of that."""
+        self.manager.unpin(self._storing.pop(number))
+
+    def open_load(self, rid: str, pages: Int64s) -> bool:
+        """Make room for pages that come from a tier below; False where there is none.
+
+        Layers that the request is to keep on the device go there, the others straight
+        to the host region.
+        """
+        retained = self._decided.get(rid)
+        if retained is None:
+            retained = self.manager.held(rid)
+        if not self.manager.open_load(pages, retained):
+            return False
+        self._loading[rid] = pages
+        self._note_places(pages)
+        return True
+
+    def close_loads(self) -> None:
+        """Note that all loads have ended.
+
+        One that broke counts as well: the forward runs on what is there, and then the
+        missing span is computed into these pages (``repair.py``).
+        """
+        for pages in self._loading.values():
+            self.manager.close_load(pages, True)
+        self._loading.clear()
+
+    def freed(self, pages: Int64s) -> None:
+        """Take back what logical pages have; a load to them does not come any more."""
+        for rid, loading in list(self._loading.items()):
+            if np.isin(loading, pages).any():
+                self.manager.close_load(self._loading.pop(rid), False)
+        self.manager.freed(pages)
+
+    def _note_places(self, pages: Int64s) -> None:
+        for layer in range(self.plan.layout.num_layers):
+            self.transfers[layer, pages] = self.manager.where(layer, pages)
+
+    # -- Reports ---------------------------------------------------------------
+
+    def counters(self) -> dict[str, float]:
+        """Return what ended requests did, and who waits, for the metrics."""
+        return {**self._totals, "layerkv_steps_paused": self.num_pauses}
+
+    def stats(self) -> dict[str, Any]:
+        """Return a JSON-able picture, for ``GET /tiered/stats``."""
+        room, plan = self.manager.room(), self.plan
+        return {
+            "logical_pages": plan.num_pages,
+            "layer_pages": {
+                "total": room.total,
+                "free": room.free,
+                "spare": room.spare,
+                "landing": room.landing,
+                "cached": room.cached,
+                "staging": 2 * plan.half_pages,
+            },
+            "decode": plan.settings.decode,
+            "paused": self.num_paused,
+            **self.counters(),
+        }

@@ -1,0 +1,115 @@
+"""Some of the running requests decode, the others wait, and SGLang sees all as running.
+
+SGLang's running batch keeps every request: aborts, health, idleness, the bound on
+running requests, flushes, retraction and metrics look there, and so count who waits. A
+step runs on a part of it, a batch of its own over the same requests, their rows and
+their memory. What a step changes it changes in the requests and by row, so before the
+next one the tensors of the whole are made again from the requests.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["PausingDecode", "can_be_split", "part_of", "refresh"]
+
+Choose = Callable[[Sequence[Any]], Sequence[int]]
+
+
+class PausingDecode:
+    """Stands before ``Scheduler.update_running_batch`` of one scheduler.
+
+    Args:
+        original: SGLang's method, bound.
+        choose: returns the positions of those that decode next, ascending and not
+            empty; called with requests that all may wait or decode.
+    """
+
+    def __init__(self, original: Callable[[Any], Any], choose: Choose) -> None:
+        self._original = original
+        self._choose = choose
+        self._is_stale = False
+
+    def __call__(self, batch: Any) -> Any:
+        """Prepare the next decode step; return its batch, a part or all of ``batch``.
+
+        Returns:
+            None or an empty batch where SGLang wants no step now.
+        """
+        if self._is_stale:
+            refresh(batch)
+            self._is_stale = False
+        keep = self._chosen(batch)
+        if len(keep) == len(batch.reqs):
+            return self._original(batch)
+        part = part_of(batch, keep)
+        if not part.check_decode_mem():
+            # Who is retracted is to be chosen among all, not among those at work.
+            return self._original(batch)
+        self._is_stale = True
+        before = list(part.reqs)
+        prepared = self._original(part)
+        gone = [req for req in before if not _holds(part.reqs, req)]
+        if gone:
+            batch.filter_batch(reqs_to_exclude=gone)
+            batch.batch_is_full = False
+        return prepared
+
+    def _chosen(self, batch: Any) -> list[int]:
+        everyone = list(range(len(batch.reqs)))
+        if len(everyone) < 2 or not can_be_split(batch):
+            return everyone
+        chosen = set(self._choose(batch.reqs))
+        # An abort is carried out in a step, so nobody who is to end waits.
+        chosen.update(n for n in everyone if batch.reqs[n].to_finish is not None)
+        return sorted(chosen) or everyone
+
+
+def can_be_split(batch: Any) -> bool:
+    """Return whether steps over parts of a batch leave nothing of it behind.
+
+    Penalties count tokens in tensors of the whole batch, and a beam's rows stand
+    behind it; neither can be made again from the requests.
+    """
+    return (
+        batch.spec_algorithm.is_none()
+        and not batch.sampling_info.penalizer_orchestrator.is_required
+        and not batch.model_config.is_encoder_decoder
+        and all(req.beam_group is None for req in batch.reqs)
+    )
+
+
+def part_of(batch: Any, keep: Sequence[int]) -> Any:
+    """Return a batch of some requests of another one, which stays as it is.
+
+    Args:
+        batch: a decode batch for which ``can_be_split``.
+        keep: positions, ascending.
+    """
+    part = copy.copy(batch)
+    # Filtering rebinds what the copies hold, and changes nothing of it in place.
+    part.sampling_info = copy.copy(batch.sampling_info)
+    part.filter_batch(keep_indices=list(keep))
+    return part
+
+
+def refresh(batch: Any) -> None:
+    """Make the lengths of a decode batch again from its requests.
+
+    The next input tokens come from SGLang's relay, which is indexed by row.
+    """
+    lens = [req.kv.kv_committed_len for req in batch.reqs]
+    batch.seq_lens_cpu = torch.tensor(lens, dtype=torch.int64)
+    batch.seq_lens = batch.seq_lens_cpu.to(batch.device)
+    batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+    batch.seq_lens_sum = None
+    batch.input_ids = None
+    batch.out_cache_loc = None
+
+
+def _holds(reqs: Sequence[Any], wanted: Any) -> bool:
+    return any(req is wanted for req in reqs)

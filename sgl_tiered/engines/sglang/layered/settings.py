@@ -1,0 +1,152 @@
+"""The settings of layer-wise KV, and what they do not go with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_tiered.core.sizes import parse_size
+from sgl_tiered.errors import ConfigError
+
+__all__ = [
+    "LAYERKV_CHOICES",
+    "STAGING_FAULT",
+    "LayerKvSettings",
+    "read_layerkv",
+    "refuse_with_layerkv",
+]
+
+LAYERKV_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "layerkv": ("off", "on"),
+    "layerkv_decode": ("pause", "stream"),
+}
+STAGING_FAULT = "staging"
+"""Word of ``--tiered-fault-corrupt`` that breaks streaming."""
+_MAX_LAYERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKvSettings:
+    """What a server with ``--tiered-layerkv on`` was told.
+
+    Attributes:
+        host_bytes: memory for the layers that are not on the device; 0 for four times
+            the device's pool.
+        decode: pause (requests whose layers are not on the device may wait for their
+            turn) or stream (nobody waits; layers are streamed at every step).
+        retain: layers of a prompt that stay on the device; None for as many as its
+            prefill cannot hide the copies of.
+        staging_bytes: device memory through which layers are streamed, of the pool's
+            own; 0 for one that holds one layer of the longest context, twice.
+    """
+
+    host_bytes: int = 0
+    decode: str = "pause"
+    retain: int | None = None
+    staging_bytes: int = 0
+
+
+def read_layerkv(settings: Mapping[str, Any]) -> LayerKvSettings | None:
+    """Read the settings by flag name without ``--tiered-``; None where it is off.
+
+    Raises:
+        ConfigError: one sentence about the first setting that is wrong.
+    """
+    is_on = _choice(settings, "layerkv", "off") == "on"
+    given = sorted(name for name in settings if name.startswith("layerkv_"))
+    if given and not is_on:
+        raise ConfigError(
+            _flag(given[0]),
+            "has no effect without layer-wise KV",
+            "add --tiered-layerkv on",
+        )
+    if not is_on:
+        return None
+    return LayerKvSettings(
+        host_bytes=_size(settings, "layerkv_host_size"),
+        decode=_choice(settings, "layerkv_decode", "pause"),
+        retain=_retain(settings.get("layerkv_retain", "auto")),
+        staging_bytes=_size(settings, "layerkv_staging_size"),
+    )
+
+
+def refuse_with_layerkv(server_args: Any) -> None:
+    """Refuse what layer-wise KV was not shown to work with.
+
+    Raises:
+        ConfigError: one sentence that names the other flag.
+    """
+    page_size = getattr(server_args, "page_size", None)
+    if page_size is not None and page_size < 2:
+        raise ConfigError(
+            "--tiered-layerkv",
+            "needs pages of several tokens, as layers are placed by pages",
+            "add --page-size 16",
+        )
+    for name, (wanted, remedy) in _NEEDED.items():
+        value = getattr(server_args, name, wanted)
+        if value is not None and value != wanted:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                "--tiered-layerkv", f"does not go with {flag} {value!r} yet", remedy
+            )
+    if getattr(server_args, "device", "cpu") == "cpu" and not getattr(
+        server_args, "disable_overlap_schedule", True
+    ):
+        raise ConfigError(
+            "--tiered-layerkv",
+            "does not go with the overlap schedule yet",
+            "add --disable-overlap-schedule",
+        )
+
+
+# What the tiers refuse altogether (HiCache, speculation, other modes) is not here.
+_NEEDED: dict[str, tuple[object, str]] = {
+    "tp_size": (1, "serve on one rank"),
+    "enable_mixed_chunk": (False, "leave that out"),
+    "enable_dynamic_chunking": (False, "leave that out"),
+    "enable_pdmux": (False, "leave that out"),
+    "enable_two_batch_overlap": (False, "leave that out"),
+    "enable_memory_saver": (False, "leave that out"),
+    "prefill_only_disable_kv_cache": (False, "leave that out"),
+}
+
+
+def _choice(settings: Mapping[str, Any], name: str, default: str) -> str:
+    value = settings.get(name, default)
+    if value not in LAYERKV_CHOICES[name]:
+        raise ConfigError(
+            _flag(name),
+            f"{value!r} is unknown",
+            f"use {', '.join(LAYERKV_CHOICES[name])}",
+        )
+    return str(value)
+
+
+def _size(settings: Mapping[str, Any], name: str) -> int:
+    """Return a size in bytes; 0 where it was not given."""
+    value = settings.get(name)
+    if value is None or value == "auto":
+        return 0
+    size = parse_size(_flag(name), value)
+    if size == 0:
+        raise ConfigError(_flag(name), "is 0", "give a size such as 4GB")
+    return size
+
+
+def _retain(value: object) -> int | None:
+    if value == "auto":
+        return None
+    text = str(value)
+    if not text.isdigit() or int(text) > _MAX_LAYERS:
+        raise ConfigError(
+            _flag("layerkv_retain"),
+            f"{value!r} is not a number of layers",
+            "give a whole number from 0, or auto",
+        )
+    return int(text)
+
+
+def _flag(name: str) -> str:
+    return "--tiered-" + name.replace("_", "-")

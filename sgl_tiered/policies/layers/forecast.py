@@ -1,0 +1,71 @@
+"""Free layer-pages over the coming stages: LayerKV's Eq. 5.
+
+Source: LayerKV (papers: layerkv), section 3.1.1:
+
+    Avail(t + 1) = Avail(t) + Released(t) - Allocated(t)                           (5)
+
+Released are the pages of answers that end, each at the median of its predicted length.
+Allocated is, as the paper has it, one further page per sequence and stage, and what is
+planned for prefill. The paper leaves the length of a stage open; here it is
+``page_tokens`` decode steps, in which a sequence needs one further page and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Int64s", "RunningPages", "forecast"]
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningPages:
+    """What a request that decodes holds of the device, and for how long.
+
+    One that is paused neither grows nor ends: it is left out.
+
+    Attributes:
+        num_layer_pages: on the device, all layers together.
+        tokens_left: median of the predicted length less what is out; at least 1.
+        growth: layer-pages of each further page: L, where the page that is written is
+            on the device in all layers.
+    """
+
+    num_layer_pages: int
+    tokens_left: int
+    growth: int
+
+
+def forecast(
+    avail: int,
+    running: Sequence[RunningPages],
+    num_stages: int,
+    page_tokens: int,
+    planned: Sequence[int] = (),
+) -> Int64s:
+    """Return Avail(0) to Avail(num_stages), in layer-pages; int64 [num_stages + 1].
+
+    Values below 0 say how much is missing. O(running + num_stages).
+
+    Args:
+        avail: free now.
+        running: all that decode.
+        num_stages: to look ahead, each of ``page_tokens`` decode steps.
+        page_tokens: tokens of a page.
+        planned: layer-pages that prefill takes in each of the first stages.
+    """
+    changes = np.zeros(num_stages, np.int64)
+    changes[: len(planned)] -= np.array(planned[:num_stages], np.int64)
+    for facts in running:
+        num = -(-max(facts.tokens_left, 1) // page_tokens)
+        changes[:num] -= facts.growth
+        if num <= num_stages:
+            # What it took on the way comes back with the rest.
+            changes[num - 1] += facts.num_layer_pages + num * facts.growth
+    found: Int64s = avail + np.concatenate([np.zeros(1, np.int64), np.cumsum(changes)])
+    return found

@@ -1,0 +1,306 @@
+"""Who of the running requests decodes in the next step, and who waits.
+
+A request with layers on the host needs them all at every step. LayerKV (papers:
+layerkv, section 4) streams them: everybody decodes, and the step waits for the link.
+That is ``StreamTurns``. It costs link time per step and token, for as long as the
+request lives.
+
+``PauseTurns`` is ours. Moving a whole request back to the device costs that time once.
+So those whose layers are on the device decode, with as many of the others as stream
+within the time of the step; the rest is paused until there is room to pull it back.
+First come, first decoded, with three exceptions:
+
+- Whose Eq. 1 allowance (``admission/slo.py``) is used up goes before those who can
+  still wait, and makes one of these, of those on the device who has had a turn, yield:
+  its layers leave, the other's come.
+- Who will miss its target in any case comes last; holding others for it saves nothing.
+- Who has waited for ``wait_limit_s`` goes first, and one such request a step decodes
+  even if its layers do not come in time.
+
+Bound: with n requests running, none waits longer between two tokens than
+``wait_limit_s`` and n steps: each step serves the one that has waited longest, and
+nobody else can come to have waited longer. Somebody always decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
+from sgl_tiered.policies.admission.slo import allowance_s, is_hopeless
+
+__all__ = [
+    "TURN_TOKENS",
+    "WAIT_LIMIT_S",
+    "BatchTime",
+    "PauseTurns",
+    "StreamTurns",
+    "TurnFacts",
+    "TurnPlan",
+    "TurnRoom",
+    "Turns",
+]
+
+WAIT_LIMIT_S = 10.0
+"""A person who sees nothing new for longer goes away (as of ``SloAdmission``)."""
+TURN_TOKENS = 32
+"""Tokens before one may be made to yield: two moves of its layers, of about a step
+each on a PCIe link, are then a sixteenth of its turn."""
+
+BatchTime = Callable[[int, int], float]
+"""Seconds of a step of so many requests with so many tokens of context in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFacts:
+    """A running request: paused or not, its prompt is computed.
+
+    Attributes:
+        context_tokens: that its next step attends to.
+        host_bytes: of its layers that are on the host alone; 0 for one that decodes
+            from the device.
+        device_bytes: that come free if its layers leave the device.
+        waited_s: since its last token.
+        turn_tokens: tokens since it was last paused; of one that never was, any large
+            number.
+        allowance_s: Eq. 1; ``NO_TARGET`` without a target.
+        is_hopeless: it misses its target in any case.
+    """
+
+    context_tokens: int
+    host_bytes: int
+    device_bytes: int
+    waited_s: float
+    turn_tokens: int
+    allowance_s: float = NO_TARGET
+    is_hopeless: bool = False
+
+    def with_target(self, facts: RunningFacts, step_s: float) -> TurnFacts:
+        """Return them with what Eq. 1 says, if its steps take ``step_s`` each."""
+        if facts.tpot_slo_s == NO_TARGET:
+            return self
+        return replace(
+            self,
+            allowance_s=allowance_s(facts, step_s),
+            is_hopeless=is_hopeless(facts, step_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRoom:
+    """What they share.
+
+    Attributes:
+        step_s: of the device's computation.
+        bytes_per_s: of the link, host to device.
+        free_bytes: of the device, for layers that come back.
+        device_tokens: whose layers all are on the device at most.
+        token_bytes: keys and values of a token over all layers.
+    """
+
+    step_s: BatchTime
+    bytes_per_s: float
+    free_bytes: int = 0
+    device_tokens: int = 0
+    token_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """Who does what; positions in what was shown.
+
+    Attributes:
+        decode: ascending; who takes part in the next step. Those of them with layers
+            on the host are streamed.
+        order: all, by their claim to the device: layers are pulled back from the front
+            of it, and leave from its end (``pressure.py``).
+        paused: those that do not decode, in that order.
+        yields: of the paused, those whose layers are to leave the device for the first
+            of ``paused``.
+    """
+
+    decode: tuple[int, ...]
+    order: tuple[int, ...]
+    paused: tuple[int, ...] = ()
+    yields: tuple[int, ...] = ()
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """Decides before each decode step."""
+
+    @property
+    def name(self) -> str:
+        """The word used in flags and reports."""
+        ...
+
+    def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
+        """Return who decodes; somebody does where anybody runs.
+
+        Args:
+            running: all, first come first.
+            room: what they share.
+        """
+        ...
+
+    def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
+        """Return what a token takes each of so many, on the average (Eq. 1's T_future).
+
+        Args:
+            num_running: 1 or more.
+            context_tokens: of all of them.
+            room: what they share.
+        """
+        ...
+
+
+class StreamTurns:
+    """The paper's: everybody decodes, and layers on the host are streamed."""
+
+    name = "stream"
+
+    def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
+        """Return all of them."""
+        del room
+        everybody = tuple(range(len(running)))
+        return TurnPlan(everybody, everybody)
+
+    def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
+        """Return a step that waits for what the device has no room for."""
+        over = max(context_tokens - room.device_tokens, 0)
+        link_s = over * room.token_bytes / room.bytes_per_s
+        return max(room.step_s(num_running, context_tokens), link_s)
+
+
+class PauseTurns:
+    """Decodes who is on the device, or streams in time; pauses the others.
+
+    Args:
+        wait_limit_s: bound on the wait between two tokens, steps apart.
+        turn_tokens: tokens before one on the device may be made to yield.
+        link_share: of the step's time, for streaming; the rest is for pulling back.
+    """
+
+    name = "pause"
+
+    def __init__(
+        self,
+        wait_limit_s: float = WAIT_LIMIT_S,
+        turn_tokens: int = TURN_TOKENS,
+        link_share: float = 0.5,
+    ) -> None:
+        assert wait_limit_s > 0.0, wait_limit_s
+        assert 0.0 <= link_share <= 1.0, link_share
+        self._wait_limit_s = wait_limit_s
+        self._turn_tokens = turn_tokens
+        self._link_share = link_share
+
+    def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
+        """Return who decodes; O(n log n)."""
+        resident = [n for n, one in enumerate(running) if not one.host_bytes]
+        away = [n for n, one in enumerate(running) if one.host_bytes]
+        contexts = sum(running[n].context_tokens for n in resident)
+        turn_s = self._turn_tokens * room.step_s(max(len(resident), 1), contexts)
+
+        def rank(position: int) -> tuple[int, float]:
+            return self._rank(position, running[position], turn_s)
+
+        away.sort(key=rank)
+        decode = self._with_streamed(running, resident, away, room)
+        paused = [n for n in away if n not in decode]
+        yields: list[int] = []
+        if paused and self._is_pressing(running[paused[0]], turn_s):
+            yields = self._yielding(running, resident, running[paused[0]], room)
+            decode.difference_update(yields)
+        if not decode and away:
+            # Never all of them.
+            decode.add(away[0])
+            paused.remove(away[0])
+        waiting = (*paused, *yields)
+        order = (*sorted(decode, key=rank), *waiting)
+        return TurnPlan(tuple(sorted(decode)), order, waiting, tuple(yields))
+
+    def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
+        """Return the step of those that have room, times the turns that it takes."""
+        share = min(room.device_tokens / max(context_tokens, 1), 1.0)
+        decoding = max(int(num_running * share), 1)
+        batch_s = room.step_s(decoding, int(context_tokens * share))
+        return batch_s * num_running / decoding
+
+    def _rank(
+        self, position: int, facts: TurnFacts, turn_s: float
+    ) -> tuple[int, float]:
+        """Return a sort key: whose claim to the device is the best."""
+        if facts.waited_s >= self._wait_limit_s:
+            return 0, -facts.waited_s
+        if not facts.host_bytes and facts.turn_tokens < self._turn_tokens:
+            # It was pulled back for a turn, so it has it.
+            return 1, -NO_TARGET
+        if facts.is_hopeless:
+            return 3, float(position)
+        if self._is_pressing(facts, turn_s):
+            return 1, facts.allowance_s
+        return 2, float(position)
+
+    def _is_pressing(self, facts: TurnFacts, turn_s: float) -> bool:
+        """Return whether it must not wait for a turn of another."""
+        if facts.waited_s >= self._wait_limit_s:
+            return True
+        return not facts.is_hopeless and facts.allowance_s < turn_s
+
+    def _with_streamed(
+        self,
+        running: Sequence[TurnFacts],
+        resident: Sequence[int],
+        away: Sequence[int],
+        room: TurnRoom,
+    ) -> set[int]:
+        """Return the residents, and of the others those that stream in time."""
+        decode = set(resident)
+        contexts = sum(running[n].context_tokens for n in resident)
+        link_s = 0.0
+        for n in away:
+            facts = running[n]
+            contexts_then = contexts + facts.context_tokens
+            link_then_s = link_s + facts.host_bytes / room.bytes_per_s
+            limit_s = self._link_share * room.step_s(len(decode) + 1, contexts_then)
+            # The one that has waited longest, if it is due, whatever it costs.
+            is_due = n == away[0] and facts.waited_s >= self._wait_limit_s
+            if is_due or link_then_s <= limit_s:
+                decode.add(n)
+                contexts, link_s = contexts_then, link_then_s
+        return decode
+
+    def _yielding(
+        self,
+        running: Sequence[TurnFacts],
+        resident: Sequence[int],
+        wanted: TurnFacts,
+        room: TurnRoom,
+    ) -> list[int]:
+        """Return residents that make room for one, those that can wait longest first.
+
+        None where all that may yield are too few: they would wait for nothing.
+        """
+        missing = wanted.host_bytes - room.free_bytes
+        is_due = wanted.waited_s >= self._wait_limit_s
+        able = [
+            n
+            for n in resident
+            if running[n].turn_tokens >= self._turn_tokens
+            and (is_due or _patience(running[n]) > _patience(wanted))
+        ]
+        able.sort(key=lambda n: (-_patience(running[n]), -n))
+        chosen: list[int] = []
+        for n in able:
+            if missing <= 0:
+                break
+            chosen.append(n)
+            missing -= running[n].device_bytes
+        return chosen if missing <= 0 else []
+
+
+def _patience(facts: TurnFacts) -> float:
+    return NO_TARGET if facts.is_hopeless else facts.allowance_s

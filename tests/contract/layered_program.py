@@ -1,0 +1,192 @@
+"""Tells stories of layer-wise KV on SGLang's own classes; prints what it saw as JSON.
+
+    layered_program.py
+
+Decode batches of SGLang's, over requests that stand in for its own, in a program of its
+own, as importing SGLang costs seconds. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+warnings.simplefilter("ignore")
+
+NUM_REQS = 5
+
+
+def request(row: int, length: int) -> Any:
+    """Return what a decode batch reads of a request."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    one = SimpleNamespace(
+        rid=f"r{row}",
+        kv=SimpleNamespace(kv_committed_len=length, req_pool_idx=row),
+        is_finished=False,
+        to_finish=None,
+        beam_group=None,
+        return_logprob=row % 2 == 0,
+        grammar=None,
+        return_hidden_states_mode=CaptureHiddenMode.NULL,
+    )
+    one.finished = lambda: one.is_finished
+    return one
+
+
+def decode_batch(reqs: list[Any], *, is_penalised: bool = False) -> Any:
+    """Return a running batch of SGLang's over some requests."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    batch = ScheduleBatch(reqs=reqs)
+    batch.device = "cpu"
+    batch.spec_algorithm = SpeculativeAlgorithm.NONE
+    batch.model_config = SimpleNamespace(is_encoder_decoder=False)
+    rows = [req.kv.req_pool_idx for req in reqs]
+    lens = [req.kv.kv_committed_len for req in reqs]
+    batch.req_pool_indices = batch.req_pool_indices_cpu = torch.tensor(rows)
+    batch.seq_lens = batch.seq_lens_cpu = torch.tensor(lens)
+    batch.orig_seq_lens = torch.tensor(lens, dtype=torch.int32)
+    batch.return_logprob = any(req.return_logprob for req in reqs)
+    batch.top_logprobs_nums = list(rows)
+    batch.token_ids_logprobs = [[row] for row in rows]
+    orchestrator = BatchedPenalizerOrchestrator(10, batch, set())
+    orchestrator.is_required = is_penalised
+    batch.sampling_info = SamplingBatchInfo(
+        temperatures=torch.tensor(rows, dtype=torch.float32).view(-1, 1),
+        top_ps=torch.ones(len(rows)),
+        top_ks=torch.ones(len(rows), dtype=torch.int32),
+        min_ps=torch.zeros(len(rows)),
+        is_all_greedy=True,
+        is_any_greedy=True,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        vocab_size=10,
+        penalizer_orchestrator=orchestrator,
+        device="cpu",
+    )
+    return batch
+
+
+class Steps:
+    """What SGLang's scheduler does with a prepared batch, as far as lengths go."""
+
+    def __init__(self) -> None:
+        self.ran: list[list[str]] = []
+        self.has_room = True
+        self.retracts = 0
+
+    def update(self, batch: Any) -> Any:
+        """Stand in for ``Scheduler.update_running_batch``."""
+        if self.retracts:
+            keep = list(range(len(batch.reqs) - self.retracts))
+            self.retracts = 0
+            batch.filter_batch(keep_indices=keep)
+        if not batch.reqs:
+            return batch
+        lens = [req.kv.kv_committed_len for req in batch.reqs]
+        assert batch.seq_lens.tolist() == lens, (batch.seq_lens, lens)
+        assert batch.seq_lens_cpu.tolist() == lens
+        assert batch.orig_seq_lens.tolist() == lens
+        rows = [req.kv.req_pool_idx for req in batch.reqs]
+        assert batch.req_pool_indices.tolist() == rows
+        assert batch.req_pool_indices_cpu.tolist() == rows
+        assert batch.sampling_info.temperatures.view(-1).tolist() == rows
+        if batch.return_logprob:
+            assert batch.top_logprobs_nums == rows
+            assert batch.token_ids_logprobs == [[row] for row in rows]
+        batch.seq_lens = batch.seq_lens + 1
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+        batch.orig_seq_lens = batch.orig_seq_lens + 1
+        for req in batch.reqs:
+            req.kv.kv_committed_len += 1
+        self.ran.append([req.rid for req in batch.reqs])
+        return batch
+
+
+def pausing() -> dict[str, Any]:
+    """Let parts of a batch decode; whole and part must agree at every step."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+
+    steps = Steps()
+    ScheduleBatch.check_decode_mem = lambda self, selected_indices=None: steps.has_room
+    chosen: list[list[int]] = []
+
+    def choose(reqs: Any) -> list[int]:
+        del reqs
+        return chosen.pop(0)
+
+    decode = PausingDecode(steps.update, choose)
+    reqs = [request(row, 10 * row + 1) for row in range(NUM_REQS)]
+    batch = decode_batch(reqs)
+    out: dict[str, Any] = {}
+
+    chosen += [[0, 2], [1], [0, 1, 2, 3, 4], []]
+    whole = [decode(batch) is batch for _ in range(4)]
+    out["plain"] = {"ran": list(steps.ran), "whole": whole, "kept": len(batch.reqs)}
+
+    # A new request joins while the lengths of the others are old.
+    steps.ran.clear()
+    chosen += [[4]]
+    decode(batch)
+    batch.merge_batch(decode_batch([request(6, 3)]))
+    chosen += [[3, 5]]
+    decode(batch)
+    out["joined"] = {"ran": list(steps.ran), "kept": len(batch.reqs)}
+
+    # One of those that wait ends by an abort: it decodes, as SGLang ends it so.
+    steps.ran.clear()
+    batch.reqs[1].to_finish = "abort"
+    chosen += [[2]]
+    decode(batch)
+    batch.reqs[1].is_finished = True
+    batch.filter_batch()
+    out["aborted"] = {
+        "ran": list(steps.ran),
+        "kept": [req.rid for req in batch.reqs],
+    }
+
+    # One of those that decode is retracted: it leaves the whole as well.
+    steps.ran.clear()
+    batch.batch_is_full = True
+    steps.retracts = 1
+    chosen += [[0, 3]]
+    decode(batch)
+    out["retracted"] = {
+        "ran": list(steps.ran),
+        "kept": [req.rid for req in batch.reqs],
+        "is_full": batch.batch_is_full,
+    }
+
+    # Without room for the next tokens SGLang is to choose among all of them.
+    steps.ran.clear()
+    steps.has_room = False
+    chosen += [[0]]
+    decode(batch)
+    out["no room"] = {"ran": list(steps.ran)}
+    steps.has_room = True
+
+    steps.ran.clear()
+    penalised = decode_batch([request(row, 4) for row in (7, 8)], is_penalised=True)
+    PausingDecode(steps.update, lambda reqs: [0])(penalised)
+    out["penalised"] = {"ran": list(steps.ran)}
+    return out
+
+
+def main() -> None:
+    """Print the stories."""
+    print(json.dumps({"pausing": pausing()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Layer-wise KV on SGLang's own batches, pool and allocator."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+PROGRAM = Path(__file__).parent / "layered_program.py"
+
+
+@pytest.fixture(scope="module")
+def told():
+    """The stories of the program."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def pausing(told):
+    """What happened to batches of which parts decode."""
+    return told["pausing"]
+
+
+def test_parts_decode_and_the_whole_stays(pausing):
+    """The program has compared lengths, rows and sampling of each part."""
+    assert pausing["plain"]["ran"] == [
+        ["r0", "r2"],
+        ["r1"],
+        ["r0", "r1", "r2", "r3", "r4"],
+        ["r0", "r1", "r2", "r3", "r4"],
+    ]
+    assert pausing["plain"]["whole"] == [False, False, True, True]
+    assert pausing["plain"]["kept"] == 5
+
+
+def test_a_request_joins_while_others_wait(pausing):
+    """Its rows go behind those of the whole, whose lengths are made again."""
+    assert pausing["joined"]["ran"] == [["r4"], ["r3", "r6"]]
+    assert pausing["joined"]["kept"] == 6
+
+
+def test_an_aborted_request_does_not_wait(pausing):
+    """SGLang ends an aborted request in its next step."""
+    assert pausing["aborted"]["ran"] == [["r1", "r2"]]
+    assert pausing["aborted"]["kept"] == ["r0", "r2", "r3", "r4", "r6"]
+
+
+def test_a_retracted_request_leaves_the_whole(pausing):
+    """Its KV is gone, so it must not decode again before it was computed again."""
+    assert pausing["retracted"]["ran"] == [["r0"]]
+    assert pausing["retracted"]["kept"] == ["r0", "r2", "r3", "r6"]
+    assert not pausing["retracted"]["is_full"]
+
+
+def test_without_room_all_are_shown_to_sglang(pausing):
+    """It retracts whom it would retract without us."""
+    assert pausing["no room"]["ran"] == [["r0", "r2", "r3", "r6"]]
+
+
+def test_penalties_keep_a_batch_together(pausing):
+    """Their counts are of the whole batch and cannot be made again."""
+    assert pausing["penalised"]["ran"] == [["r7", "r8"]]

@@ -1,0 +1,211 @@
+"""Layer-wise KV on a real server: a pool of about four prompts, and more than it holds.
+
+The same answers as plain SGLang's, bit by bit where one request runs at a time, and by
+the gate's rule where many do; aborts, a shared prefix, chunks, tiers below. First of
+all a broken staging, which has to turn the gate red.
+"""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+from sgl_tiered_workloads.gate import check_equality, negative_control
+from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens, replay
+from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
+from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
+
+from tests.e2e.e2e_support import (
+    REFERENCE_POOL_TOKENS,
+    Case,
+    drop,
+    open_loop,
+    record_reference,
+    sequential,
+    settle,
+    stats,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+CASE = Case(16, chunk_tokens=256, overlap=False)
+POOL_TOKENS = 2_560
+"""About four prompts of 500 tokens, beside the staging memory."""
+LAYERKV = (
+    "--tiered-layerkv",
+    "on",
+    "--tiered-layerkv-host-size",
+    "24MB",
+    # A half holds one layer of 640 tokens: 40 pages of 16 x 64 x 2 x 2 bytes.
+    "--tiered-layerkv-staging-size",
+    "327680",
+)
+NUM_MIXED = 16
+ANSWER_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def plain(servers, model):
+    """Plain SGLang's answers: the chats one by one, and the mixed prompts."""
+    device = CASE.device(model, REFERENCE_POOL_TOKENS)
+    server = servers.get(plain_spec(device, f"plain-{CASE.name}"))
+    reference = record_reference(server)
+    server.flush_cache()
+    answers = sequential(server, mixed())
+    servers.stop()
+    return reference, answers
+
+
+def mixed():
+    """Prompts of many lengths; every fourth shares its first 200 tokens."""
+    generator = np.random.default_rng(31)
+    shared = random_tokens(generator, 200, VOCAB_TOKENS)
+    requests = []
+    for number in range(NUM_MIXED):
+        length = int(generator.integers(40, 560))
+        tokens = random_tokens(generator, length, VOCAB_TOKENS)
+        if number % 4 == 0:
+            tokens = (shared + tokens)[:560]
+        requests.append(PlannedRequest(f"m{number}", tokens, ANSWER_TOKENS))
+    return requests
+
+
+def layered(model, name, *flags, env=None):
+    """Return a server with layer-wise KV."""
+    device = CASE.device(model, POOL_TOKENS)
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **(env or {})}
+    return tiered_spec(device, Tiers(32 * MB), name, (*LAYERKV, *flags), env)
+
+
+def test_broken_staging_is_caught(servers, model, plain):
+    """The gate is red where one page in four is left out of what is streamed."""
+    reference, _ = plain
+    server = servers.get(
+        layered(
+            model,
+            "layerkv-broken",
+            "--tiered-layerkv-retain",
+            "0",
+            "--tiered-layerkv-decode",
+            "stream",
+            "--tiered-fault-corrupt",
+            "staging",
+            env={"SGL_TIERED_ALLOW_FAULTS": "1"},
+        )
+    )
+    chosen = reference.chat[-6:]
+    result = check_equality(
+        chosen,
+        sequential(server, replay(chosen)),
+        page_size=CASE.page_size,
+        spread=reference.spread,
+        min_exact_fraction=0.0,
+    )
+    negative_control({"staging": result})
+
+
+@pytest.mark.parametrize("retain", ["0", "2", "auto"])
+def test_one_at_a_time_gives_equal_bits(servers, model, plain, retain):
+    """Chats whose prefixes lie on the device, in memory, or in both."""
+    reference, _ = plain
+    server = servers.get(
+        layered(model, f"layerkv-{retain}", "--tiered-layerkv-retain", retain)
+    )
+    answers = sequential(server, replay(reference.chat))
+    result = check_equality(
+        reference.chat, answers, page_size=CASE.page_size, spread=reference.spread
+    )
+    assert result.passed, result.summary()
+    layers = settle(server)["layerkv"]
+    if retain == "0":
+        assert layers["layerkv_bytes_offloaded"] > 0
+        assert layers["layerkv_bytes_streamed"] > 0
+
+
+@pytest.mark.parametrize("decode", ["pause", "stream"])
+def test_many_at_once_answer_alike(servers, model, plain, decode):
+    """More prompts than the pool holds, all at once, thrice, with aborts among them."""
+    reference, alone = plain
+    server = servers.get(
+        layered(model, f"layerkv-{decode}", "--tiered-layerkv-decode", decode)
+    )
+    for _ in range(3):
+        server.flush_cache()
+        aborted = abort_some(server)
+        answers = open_loop(server, mixed())
+        aborted.join()
+        assert [record.error for record in answers] == [None] * NUM_MIXED
+        result = check_equality(
+            alone,
+            answers,
+            page_size=CASE.page_size,
+            spread=reference.spread,
+            forced=False,
+            slack=2.0,
+        )
+        assert result.passed, result.summary()
+    layers = stats(server)["layerkv"]
+    assert layers["layerkv_bytes_offloaded"] > 0
+    wait_until(lambda: stats(server)["layerkv"]["paused"] == 0, "nobody is paused")
+    # Whoever runs was reported with what became of its layers.
+    (told,) = server.generate(mixed()[0].prompt, 4)["meta_info"]["tiered"]
+    assert told["layerkv"]["num_layers"] == 4
+
+
+def test_what_was_placed_singly_comes_back_from_below(servers, model, plain):
+    """Offloaded from device and memory alike, loaded again, the same answers."""
+    reference, _ = plain
+    server = servers.get(
+        layered(
+            model,
+            "layerkv-below",
+            "--tiered-layerkv-retain",
+            "1",
+            "--tiered-load-policy",
+            "always",
+        )
+    )
+    chosen = reference.chat[-6:]
+    first = sequential(server, replay(chosen))
+    drop(server, "device")
+    again = sequential(server, replay(chosen))
+    assert any(record.cached_by_tier.get("host", 0) for record in again)
+    for answers in (first, again):
+        result = check_equality(
+            chosen,
+            answers,
+            page_size=CASE.page_size,
+            spread=reference.spread,
+            min_exact_fraction=0.0,
+        )
+        assert result.passed, result.summary()
+
+
+def abort_some(server):
+    """Send requests in a thread and abort them while they run."""
+    generator = np.random.default_rng(77)
+    prompts = [random_tokens(generator, 400, VOCAB_TOKENS) for _ in range(4)]
+
+    def ask(number):
+        # SGLang answers some aborts with an HTTP error.
+        with contextlib.suppress(RuntimeError):
+            server.generate(prompts[number], 400, rid=f"gone{number}")
+
+    def run():
+        threads = [
+            threading.Thread(target=ask, args=(n,), daemon=True)
+            for n in range(len(prompts))
+        ]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        for number in range(len(prompts)):
+            server.post("/abort_request", {"rid": f"gone{number}"})
+        for thread in threads:
+            thread.join()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,111 @@
+"""Layer-wise KV: what its flags mean, what they refuse, and the sizes that follow."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.engines.sglang.layered.capacity import HOST_FACTOR, plan_layers
+from sgl_tiered.engines.sglang.layered.settings import (
+    LayerKvSettings,
+    read_layerkv,
+    refuse_with_layerkv,
+)
+from sgl_tiered.errors import ConfigError
+
+LAYOUT = PageLayout(num_layers=12, page_tokens=16, token_bytes=512)
+DEVICE_TOKENS = 4096
+PAGES = DEVICE_TOKENS // LAYOUT.page_tokens
+ARGS = {
+    "page_size": 16,
+    "tp_size": 1,
+    "device": "cpu",
+    "disable_overlap_schedule": True,
+    "enable_mixed_chunk": False,
+}
+
+
+def test_it_is_off_by_default():
+    """Nothing is made of no flag, and of the word off."""
+    assert read_layerkv({}) is None
+    assert read_layerkv({"layerkv": "off"}) is None
+
+
+def test_the_flags_are_read():
+    """Sizes in bytes, auto as None and 0."""
+    told = read_layerkv(
+        {
+            "layerkv": "on",
+            "layerkv_host_size": "64MiB",
+            "layerkv_decode": "stream",
+            "layerkv_retain": "3",
+            "layerkv_staging_size": "1MiB",
+        }
+    )
+    assert told == LayerKvSettings(64 << 20, "stream", 3, 1 << 20)
+    assert read_layerkv({"layerkv": "on"}) == LayerKvSettings(0, "pause", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"layerkv_retain": "2"}, "--tiered-layerkv-retain"),
+        ({"layerkv": "perhaps"}, "--tiered-layerkv"),
+        ({"layerkv": "on", "layerkv_retain": "-1"}, "--tiered-layerkv-retain"),
+        ({"layerkv": "on", "layerkv_retain": "all"}, "--tiered-layerkv-retain"),
+        ({"layerkv": "on", "layerkv_decode": "wait"}, "--tiered-layerkv-decode"),
+        ({"layerkv": "on", "layerkv_host_size": "0"}, "--tiered-layerkv-host-size"),
+    ],
+)
+def test_a_wrong_flag_is_named(settings, flag):
+    """One sentence about the first setting that is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        read_layerkv(settings)
+    assert str(caught.value).startswith(flag)
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"page_size": 1}, "page-size"),
+        ({"tp_size": 2}, "tp-size"),
+        ({"enable_mixed_chunk": True}, "mixed-chunk"),
+        ({"disable_overlap_schedule": False}, "overlap"),
+    ],
+)
+def test_what_it_was_not_shown_to_work_with_is_refused(changed, word):
+    """Each in a sentence that names it; the rest passes."""
+    refuse_with_layerkv(SimpleNamespace(**ARGS))
+    with pytest.raises(ConfigError, match=word):
+        refuse_with_layerkv(SimpleNamespace(**{**ARGS, **changed}))
+
+
+def test_the_host_region_says_how_many_tokens_are_admitted():
+    """A row per logical page, one more for padding; the device keeps its size."""
+    rows = 1000
+    settings = LayerKvSettings(host_bytes=rows * LAYOUT.slot_bytes)
+    plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1024, settings)
+    assert plan.num_pages == rows - 1
+    assert plan.num_layer_pages == PAGES * LAYOUT.num_layers
+    assert plan.half_pages == 1024 // LAYOUT.page_tokens
+
+
+def test_a_default_size_follows_the_pool():
+    """Four pools, as there is memory for these few MB."""
+    plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1024, LayerKvSettings())
+    assert plan.num_pages == HOST_FACTOR * PAGES - 1
+
+
+def test_staging_takes_a_tenth_of_the_pool_at_most():
+    """A context that is longer keeps all its layers."""
+    plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1 << 20, LayerKvSettings())
+    assert plan.half_pages == plan.num_layer_pages // 20
+    with pytest.raises(ConfigError, match="staging"):
+        plan_layers(LAYOUT, DEVICE_TOKENS, 1024, LayerKvSettings(staging_bytes=1 << 30))
+
+
+def test_a_region_smaller_than_the_pool_is_refused():
+    """It could not even hold what plain SGLang holds."""
+    settings = LayerKvSettings(host_bytes=PAGES * LAYOUT.slot_bytes)
+    with pytest.raises(ConfigError, match="less than the device's pool"):
+        plan_layers(LAYOUT, DEVICE_TOKENS, 1024, settings)

@@ -1,0 +1,154 @@
+"""Who decodes, who is streamed, who is paused and who makes room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
+from sgl_tiered.policies.layers.registry import TURNS, make_turns
+from sgl_tiered.policies.layers.turns import (
+    PauseTurns,
+    StreamTurns,
+    TurnFacts,
+    TurnPlan,
+    TurnRoom,
+    Turns,
+)
+from sgl_tiered.policies.length.base import LengthPrediction
+
+STEP_S = 0.02
+RATE = 1e9
+ROOM = TurnRoom(lambda batch, contexts: STEP_S, RATE)
+IN_TIME = int(STEP_S * RATE / 2)
+"""Bytes that stream in the half of a step."""
+HERE = TurnFacts(100, 0, 50_000_000, 0.0, 64)
+AWAY = TurnFacts(100, 50_000_000, 0, 1.0, 0)
+
+
+def paused(allowance_s: float, **settings: object) -> TurnFacts:
+    return replace(AWAY, allowance_s=allowance_s, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_they_are_turns(name: str) -> None:
+    """With nobody away all decode, in order; nobody is nobody."""
+    turns = make_turns(name)
+    assert isinstance(turns, Turns)
+    assert turns.name == name
+    assert turns.choose([HERE] * 3, ROOM) == TurnPlan((0, 1, 2), (0, 1, 2))
+    assert turns.choose([], ROOM) == TurnPlan((), ())
+
+
+def test_the_paper_streams_everybody() -> None:
+    """Nobody waits, whatever the link has to carry."""
+    plan = StreamTurns().choose([AWAY, HERE, AWAY], ROOM)
+    assert plan == TurnPlan((0, 1, 2), (0, 1, 2))
+
+
+def test_who_does_not_stream_in_time_is_paused() -> None:
+    """First come first back, behind nobody's back."""
+    plan = PauseTurns().choose([AWAY, HERE, AWAY], ROOM)
+    assert plan == TurnPlan((1,), (1, 0, 2), (0, 2))
+
+
+def test_some_stream_in_time() -> None:
+    """Two layers' worth of bytes each: as many as half a step carries."""
+    part = replace(AWAY, host_bytes=IN_TIME // 2)
+    plan = PauseTurns().choose([HERE, part, part, part], ROOM)
+    assert plan == TurnPlan((0, 1, 2), (0, 1, 2, 3), (3,))
+
+
+def test_somebody_always_decodes() -> None:
+    """With all layers of all on the host the first is streamed."""
+    plan = PauseTurns().choose([AWAY, AWAY], ROOM)
+    assert plan == TurnPlan((0,), (0, 1), (1,))
+
+
+def test_the_first_without_time_to_wait_goes_first() -> None:
+    """A turn of 32 steps is 0.64 s: less allowance than that presses."""
+    here = replace(HERE, allowance_s=0.05)
+    waiting = [paused(5.0), paused(0.5), paused(0.1)]
+    plan = PauseTurns().choose([here, *waiting], ROOM)
+    assert plan.paused == (3, 2, 1)
+
+
+def test_who_is_late_in_any_case_comes_last() -> None:
+    """Its allowance is the least, and nobody makes room for it."""
+    lost = paused(-9.0, is_hopeless=True)
+    plan = PauseTurns().choose([HERE, lost, paused(5.0)], ROOM)
+    assert plan == TurnPlan((0,), (0, 2, 1), (2, 1))
+
+
+def test_who_can_wait_longest_makes_room() -> None:
+    """And only as many as it takes: 50 MB are wanted, each has as much."""
+    here = [replace(HERE, allowance_s=value) for value in (2.0, 9.0, 4.0)]
+    plan = PauseTurns().choose([*here, paused(0.1)], ROOM)
+    assert plan == TurnPlan((0, 2), (0, 2, 3, 1), (3, 1), (1,))
+
+
+def test_nobody_makes_room_in_vain() -> None:
+    """Who has had no turn yet stays; what the others have is not enough."""
+    here = [HERE, replace(HERE, turn_tokens=3)]
+    wanted = paused(0.1, host_bytes=80_000_000)
+    plan = PauseTurns().choose([*here, wanted], ROOM)
+    assert plan == TurnPlan((0, 1), (1, 0, 2), (2,))
+    roomy = replace(ROOM, free_bytes=30_000_000)
+    assert PauseTurns().choose([*here, wanted], roomy).yields == (0,)
+    enough = replace(ROOM, free_bytes=80_000_000)
+    assert PauseTurns().choose([*here, wanted], enough).yields == ()
+
+
+def test_who_can_wait_less_does_not_yield() -> None:
+    """Two that press do not take the device from each other."""
+    here = replace(HERE, allowance_s=0.05)
+    plan = PauseTurns().choose([here, paused(0.1)], ROOM)
+    assert plan.yields == ()
+
+
+def test_who_waited_too_long_decodes_at_any_cost() -> None:
+    """One a step, the longest wait first; and somebody makes room for the next."""
+    turns = PauseTurns(wait_limit_s=2.0)
+    here = replace(HERE, allowance_s=-5.0)
+    waits = [paused(NO_TARGET, waited_s=value) for value in (2.5, 3.0)]
+    plan = turns.choose([here, *waits], ROOM)
+    assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
+
+
+def test_a_claim_to_the_device() -> None:
+    """A turn first, then who presses, then first come; who is lost comes last."""
+    here = [
+        replace(HERE, is_hopeless=True),
+        HERE,
+        replace(HERE, allowance_s=0.3),
+        replace(HERE, turn_tokens=3),
+    ]
+    assert PauseTurns().choose([*here, AWAY], ROOM).order == (3, 2, 1, 0, 4)
+
+
+def test_paces_by_hand() -> None:
+    """20 requests of 100 tokens, room for 500 of them; a token is a megabyte."""
+    room = TurnRoom(
+        lambda batch, contexts: 0.01 + 1e-3 * batch + 1e-5 * contexts,
+        RATE,
+        device_tokens=500,
+        token_bytes=1_000_000,
+    )
+    # The 1,500 tokens without room stream for 1.5 s; or 5 decode, a quarter each.
+    assert StreamTurns().pace_s(20, 2_000, room) == pytest.approx(1.5)
+    assert PauseTurns().pace_s(20, 2_000, room) == pytest.approx(4 * 0.02)
+    for turns in (StreamTurns(), PauseTurns()):
+        assert turns.pace_s(4, 400, room) == pytest.approx(0.018)
+
+
+def test_facts_with_a_target() -> None:
+    """Eq. 1 by hand: 9 + 10 tokens of 50 ms, less 0.3 s and 10 steps of 20 ms."""
+    running = RunningFacts("r", 9, 0.3, 0.05, LengthPrediction(20, 30, 40))
+    found = HERE.with_target(running, STEP_S)
+    assert found.allowance_s == pytest.approx(19 * 0.05 - 0.3 - 10 * STEP_S)
+    assert not found.is_hopeless
+    late = HERE.with_target(replace(running, past_s=5.0), STEP_S)
+    assert late.is_hopeless
+    free = replace(running, tpot_slo_s=NO_TARGET)
+    assert HERE.with_target(free, STEP_S) == HERE
