@@ -17,6 +17,7 @@ ROOMS = (
     "sgl_tiered.core",
     "sgl_tiered.cost",
     "sgl_tiered.errors",
+    "sgl_tiered.layered",
     "sgl_tiered.metrics",
     "sgl_tiered.pipelines",
     "sgl_tiered.policies",

@@ -1,0 +1,1 @@
+"""KV bound layer by layer: see README.md."""
