@@ -139,13 +139,13 @@ class PassPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerRoom:
-    """Physical layer-pages; the sum of the first three can be had without waiting.
+    """Physical layer-pages; free and spare ones can be had without waiting.
 
     Attributes:
         free: can be taken now.
         spare: copies that no request wants kept, and valid on host: dropped at will.
         landing: leave the device when their copy to the host has landed.
-        cached: of pages that no request uses, not on host: can be pushed there.
+        cached: full pages' that no request wants kept, not on host: can be pushed.
         total: all but the staging ones.
     """
 

@@ -69,6 +69,7 @@ class LayerBinding:
         filled: bool [num_layers, num_pages], whether it holds the KV of tokens.
         copying: bool [num_layers, num_pages], whether a copy uses its host row, be it
             for what the page held before it was forgotten.
+        full: bool [num_pages], whether all of its tokens have KV in all layers.
         pinned: int16 [num_pages], readers of the device copies from outside.
         epoch: uint32 [num_pages], counts how often a page was forgotten.
 
@@ -93,6 +94,7 @@ class LayerBinding:
         self.on_host = np.zeros(shape, np.bool_)
         self.filled = np.zeros(shape, np.bool_)
         self.copying = np.zeros(shape, np.bool_)
+        self.full = np.zeros(num_pages, np.bool_)
         self.pinned = np.zeros(num_pages, np.int16)
         self.epoch = np.zeros(num_pages, np.uint32)
         self._first = first_physical
@@ -160,6 +162,17 @@ class LayerBinding:
         self.filled[layers, pages] = True
         self.on_host[layers, pages] = True
 
+    def completed(self, pages: Int64s) -> None:
+        """Note that pages have all their tokens, in all layers."""
+        self.full[pages] = True
+
+    def void(self, pages: Int64s) -> None:
+        """Forget the KV of pages that are computed anew; their places stay theirs."""
+        assert not np.any(self.copying[:, pages]), "voided during a copy"
+        self.on_host[:, pages] = False
+        self.filled[:, pages] = False
+        self.full[pages] = False
+
     def drop(self, layers: Layers, pages: Int64s) -> None:
         """Release device copies whose host rows are valid."""
         physical = self.device[layers, pages]
@@ -184,6 +197,7 @@ class LayerBinding:
         self.device[:, pages] = -1
         self.on_host[:, pages] = False
         self.filled[:, pages] = False
+        self.full[pages] = False
         self.epoch[pages] += 1
 
     def depart(self, layer: int, pages: Int64s, *, is_up: bool) -> Flight:
@@ -245,6 +259,7 @@ class LayerBinding:
         somewhere = (self.device >= 0) | self.on_host
         assert np.all(somewhere[self.filled]), "KV is lost"
         assert not np.any(self.on_host & ~self.filled), "a valid row of nothing"
+        assert np.all(self.filled[:, self.full]), "a full page lacks a layer"
         assert np.all(self.pinned >= 0), "unpinned too often"
 
     def _take(self, count: int) -> Int32s:

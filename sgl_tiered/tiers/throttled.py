@@ -12,7 +12,7 @@ from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
 from sgl_tiered.tiers.wrapped import WrappedMemory, WrappedTier
 
-__all__ = ["Link", "ThrottledMemoryTier", "ThrottledTier"]
+__all__ = ["Link", "Pace", "ThrottledMemoryTier", "ThrottledTier"]
 
 
 class Link:
@@ -49,6 +49,43 @@ class Link:
         return end_s
 
 
+class Pace:
+    """Makes copies take as long as on a link: each ends a latency after its last byte.
+
+    Args:
+        link: that they take in turn.
+        latency_s: of each copy.
+        clock: tells the time.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        latency_s: float = 0.0,
+        clock: Clock | None = None,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
+        if latency_s < 0:
+            raise ValueError(f"a latency of {latency_s} s is none")
+        self._link = link
+        self._latency_s = latency_s
+        self._clock = clock or SystemClock()
+        # An event that nobody sets is a sleep, without the module of the real clock.
+        self._sleep = sleep or threading.Event().wait
+
+    def reserve(self, num_bytes: int, *, is_store: bool) -> float:
+        """Take the link for ``num_bytes``; return when they will have arrived."""
+        now_s = self._clock.now()
+        return self._link.reserve(num_bytes, now_s, is_store=is_store) + self._latency_s
+
+    def wait_until(self, end_s: float) -> None:
+        """Sleep until then; a copy that is late by itself is not slowed further."""
+        rest_s = end_s - self._clock.now()
+        if rest_s > 0:
+            self._sleep(rest_s)
+
+
 class ThrottledTier(WrappedTier):
     """Gives a tier a bandwidth and a latency; called on a ``MemoryTier`` it stays one.
 
@@ -77,14 +114,10 @@ class ThrottledTier(WrappedTier):
         clock: Clock | None = None,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
-        if latency_s < 0:
-            raise ValueError(f"a latency of {latency_s} s is none")
         super().__init__(tier)
-        self._link = link if isinstance(link, Link) else Link(link)
-        self._latency_s = latency_s
         self._clock = clock or SystemClock()
-        # An event that nobody sets is a sleep, without the module of the real clock.
-        self._sleep = sleep or threading.Event().wait
+        shared = link if isinstance(link, Link) else Link(link)
+        self._pace = Pace(shared, latency_s, self._clock, sleep)
 
     def load(self, io: TierIO) -> TransferResult:
         """Read pages, no faster than the link."""
@@ -106,20 +139,11 @@ class ThrottledTier(WrappedTier):
         is_store: bool,
     ) -> TransferResult:
         started_s = self._clock.now()
-        end_s = self._reserve(len(io.addresses) * self.slot_bytes, is_store=is_store)
+        num_bytes = len(io.addresses) * self.slot_bytes
+        end_s = self._pace.reserve(num_bytes, is_store=is_store)
         result = transfer(io)
-        self._wait_until(end_s)
+        self._pace.wait_until(end_s)
         return replace(result, seconds=self._clock.now() - started_s)
-
-    def _reserve(self, num_bytes: int, *, is_store: bool) -> float:
-        """Take the link for ``num_bytes``; return when they will have arrived."""
-        now_s = self._clock.now()
-        return self._link.reserve(num_bytes, now_s, is_store=is_store) + self._latency_s
-
-    def _wait_until(self, end_s: float) -> None:
-        rest_s = end_s - self._clock.now()
-        if rest_s > 0:
-            self._sleep(rest_s)
 
 
 class ThrottledMemoryTier(ThrottledTier, WrappedMemory):
@@ -129,6 +153,6 @@ class ThrottledMemoryTier(ThrottledTier, WrappedMemory):
 
     def charge(self, num_bytes: int, *, is_store: bool = False) -> None:
         """Wait as long as the link would need for the copy just done."""
-        end_s = self._reserve(num_bytes, is_store=is_store)
+        end_s = self._pace.reserve(num_bytes, is_store=is_store)
         self.inner.charge(num_bytes, is_store=is_store)
-        self._wait_until(end_s)
+        self._pace.wait_until(end_s)

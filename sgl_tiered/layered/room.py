@@ -1,0 +1,193 @@
+"""Makes room on the device: what nobody needs goes first, and nothing is lost.
+
+In this order: copies that no request wants kept and that are valid on host are dropped,
+those of cached pages first, least recently used, then of the most recent requests; then
+copies under way to the host are waited for; then full pages that nobody wants kept are
+pushed there, in the same order. What a running request wants kept is never touched:
+taking that back is a decision (``LayerManager.release``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.layered.base import LayerRoom
+from sgl_tiered.layered.binding import LayerBinding
+from sgl_tiered.layered.mover import Landing, LayerMover
+from sgl_tiered.layered.requests import RequestBook
+
+__all__ = ["RoomMaker"]
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class RoomMaker:
+    """Drops, pushes and waits, and takes note of copies that landed.
+
+    Attributes:
+        in_forward: bool [num_pages], pages that the forward under way reads or writes.
+        layer: that it is in: earlier ones have been read. The number of layers while
+            there is none.
+    """
+
+    def __init__(
+        self, binding: LayerBinding, book: RequestBook, mover: LayerMover
+    ) -> None:
+        self._binding = binding
+        self._book = book
+        self._mover = mover
+        self._failed: list[Landing] = []
+        self.in_forward = np.zeros(binding.num_pages, np.bool_)
+        self.layer = binding.num_layers
+
+    def facts(self) -> LayerRoom:
+        """Return what there is; O(layer-pages)."""
+        binding = self._binding
+        unkept = (binding.device >= 0) & (self._book.keep == 0) & binding.filled
+        landing = unkept & ~binding.on_host & binding.copying
+        cached = self._pushable()
+        return LayerRoom(
+            free=binding.num_free,
+            spare=int(np.count_nonzero(self._spare())),
+            landing=int(np.count_nonzero(landing)),
+            cached=int(np.count_nonzero(cached)),
+            total=binding.num_physical,
+        )
+
+    def make(self, num_free: int) -> bool:
+        """Make so many physical layer-pages free; False where that cannot be."""
+        binding = self._binding
+        self.collect()
+        has_pushed = False
+        while binding.num_free < num_free:
+            self.drop(num_free - binding.num_free)
+            missing = num_free - binding.num_free
+            if missing <= 0:
+                break
+            if not self._mover.num_flights:
+                # One try: what fails now would fail again at once.
+                if has_pushed or not self.push(missing):
+                    return False
+                has_pushed = True
+            self._mover.wait()
+            self.collect()
+        return True
+
+    def drop(self, count: int, *, cached_only: bool = False) -> None:
+        """Release up to about so many copies that nobody wants kept."""
+        spare = self._spare()
+        if cached_only:
+            spare &= self._book.users == 0
+        layers, pages = self._coldest(spare, count)
+        if len(pages):
+            self._binding.drop(layers, pages)
+
+    def push(self, count: int) -> int:
+        """Start copies to the host of what nobody wants kept; return how many."""
+        return self._send(*self._coldest(self._pushable(), count))
+
+    def offload(self, layers: Bools, pages: Int64s) -> int:
+        """Start copies to the host of what is not to be kept, and not there yet.
+
+        Args:
+            layers: bool [num_layers].
+            pages: int64 [n], full ones, each once.
+        """
+        binding = self._binding
+        due = (binding.device[:, pages] >= 0) & binding.filled[:, pages]
+        due &= ~binding.on_host[:, pages] & ~binding.copying[:, pages]
+        due &= (self._book.keep[:, pages] == 0) & layers[:, None]
+        found, where = due.nonzero()
+        return self._send(found, pages[where])
+
+    def collect(self) -> None:
+        """Take note of copies that have ended."""
+        for landing in self._mover.collect():
+            flight = landing.flight
+            landed = self._binding.arrive(flight, landing.ok)
+            self._credit(flight.pages[landed], flight.is_up)
+            if not flight.is_up and not landing.ok.all():
+                self._failed.append(landing)
+
+    def retry(self) -> None:
+        """Start again what failed on its way to the host, if it is still to go."""
+        failed, self._failed = self._failed, []
+        for landing in failed:
+            flight = landing.flight
+            same = self._binding.epoch[flight.pages] == flight.epochs
+            layers = np.zeros(self._binding.num_layers, np.bool_)
+            layers[flight.layer] = True
+            self.offload(layers, flight.pages[same & ~landing.ok])
+
+    def settle(self, pages: Int64s) -> None:
+        """Wait until no copy uses anything of these pages."""
+        while self._binding.copying[:, pages].any():
+            self._mover.wait()
+            self.collect()
+
+    def pull(self, layers: Bools, pages: Int64s, most: int) -> int:
+        """Start copies from host to device, to stay there, as far as room is free."""
+        binding = self._binding
+        away = (binding.device[:, pages] < 0) & binding.on_host[:, pages]
+        away &= ~binding.copying[:, pages] & layers[:, None]
+        count = min(int(np.count_nonzero(away)), most)
+        if count > binding.num_free:
+            self.drop(count - binding.num_free, cached_only=True)
+            count = min(count, binding.num_free)
+        found, where = away.nonzero()
+        found, where = found[:count], where[:count]
+        for layer in np.unique(found).tolist():
+            some = pages[where[found == layer]]
+            self._mover.start(binding.depart(layer, some, is_up=True))
+        return count
+
+    def _send(self, layers: Int64s, pages: Int64s) -> int:
+        for layer in np.unique(layers).tolist():
+            some = pages[layers == layer]
+            self._mover.start(self._binding.depart(layer, some, is_up=False))
+        return len(pages)
+
+    def _spare(self) -> Bools:
+        binding = self._binding
+        spare: Bools = (binding.device >= 0) & binding.on_host & ~binding.copying
+        spare &= (self._book.keep == 0) & (binding.pinned == 0)
+        if self.layer < binding.num_layers:
+            spare[self.layer :, self.in_forward] = False
+        return spare
+
+    def _pushable(self) -> Bools:
+        binding = self._binding
+        cached: Bools = (binding.device >= 0) & ~binding.on_host & ~binding.copying
+        cached &= (self._book.keep == 0) & binding.full & (binding.pinned == 0)
+        return cached
+
+    def _coldest(self, found: Bools, count: int) -> tuple[Int64s, Int64s]:
+        """Return layers and pages of the coldest, whole pages, until they are enough.
+
+        The cached ones before those in use, then by their last use; of those used in
+        the same forward the pages of the most recent request first.
+        """
+        per_page = np.count_nonzero(found, axis=0)
+        pages = per_page.nonzero()[0]
+        book = self._book
+        order = np.lexsort(
+            (-book.owner[pages], book.last_used[pages], book.users[pages] > 0)
+        )
+        pages = pages[order]
+        num_pages = int(np.searchsorted(np.cumsum(per_page[pages]), count)) + 1
+        pages = pages[:num_pages]
+        layers, where = found[:, pages].nonzero()
+        return layers, pages[where]
+
+    def _credit(self, pages: Int64s, is_up: bool) -> None:
+        serials, counts = np.unique(self._book.owner[pages], return_counts=True)
+        for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
+            record = self._book.by_serial(serial)
+            if record is None:
+                continue
+            if is_up:
+                record.layer_pages_pulled += count
+            else:
+                record.layer_pages_offloaded += count
