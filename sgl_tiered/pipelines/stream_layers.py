@@ -27,7 +27,7 @@ Int64s = npt.NDArray[np.int64]
 
 _NUM_BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
-"""160 us of a link of 25 GB/s, against some 10 us to queue a copy and to wake a thread."""
+"""160 us of a link of 25 GB/s, against some 10 us to queue a copy or wake a thread."""
 
 
 class LayerCopyOps(CopyOps, Protocol):
@@ -61,6 +61,9 @@ class StreamLayerCopier:
     Args:
         ops: the device's copies.
         region: uint8 [num_rows, >= page_bytes], the host region.
+        ahead: copies to the device may be queued behind each other. False where a
+            guard is asked before each one (``contention.py``): then a call returns
+            once its copy has ended, since what is queued cannot be held back.
         num_buffers: pinned buffers on the way down, where rows are not pinned.
         buffer_bytes: of each; grows to hold one layer-page.
     """
@@ -70,12 +73,14 @@ class StreamLayerCopier:
         ops: LayerCopyOps,
         region: UInt8s,
         *,
+        ahead: bool = True,
         num_buffers: int = _NUM_BUFFERS,
         buffer_bytes: int = _BUFFER_BYTES,
     ) -> None:
         self._ops = ops
         self._layout = ops.layout
         self._region = region
+        self._ahead = ahead
         self._pool = StreamPool(ops)
         self._down = ops.new_stream(urgent=False)
         self._host: HostCopier | None = None
@@ -105,7 +110,10 @@ class StreamLayerCopier:
     ) -> Arrival:
         """Queue one layer of host rows to layer-pages."""
         pages = physical.astype(np.int64)
-        return self._pool.load_layer(layer, self._region, rows, pages, after=after)
+        arrival = self._pool.load_layer(layer, self._region, rows, pages, after=after)
+        if not self._ahead:
+            arrival.finish()
+        return arrival
 
     def to_host(
         self, layer: int, physical: Int32s, rows: Int64s, after: object

@@ -72,9 +72,7 @@ def test_one_rank_has_no_collectives(watch):
 def test_a_guard_is_made_where_links_are_shared(num_ranks, device, nvlink, shared):
     """NVLink between all devices, or one device, needs none; what is unknown does."""
     try:
-        assert (
-            collectives.link_is_shared(num_ranks, device, nvlink=nvlink) is shared
-        )
+        assert collectives.link_is_shared(num_ranks, device, nvlink=nvlink) is shared
         guard = collectives.make_guard(
             num_ranks, "cpu" if shared else device, SystemClock(), nvlink=nvlink
         )

@@ -132,7 +132,7 @@ def test_a_page_without_a_place_is_not_read():
     """Index -1 would be the tensor's last rows, without an error of the device."""
     with pytest.raises(RuntimeError, match="no place"):
         page_starts(np.array([3, -1], np.int32), 16)
-    with pytest.raises(OverflowError, match="int|slots"):
+    with pytest.raises(OverflowError, match="slots"):
         page_starts(np.array([2**27], np.int64), 16)
     assert page_starts(np.empty(0, np.int32), 16).tolist() == []
 
@@ -147,7 +147,7 @@ def test_a_device_fills_the_same_slots():
     upload = PinnedUpload(torch.device("cuda"))
     batch = Batch([(33, 7), (0, 5), (128, 1)], 16, 0)
     slots = np.concatenate(
-        [batch.logical_slots(n, 0, 40 if n == 0 else (5 if n == 1 else 129)) for n in range(3)]
+        [batch.logical_slots(n, 0, total) for n, total in enumerate((40, 5, 129))]
     )
     out = torch.from_numpy(slots.astype(np.int32)).cuda()
     positions, offsets = page_positions(out, 16), out % 16

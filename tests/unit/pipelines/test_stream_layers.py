@@ -41,7 +41,7 @@ class LayerOps(FakeCopyOps):
 class Machine:
     """A fake device, host rows, and the copier between them."""
 
-    def __init__(self, seed, *, pinned=True):
+    def __init__(self, seed, *, pinned=True, ahead=True):
         self.rng = np.random.default_rng(seed)
         self.device = FakeDevice(self.rng)
         self.ops = LayerOps(self.device)
@@ -49,7 +49,11 @@ class Machine:
         if not pinned:
             self.ops.unpinned.append(self.region)
         self.copier = StreamLayerCopier(
-            self.ops, self.region, num_buffers=2, buffer_bytes=2 * WIDTH
+            self.ops,
+            self.region,
+            ahead=ahead,
+            num_buffers=2,
+            buffer_bytes=2 * WIDTH,
         )
 
     def __enter__(self):
@@ -100,9 +104,7 @@ def test_a_layer_goes_down_as_the_marked_work_left_it(seed, pinned, layer, count
 
 @given(seed=SEEDS, pinned=st.booleans(), count=st.integers(1, NUM_ROWS))
 @settings(max_examples=60)
-def test_a_staged_layer_is_read_after_its_copy_and_before_the_next(
-    seed, pinned, count
-):
+def test_a_staged_layer_is_read_after_its_copy_and_before_the_next(seed, pinned, count):
     """Two layers through the same places, as a half of the staging memory is used."""
     with Machine(seed, pinned=pinned) as machine:
         rows, physical = draw(machine.rng, count)
@@ -140,6 +142,17 @@ def test_without_the_mark_a_layer_is_written_under_its_reader():
     results = [reads_right(seed) for seed in range(30)]
     assert any(results)
     assert not all(results)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_with_a_guard_no_copy_is_left_in_the_queue(ahead):
+    """What the guard has let go has ended before it is asked again."""
+    with Machine(2, ahead=ahead) as machine:
+        rows, physical = draw(machine.rng, 4)
+        machine.copier.to_device(0, rows, physical, machine.copier.mark())
+        load = next(s for s in machine.device.streams if s.name == "load")
+        assert bool(load.queue) is ahead
+        machine.device.settle()
 
 
 @pytest.mark.parametrize("pinned", [True, False])

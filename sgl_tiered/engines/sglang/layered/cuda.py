@@ -1,9 +1,10 @@
 """Layer-wise KV on CUDA: how its pool comes into SGLang, and how its layers move.
 
 SGLang asks its platform for the classes of pool and allocator. On CUDA we stand around
-those two questions, instead of bringing a platform of our own: SGLang picks the platform
-before it has read a flag, and refuses to start where two distributions offer one. Both
-hooks answer as before unless the pool's sizing (``capacity.sized``) has planned layers.
+those two questions, instead of bringing a platform of our own: SGLang picks the
+platform before it has read a flag, and refuses to start where two distributions offer
+one. Both hooks answer as before unless the pool's sizing (``capacity.sized``) has
+planned layers.
 
 Not validated on a GPU: see ``flashinfer.py``. What runs here was tested with streams
 that are played by a CPU, and is marked ``gpu`` in the tests.
@@ -77,9 +78,8 @@ class CudaPlaces:
         """Store by the places that are already on the device; nothing is read back."""
         slots = None if self.write_slots is None else self.write_slots(layer_idx)
         padding = loc % self.page_size  # in page 0, as SGLang has it
-        if slots is None:
-            where = padding
-        else:
+        where = padding
+        if slots is not None:
             where = torch.cat([slots, padding[len(slots) :]])
         self.k_buffer[layer_idx][where] = cache_k
         self.v_buffer[layer_idx][where] = cache_v
@@ -137,11 +137,18 @@ class CudaLayerOps(CudaOps):
 
 
 def cuda_layer_copier(
-    pool: Any, layout: PageLayout, forward_stream: Any
+    pool: Any, layout: PageLayout, forward_stream: Any, *, guarded: bool = False
 ) -> StreamLayerCopier:
-    """Return the copies between a `LayeredPool` on CUDA and its host region."""
+    """Return the copies between a `LayeredPool` on CUDA and its host region.
+
+    Args:
+        pool: on CUDA.
+        layout: shape of a page.
+        forward_stream: see `CudaLayerOps`.
+        guarded: the mover asks a guard before each copy.
+    """
     ops = CudaLayerOps(pool, layout, forward_stream)
-    return StreamLayerCopier(ops, pool.region.array)
+    return StreamLayerCopier(ops, pool.region.array, ahead=not guarded)
 
 
 def cuda_hooks() -> list[tuple[str, Any, Any]]:

@@ -45,8 +45,8 @@ from sgl_tiered.layered.base import PassRequest
 from sgl_tiered.pipelines.streams import BufferRing
 
 __all__ = [
-    "NO_GRAPHS",
     "NOT_VALIDATED",
+    "NO_GRAPHS",
     "LayeredFlashInfer",
     "PinnedUpload",
     "create_layered_flashinfer",
@@ -60,8 +60,9 @@ Int64s = npt.NDArray[np.int64]
 Upload = Callable[[Int32s], torch.Tensor]
 
 NOT_VALIDATED = (
-    "sgl-tiered: layer-wise KV with FlashInfer has not been validated on a GPU; compare "
-    "its answers with those of a server without --tiered-layerkv before you rely on it."
+    "sgl-tiered: layer-wise KV with FlashInfer has not been validated on a GPU; before "
+    "you rely on it, compare its answers with those of a server without "
+    "--tiered-layerkv."
 )
 NO_GRAPHS = (
     "--tiered-layerkv runs without CUDA graphs, which replay one layer's places for "
@@ -207,9 +208,7 @@ class LayeredFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
         counts = -(-kv_lens // self._page_tokens)
         return [row[:count] for row, count in zip(numbers, counts, strict=True)]
 
-    def _plan_writes(
-        self, pages: Int64s, num_context: Int64s, num_new: Int64s
-    ) -> None:
+    def _plan_writes(self, pages: Int64s, num_context: Int64s, num_new: Int64s) -> None:
         positions, offsets = new_token_pages(
             self._indptr, num_context, num_new, self._page_tokens
         )
