@@ -7,11 +7,11 @@ from typing import Any
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
+from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
 from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
@@ -23,8 +23,9 @@ from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.tiers.emulator import Emulator
+from sgl_tiered.tiers.throttled import Pace
 
-__all__ = ["PlacedLayers", "attach_scheduler", "place_layers"]
+__all__ = ["PlacedLayers", "attach_scheduler", "connect", "place_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ class PlacedLayers:
 
 def place_layers(
     pool: Any,
-    layout: PageLayout,
     config: TieredConfig,
     clock: Clock,
     emulator: Emulator,
@@ -60,10 +60,30 @@ def place_layers(
             "device does not go with --tiered-layerkv yet",
             "give host",
         )
-    copier = CpuLayerCopier(pool, layout, breaks_staging=config.breaks_staging)
-    mover = LayerMover(
-        copier, layout.layer_page_bytes, clock, pace=emulator.pace(TierId.HOST)
-    )
+    pace = emulator.pace(TierId.HOST)
+    return connect(pool, plan, clock, pace, breaks_staging=config.breaks_staging)
+
+
+def connect(
+    pool: Any,
+    plan: LayerPlan,
+    clock: Clock,
+    pace: Pace | None,
+    *,
+    breaks_staging: bool = False,
+) -> PlacedLayers:
+    """Give a `LayeredPool` of SGLang's its driver.
+
+    Args:
+        pool: on the CPU.
+        plan: that it was made by.
+        clock: times copies.
+        pace: of the emulated link; None for as fast as it goes.
+        breaks_staging: for tests: stream wrongly.
+    """
+    layout = plan.layout
+    copier = CpuLayerCopier(pool, layout, breaks_staging=breaks_staging)
+    mover = LayerMover(copier, layout.layer_page_bytes, clock, pace=pace)
     # Page 0 of the tensor and logical page 0 are those of padding.
     binding = LayerBinding(
         layout.num_layers,

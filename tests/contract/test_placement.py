@@ -1,0 +1,57 @@
+"""Attention over layers that lie here and there equals that over SGLang's own pool."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+PROGRAM = Path(__file__).parent / "placement_program.py"
+STORIES = [f"{retain} {seed}" for retain in (None, 0, 1, 3) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def told():
+    """The stories of the program."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_outputs_are_equal_bit_for_bit(told, name):
+    """Prefills, chunks, shared prefixes and decode steps, whatever is retained."""
+    assert told[name]["passes"] > 20
+    assert told[name]["differ"] == 0
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_nothing_is_lost(told, name):
+    """All ended, every layer-page and every slot is free again."""
+    assert told[name]["free"] == told[name]["total"]
+    assert told[name]["free_slots"] == told[name]["slots"]
+
+
+def test_layers_were_streamed(told):
+    """The stories with fewer layers retained would show nothing else."""
+    for seed in range(4):
+        assert told[f"0 {seed}"]["streamed"] > 0
+        assert told[f"0 {seed}"]["offloaded"] > 0
+
+
+def test_broken_staging_is_seen(told):
+    """The comparison can fail."""
+    assert told["broken"]["differ"] > 0
+
+
+def test_what_cannot_be_translated_is_refused(told):
+    """In a sentence, and not with wrong KV."""
+    assert len(told["refused"]) == 3
+    for sentence in told["refused"].values():
+        assert sentence.startswith("EngineCompatibilityError")
+        assert "--tiered-layerkv" in sentence
