@@ -2,7 +2,8 @@
 
 Everything that plans, writes indices, stores and splits a batch is the product's or
 SGLang's; the wrappers compute plain attention from what their index buffers hold.
-Answers are compared with attention over each request's own keys and values. Prints JSON.
+Answers are compared with attention over each request's own keys and values. The last
+line printed is JSON.
 """
 
 from __future__ import annotations
@@ -117,6 +118,45 @@ class Copier:
         if not self.breaks:
             for part, pages in enumerate(self._pages()):
                 pages[physical.astype(np.int64)] = self.rows[layer, rows, part]
+
+
+def cuda_hooks_seen(plan):
+    """Return what SGLang's CUDA platform answers, with and without planned layers."""
+    from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.platforms.cuda import CudaSRTPlatform
+    from sglang.srt.platforms.interface import SRTPlatform
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sgl_tiered.engines.sglang.layered import capacity, cuda, flashinfer
+
+    untouched = SRTPlatform.get_kv_pool_cls
+    for target, hook, kind in cuda.cuda_hooks():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    platform = CudaSRTPlatform()
+
+    def answers():
+        return [
+            platform.get_kv_pool_cls(kind="mha"),
+            platform.get_kv_pool_cls(kind="mla"),
+            platform.get_paged_allocator_cls(),
+        ]
+
+    before = answers()
+    capacity._planned.append(plan)
+    pool, mla, allocator = answers()
+    capacity._planned.clear()
+    attention_registry.ATTENTION_BACKENDS["flashinfer"] = lambda runner: "plain"
+    flashinfer.register_layered_flashinfer()
+    create = attention_registry.ATTENTION_BACKENDS["flashinfer"]
+    return {
+        "before": before,
+        "pool": [base.__name__ for base in pool.__mro__],
+        "mla": mla,
+        "allocator": [base.__name__ for base in allocator.__mro__],
+        "base_is_untouched": SRTPlatform.get_kv_pool_cls is untouched,
+        "plain": create(SimpleNamespace(token_to_kv_pool=object())),
+    }
 
 
 def main() -> None:
@@ -379,6 +419,7 @@ def main() -> None:
             init_new_workspace=False,
         ),
     )
+    hooked = cuda_hooks_seen(plan)
     parameters = {
         name: [
             list(inspect.signature(getattr(cls, name)).parameters)
@@ -399,6 +440,7 @@ def main() -> None:
                 "refused": refused,
                 "logged": records,
                 "parameters": parameters,
+                "hooked": hooked,
             }
         )
     )

@@ -67,6 +67,19 @@ def test_it_says_at_start_that_no_gpu_has_seen_it(told):
     assert "\n" not in sentence
 
 
+def test_the_pool_comes_in_on_cuda_where_layers_are_planned(told):
+    """SGLang's CUDA platform answers as before everywhere else."""
+    hooked = told["hooked"]
+    assert hooked["before"] == [None, None, None]
+    assert hooked["mla"] is None
+    places, planned = hooked["pool"].index("CudaPlaces"), hooked["pool"]
+    assert places < planned.index("LayeredPool") < planned.index("MHATokenToKVPool")
+    assert "LayeredAllocator" in hooked["allocator"]
+    assert "PagedTokenToKVPoolAllocator" in hooked["allocator"]
+    assert hooked["base_is_untouched"] is True
+    assert hooked["plain"] == "plain"
+
+
 def test_methods_take_what_sglang_passes(told):
     """The signatures of what is overridden are SGLang's."""
     for theirs, ours in told["parameters"].values():
