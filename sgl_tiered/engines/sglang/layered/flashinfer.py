@@ -117,7 +117,7 @@ class PinnedUpload:
         return on_device
 
 
-class LayeredFlashInfer(FlashInferAttnBackend):  # type: ignore[misc]
+class LayeredFlashInfer(FlashInferAttnBackend):
     """SGLang's FlashInfer backend, with places by layer.
 
     Args:
