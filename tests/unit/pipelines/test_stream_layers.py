@@ -6,36 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
-from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice
+from sgl_tiered.testing.fake_streams import FakeDevice, FakeLayerOps
 from tests.unit.pipelines.pipeline_support import LAYOUT, SLOT
 
 NUM_PHYSICAL, NUM_ROWS = 12, 10
 WIDTH = LAYOUT.layer_page_bytes
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-class LayerOps(FakeCopyOps):
-    """Copies over one tensor of layer-pages, the same one in all layers."""
-
-    def __init__(self, device):
-        super().__init__(device, LAYOUT, NUM_PHYSICAL)
-        self.tensor = np.zeros((NUM_PHYSICAL, WIDTH), np.uint8)
-        # A copy names a layer and a page; all layers are views of one.
-        self.layers = np.lib.stride_tricks.as_strided(
-            self.tensor,
-            (LAYOUT.num_layers, NUM_PHYSICAL, WIDTH),
-            (0, *self.tensor.strides),
-        )
-
-    def store_by_engines(self, stream, layer, memory, rows, first_byte, pages):
-        rows, pages = rows.copy(), pages.copy()
-
-        def work():
-            if self.fail_store:
-                raise RuntimeError("the store was told to fail")
-            memory[rows, first_byte : first_byte + WIDTH] = self.tensor[pages]
-
-        stream.run(work)
 
 
 class Machine:
@@ -44,7 +20,7 @@ class Machine:
     def __init__(self, seed, *, pinned=True, ahead=True):
         self.rng = np.random.default_rng(seed)
         self.device = FakeDevice(self.rng)
-        self.ops = LayerOps(self.device)
+        self.ops = FakeLayerOps(self.device, LAYOUT, NUM_PHYSICAL)
         self.region = np.zeros((NUM_ROWS, SLOT), np.uint8)
         if not pinned:
             self.ops.unpinned.append(self.region)
