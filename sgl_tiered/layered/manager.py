@@ -226,6 +226,14 @@ class LayerManager:
         )
         return self._room.pull(record.retained, self._full_pages(record), most)
 
+    def push(self, max_layer_pages: int) -> int:
+        """Copy cached pages to the host, coldest first, so that ``pull`` finds room.
+
+        Returns:
+            Layer-pages whose copy was queued.
+        """
+        return self._room.push(max_layer_pages) if max_layer_pages > 0 else 0
+
     def report(self, key: Hashable) -> LayerReport:
         """Return what became of a request's layers so far."""
         if key not in self._book:
@@ -276,7 +284,7 @@ class LayerManager:
             reads,
             self._mover.stream(reads.units),
             needs.passing,
-            needs.passing.any(axis=1).tolist(),
+            [bool(one.any()) for one in needs.passing],
             self._mover.clock.now() - started_s,
         )
         for record, count in zip(records, _per_request(batch, staged), strict=True):

@@ -104,7 +104,8 @@ class Batch:
         per_request = np.bincount(owner, missing.sum(axis=0), num)
         if passing.any():
             sums = np.zeros((len(passing), num), np.int64)
-            np.add.at(sums, (slice(None), owner), passing)
+            layers, where = passing.nonzero()
+            np.add.at(sums, (layers, owner[where]), 1)
             per_request = per_request + np.sort(sums, axis=0)[-2:].sum(axis=0)
         return Needs(missing, passing, per_request.astype(np.int64))
 

@@ -99,15 +99,15 @@ def plan_reads(
     """
     num_layers = len(bound)
     if not is_staged.any():
-        group = (0, len(indptr) - 1)
-        return ReadPlan((group,), (), np.full((num_layers, 1), -1, np.int32), bound)
+        whole = (0, len(indptr) - 1)
+        return ReadPlan((whole,), (), np.full((num_layers, 1), -1, np.int32), bound)
     sums = np.zeros((num_layers, len(pages) + 1), np.int64)
     np.cumsum(is_staged, axis=1, out=sums[:, 1:])
     needs = np.diff(sums[:, indptr], axis=1)
     groups = cut_groups(needs, len(halves[0]))
     units: list[Unit] = []
     unit_of = np.full((num_layers, len(groups)), -1, np.int32)
-    for layer in is_staged.any(axis=1).nonzero()[0].tolist():
+    for layer in np.flatnonzero(is_staged.any(axis=1)).tolist():
         for group, (first, stop) in enumerate(groups):
             begin, end = indptr[first], indptr[stop]
             where = begin + is_staged[layer, begin:end].nonzero()[0]

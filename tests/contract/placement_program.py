@@ -99,7 +99,7 @@ class Bench:
         locs, wanted = [], []
         for req, new in parts:
             need = -(-(req.length + new) // PAGE) - req.num_pages
-            if need:
+            if need > 0:
                 slots = self.allocator.alloc(need * PAGE)
                 assert slots is not None
                 begin = req.num_pages * PAGE

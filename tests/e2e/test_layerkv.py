@@ -42,6 +42,17 @@ LAYERKV = (
     "--tiered-layerkv-staging-size",
     "327680",
 )
+STREAM = (
+    "--tiered-layerkv-retain=0",
+    "--tiered-layerkv-decode=stream",
+    "--tiered-load-policy=always",
+)
+PAUSE = (
+    "--tiered-layerkv-decode=pause",
+    "--tiered-load-policy=never",
+    # A prompt of 500 tokens takes 25 ms of the link, many times a step.
+    "--tiered-emulate=host:bandwidth=20MB",
+)
 NUM_MIXED = 16
 ANSWER_TOKENS = 24
 
@@ -79,58 +90,18 @@ def layered(model, name, *flags, env=None):
     return tiered_spec(device, Tiers(32 * MB), name, (*LAYERKV, *flags), env)
 
 
-def test_broken_staging_is_caught(servers, model, plain):
-    """The gate is red where one page in four is left out of what is streamed."""
+def compared(plain, server):
+    """Replay the chats one by one; return what the gate says."""
     reference, _ = plain
-    server = servers.get(
-        layered(
-            model,
-            "layerkv-broken",
-            "--tiered-layerkv-retain",
-            "0",
-            "--tiered-layerkv-decode",
-            "stream",
-            "--tiered-fault-corrupt",
-            "staging",
-            env={"SGL_TIERED_ALLOW_FAULTS": "1"},
-        )
-    )
-    chosen = reference.chat[-6:]
-    result = check_equality(
-        chosen,
-        sequential(server, replay(chosen)),
-        page_size=CASE.page_size,
-        spread=reference.spread,
-        min_exact_fraction=0.0,
-    )
-    negative_control({"staging": result})
-
-
-@pytest.mark.parametrize("retain", ["0", "2", "auto"])
-def test_one_at_a_time_gives_equal_bits(servers, model, plain, retain):
-    """Chats whose prefixes lie on the device, in memory, or in both."""
-    reference, _ = plain
-    server = servers.get(
-        layered(model, f"layerkv-{retain}", "--tiered-layerkv-retain", retain)
-    )
     answers = sequential(server, replay(reference.chat))
-    result = check_equality(
+    return check_equality(
         reference.chat, answers, page_size=CASE.page_size, spread=reference.spread
     )
-    assert result.passed, result.summary()
-    layers = settle(server)["layerkv"]
-    if retain == "0":
-        assert layers["layerkv_bytes_offloaded"] > 0
-        assert layers["layerkv_bytes_streamed"] > 0
 
 
-@pytest.mark.parametrize("decode", ["pause", "stream"])
-def test_many_at_once_answer_alike(servers, model, plain, decode):
-    """More prompts than the pool holds, all at once, thrice, with aborts among them."""
+def many_at_once(plain, server):
+    """Send all the mixed prompts at once, thrice, with aborts among them."""
     reference, alone = plain
-    server = servers.get(
-        layered(model, f"layerkv-{decode}", "--tiered-layerkv-decode", decode)
-    )
     for _ in range(3):
         server.flush_cache()
         aborted = abort_some(server)
@@ -148,39 +119,74 @@ def test_many_at_once_answer_alike(servers, model, plain, decode):
         assert result.passed, result.summary()
     layers = stats(server)["layerkv"]
     assert layers["layerkv_bytes_offloaded"] > 0
-    wait_until(lambda: stats(server)["layerkv"]["paused"] == 0, "nobody is paused")
-    # Whoever runs was reported with what became of its layers.
-    (told,) = server.generate(mixed()[0].prompt, 4)["meta_info"]["tiered"]
-    assert told["layerkv"]["num_layers"] == 4
+    assert layers["layerkv_bytes_streamed"] > 0
+    return layers
+
+
+def test_broken_staging_is_caught(servers, model, plain):
+    """The gate is red where one page in four is left out of what is streamed."""
+    server = servers.get(
+        layered(
+            model,
+            "layerkv-broken",
+            *STREAM,
+            "--tiered-fault-corrupt=staging",
+            env={"SGL_TIERED_ALLOW_FAULTS": "1"},
+        )
+    )
+    negative_control({"staging": compared(plain, server)})
+
+
+def test_nothing_retained_one_at_a_time_gives_equal_bits(servers, model, plain):
+    """Chats whose prefixes were pushed to memory by each other, streamed."""
+    server = servers.get(layered(model, "layerkv-stream", *STREAM))
+    result = compared(plain, server)
+    assert result.passed, result.summary()
+    layers = settle(server)["layerkv"]
+    assert layers["layerkv_bytes_offloaded"] > 0
+    assert layers["layerkv_bytes_streamed"] > 0
+
+
+def test_nothing_retained_many_at_once(servers, model, plain):
+    """Everybody decodes, streamed at every step."""
+    server = servers.get(layered(model, "layerkv-stream", *STREAM))
+    assert many_at_once(plain, server)["layerkv_steps_paused"] == 0
 
 
 def test_what_was_placed_singly_comes_back_from_below(servers, model, plain):
     """Offloaded from device and memory alike, loaded again, the same answers."""
     reference, _ = plain
-    server = servers.get(
-        layered(
-            model,
-            "layerkv-below",
-            "--tiered-layerkv-retain",
-            "1",
-            "--tiered-load-policy",
-            "always",
-        )
-    )
+    server = servers.get(layered(model, "layerkv-stream", *STREAM))
+    server.flush_cache()
     chosen = reference.chat[-6:]
-    first = sequential(server, replay(chosen))
+    sequential(server, replay(chosen))
     drop(server, "device")
     again = sequential(server, replay(chosen))
     assert any(record.cached_by_tier.get("host", 0) for record in again)
-    for answers in (first, again):
-        result = check_equality(
-            chosen,
-            answers,
-            page_size=CASE.page_size,
-            spread=reference.spread,
-            min_exact_fraction=0.0,
-        )
-        assert result.passed, result.summary()
+    result = check_equality(
+        chosen,
+        again,
+        page_size=CASE.page_size,
+        spread=reference.spread,
+        min_exact_fraction=0.0,
+    )
+    assert result.passed, result.summary()
+
+
+def test_pausing_one_at_a_time_gives_equal_bits(servers, model, plain):
+    """As many layers retained as must be and fit."""
+    server = servers.get(layered(model, "layerkv-pause", *PAUSE))
+    result = compared(plain, server)
+    assert result.passed, result.summary()
+
+
+def test_pausing_many_at_once(servers, model, plain):
+    """Over a slow link some wait; all end, and say what became of their layers."""
+    server = servers.get(layered(model, "layerkv-pause", *PAUSE))
+    assert many_at_once(plain, server)["layerkv_steps_paused"] > 0
+    wait_until(lambda: stats(server)["layerkv"]["paused"] == 0, "nobody is paused")
+    (told,) = server.generate(mixed()[0].prompt, 4)["meta_info"]["tiered"]
+    assert told["layerkv"]["num_layers"] == 4
 
 
 def abort_some(server):

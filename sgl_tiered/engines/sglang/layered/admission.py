@@ -46,7 +46,7 @@ class LayerAdmission:
         self._num_layers = driver.plan.layout.num_layers
         self._page_tokens = driver.plan.layout.page_tokens
         self._pressure = Pressure(self._num_layers, driver.plan.num_layer_pages)
-        self._left = 0
+        self._left = self._spare = 0
         self._running: Sequence[Any] = ()
 
     def see(self, running: Sequence[Any]) -> None:
@@ -58,7 +58,10 @@ class LayerAdmission:
         self._driver.manager.poll()
         self.see(running)
         # Each will begin another page, in all layers.
-        self._left = self.room() - len(self._running) * self._num_layers
+        growth = len(self._running) * self._num_layers
+        room = self._driver.manager.room()
+        self._left = room.free + room.spare + room.landing + room.cached - growth
+        self._spare = room.free + room.cached - growth
 
     def room(self) -> int:
         """Return the layer-pages that can be had now."""
@@ -83,6 +86,7 @@ class LayerAdmission:
                 return False
             self._left = self.room() - reserved
         self._left -= need
+        self._spare -= need
         self._driver.decide(req.rid, retained)
         return True
 
@@ -100,7 +104,7 @@ class LayerAdmission:
         if missing <= 0:
             return True
         manager = self._driver.manager
-        reqs = self._running
+        reqs = [req for req in self._running if self._may_leave(req)]
         held = [
             LayersHeld(int(manager.held(req.rid).sum()), self._whole_pages(req))
             for req in reqs
@@ -112,11 +116,27 @@ class LayerAdmission:
             manager.release(reqs[change.position].rid, leaves)
         return self.room() >= wanted
 
+    def release(self, req: Any) -> None:
+        """Let all layers of a request leave, if they may."""
+        if self._may_leave(req):
+            everything = np.ones(self._num_layers, np.bool_)
+            self._driver.manager.release(req.rid, everything)
+
+    def _pages_to_come(self, req: Any) -> int:
+        return int(-(-tokens_to_come(req) // self._page_tokens))
+
+    def _may_leave(self, req: Any) -> bool:
+        is_known = req.rid in self._driver.known
+        return is_known and self._driver.can_leave(self._pages_to_come(req))
+
     def _whole_pages(self, req: Any) -> int:
         return int(req.kv.kv_committed_len) // self._page_tokens
 
     def _need(self, req: Any, prefix: int, new: int, retained: Bools) -> int:
         need = int(self._driver.manager.needed(prefix, new, retained))
+        if not self._driver.can_leave(self._pages_to_come(req)):
+            # What is in memory of its prefix comes back, as it could not be streamed.
+            need += self._num_layers * (prefix // self._page_tokens)
         # What it retains of later chunks is to have room as well.
         rest = len(req.origin_input_ids) + len(req.output_ids) - prefix - new
         return need + int(retained.sum()) * (max(rest, 0) // self._page_tokens)
@@ -124,9 +144,7 @@ class LayerAdmission:
     def _retained(self, req: Any, prefix: int, new: int) -> Bools:
         """Return which layers stay: as many as must, and as many more as fit."""
         num_layers, settings = self._num_layers, self._driver.plan.settings
-        total = -(-tokens_to_come(req) // self._page_tokens)
-        if total > self._driver.manager.max_context_pages:
-            # Too long to be streamed.
+        if not self._driver.can_leave(self._pages_to_come(req)):
             return np.ones(num_layers, np.bool_)
         if settings.retain is not None:
             number = min(settings.retain, num_layers)
@@ -137,7 +155,8 @@ class LayerAdmission:
             prefill_s = self._runtime.predicted_pass_s(req.rid, prefix, new)
             least = least_retained(num_layers, offload_s, prefill_s)
             prompt_pages = -(-(len(req.origin_input_ids) + 1) // self._page_tokens)
-            number = retained_in_room(num_layers, least, prompt_pages, self._left)
+            # Not the room of others' copies, which came first.
+            number = retained_in_room(num_layers, least, prompt_pages, self._spare)
         retained = np.zeros(num_layers, np.bool_)
         retained[list(retained_layers(num_layers, number))] = True
         return retained
@@ -159,7 +178,7 @@ def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> A
     def held() -> None:
         runtime.explainer.stops_for(WaitReason.BUDGET)
 
-    class LayeredPrefillAdder(base):  # type: ignore[misc, valid-type]
+    class LayeredPrefillAdder(base):
         """Holds what has no room for its layers."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 __all__ = ["LayeredAllocator"]
 
 
-class LayeredAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+class LayeredAllocator(PagedTokenToKVPoolAllocator):
     """Gives a page's places on the device back as soon as the page is free."""
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:

@@ -15,8 +15,7 @@ import torch
 from sgl_tiered_kernels.paged_attention import RequestRows
 
 from sgl_tiered.engines.sglang.cpu_attention import TieredCpuAttention
-from sgl_tiered.layered.base import PassRequest
-from sgl_tiered.layered.manager import PassPlan
+from sgl_tiered.layered.base import PassPlan, PassRequest
 
 __all__ = ["LayeredCpuAttention"]
 

@@ -14,8 +14,8 @@ import torch
 
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.errors import TieredError
-from sgl_tiered.layered.base import LayerReport, PassRequest
-from sgl_tiered.layered.manager import LayerManager, PassPlan
+from sgl_tiered.layered.base import LayerReport, PassPlan, PassRequest
+from sgl_tiered.layered.manager import LayerManager
 
 __all__ = ["LayerDriver"]
 
@@ -49,7 +49,10 @@ class LayerDriver:
             "layerkv_stall_s": 0.0,
             "layerkv_requests": 0,
         }
+        # Had a forward, and still hold KV.
+        self.known: set[str] = set()
         self._is_open = False
+        self._has_padding = False
         self._loc: torch.Tensor | None = None
         self._write_pages: Int64s = np.empty(0, np.int64)
         self._write_index: torch.Tensor = torch.empty(0)
@@ -82,11 +85,17 @@ class LayerDriver:
         self._loc = None
         plan = self.manager.begin_pass(requests)
         if plan.refused:
+            # Admission counts before pages are given out, so it may be off by a few.
+            for rid in self.known:
+                self.manager.release(rid, np.ones(len(self.transfers), np.bool_))
+            plan = self.manager.begin_pass(requests)
+        if plan.refused:
             raise TieredError(
                 f"{len(plan.refused)} of {len(requests)} requests were admitted "
                 f"without room for their layers: {self.manager.room()}"
             )
         self._is_open = True
+        self.known.update(str(one.key) for one in requests)
         return plan
 
     def slots_for_write(self, layer: int, loc: torch.Tensor) -> torch.Tensor:
@@ -122,6 +131,7 @@ class LayerDriver:
     def finished(self, rid: str) -> None:
         """Note that a request holds no KV any more: ended, aborted or retracted."""
         self._decided.pop(rid, None)
+        self.known.discard(rid)
         report = self.manager.finished(rid)
         if not report.num_passes:
             return
@@ -136,6 +146,14 @@ class LayerDriver:
         totals["layerkv_bytes_pulled"] += report.bytes_pulled
         totals["layerkv_stall_s"] += report.stall_s
         totals["layerkv_requests"] += 1
+
+    def can_leave(self, num_pages: int) -> bool:
+        """Return whether layers of a request may leave, as they could be streamed.
+
+        Args:
+            num_pages: that it will have in the end.
+        """
+        return num_pages <= self.manager.max_context_pages
 
     def paused(self, rids: Sequence[str]) -> None:
         """Note who waits in this step."""

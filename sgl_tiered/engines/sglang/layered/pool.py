@@ -21,7 +21,7 @@ from sgl_tiered.tiers.memory import MemoryRegion
 __all__ = ["LayeredPool"]
 
 
-class LayeredPool(MHATokenToKVPool):  # type: ignore[misc]
+class LayeredPool(MHATokenToKVPool):
     """A pool whose layers share one tensor; ``plan`` says how large all is."""
 
     plan: ClassVar[LayerPlan]

@@ -18,8 +18,7 @@ from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
-from sgl_tiered.policies.layers.pressure import LayersHeld, Pressure
-from sgl_tiered.policies.layers.retention import regained
+from sgl_tiered.policies.layers.pressure import Pressure
 from sgl_tiered.policies.layers.turns import (
     PauseTurns,
     StreamTurns,
@@ -144,29 +143,25 @@ class DecodeTurns:
         manager = self._driver.manager
         everything = np.ones(self._num_layers, np.bool_)
         for n in plan.yields:
-            manager.release(reqs[n].rid, everything)
-        # Those behind, who may be asked to make room, keep what they have.
+            self._admission.release(reqs[n])
+        away = [n for n in plan.order if facts[n].host_bytes and n not in plan.yields]
+        if not away:
+            return
         room = manager.room()
         growth = len(reqs) * self._num_layers
-        spare = self._pressure.surplus(room.free + room.spare - growth)
-        wanted = [n for n in plan.order if facts[n].host_bytes and n not in plan.yields]
-        if not wanted or spare <= 0:
-            return
-        held = [
-            LayersHeld(
-                int(manager.held(reqs[n].rid).sum()),
-                facts[n].context_tokens // self._page_tokens,
-            )
-            for n in wanted
-        ]
-        for change in self._pressure.returns(held, spare):
-            rid = reqs[wanted[change.position]].rid
-            had = np.flatnonzero(manager.held(rid)).tolist()
-            back = regained(self._num_layers, had, change.num_layers - len(had))
-            layers = np.zeros(self._num_layers, np.bool_)
-            layers[list(back)] = True
-            manager.hold(rid, layers)
-            spare -= manager.pull(rid, spare)
+        left = self._pressure.surplus(room.free + room.spare + room.cached - growth)
+        for n in away:
+            wanted = facts[n].host_bytes // self._layer_page_bytes
+            if wanted > left:
+                # One request whole before the next: in part it would go on waiting.
+                break
+            manager.hold(reqs[n].rid, everything)
+            queued = manager.pull(reqs[n].rid, wanted)
+            if queued < wanted:
+                # Cached pages stand in its way until they are on the host.
+                manager.push(wanted - queued)
+                break
+            left -= wanted
 
     def _note(self, reqs: Sequence[Any], decode: set[int], now_s: float) -> None:
         known = {}
