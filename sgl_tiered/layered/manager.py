@@ -268,7 +268,7 @@ class LayerManager:
         too_long = batch.excess(staged)
         if too_long.any():
             reserve = needs.num_at_once + needs.num_passing
-            if not self._bring_back(batch.pages[too_long], reserve):
+            if not self._bring_back(batch.pages[too_long & ~batch.is_new], reserve):
                 self._leave(batch)
                 refused = np.unique(batch.request_of[too_long]).tolist()
                 return self._refuse(batch, strangers, tuple(refused))

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from hypothesis.stateful import precondition as when
 
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 from tests.property.layered_driver import LAYERS, PAGES, TOKENS, Driver
@@ -38,11 +37,15 @@ class LayeredMachine(RuleBasedStateMachine):
         self.driver.copier.waiter_copies = waiter_copies
         self.fail_rate = 0.0
 
+    # No preconditions: what there is depends on the threads, what is drawn must not.
+
     def pick(self, number: int) -> int:
+        """Return a request; begin one if there is none."""
+        if not self.driver.requests:
+            self.driver.start(1, 7, np.zeros(LAYERS, np.bool_), share=True)
         keys = sorted(self.driver.requests)
         return keys[number % len(keys)]
 
-    @when(lambda self: len(self.driver.requests) < 5)
     @rule(
         story=st.integers(1, 2),
         goal=st.integers(1, 12),
@@ -50,9 +53,9 @@ class LayeredMachine(RuleBasedStateMachine):
         share=st.booleans(),
     )
     def start(self, story: int, goal: int, retained: np.ndarray, share: bool) -> None:
-        self.driver.start(story, goal, retained, share=share)
+        if len(self.driver.requests) < 5:
+            self.driver.start(story, goal, retained, share=share)
 
-    @when(lambda self: self.driver.requests)
     @rule(
         who=st.lists(PICK, min_size=1, max_size=4),
         chunk=st.sampled_from([1, 2, 3, 4, 12]),
@@ -63,7 +66,6 @@ class LayeredMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.driver.forward(keys, chunk)
 
-    @when(lambda self: self.driver.requests)
     @rule(number=PICK)
     def one_alone_gets_on(self, number: int) -> None:
         """A request fits as soon as all the others are gone."""
@@ -79,24 +81,22 @@ class LayeredMachine(RuleBasedStateMachine):
         num_pages = -(-goal // TOKENS)
         total = driver.manager.room().total
         if num_pages * LAYERS <= total and free >= num_pages:
-            assert driver.forward([key], goal) == [key]
+            before = (request, driver.manager.room(), driver.manager.away([key]), driver.binding.num_adrift, driver.manager._mover.num_flights, driver.num_broken, driver.num_refused)
+            assert driver.forward([key], goal) == [key], (before, driver.num_broken, driver.num_refused, driver.manager.room(), driver.cached)
 
-    @when(lambda self: self.driver.requests)
     @rule(number=PICK, keep=st.booleans())
     def end(self, number: int, keep: bool) -> None:
         self.driver.end(self.pick(number), keep=keep)
 
-    @when(lambda self: self.driver.requests)
     @rule(number=PICK)
     def merge(self, number: int) -> None:
         self.driver.merge(self.pick(number))
 
-    @when(lambda self: self.driver.cached)
     @rule(number=PICK)
     def evict(self, number: int) -> None:
-        self.driver.evict(number % len(self.driver.cached))
+        if self.driver.cached:
+            self.driver.evict(number % len(self.driver.cached))
 
-    @when(lambda self: self.driver.requests)
     @rule(number=PICK, layers=MASKS)
     def release(self, number: int, layers: np.ndarray) -> None:
         key = self.pick(number)
@@ -104,7 +104,6 @@ class LayeredMachine(RuleBasedStateMachine):
             self.driver.manager.release(key, layers)
             self.driver.requests[key].retained = self.driver.manager.held(key)
 
-    @when(lambda self: self.driver.requests)
     @rule(number=PICK, layers=MASKS, most=st.integers(0, 20))
     def hold_and_pull(self, number: int, layers: np.ndarray, most: int) -> None:
         key = self.pick(number)
@@ -121,12 +120,12 @@ class LayeredMachine(RuleBasedStateMachine):
     def load(self, story: int, num: int, layers: np.ndarray, ok: bool) -> None:
         self.driver.load(story, num, layers, ok=ok)
 
-    @when(lambda self: self.driver.cached)
     @rule(number=PICK)
     def pin(self, number: int) -> None:
-        pages = self.driver.cached[number % len(self.driver.cached)][1]
-        self.driver.manager.pin(np.array(pages))
-        self.driver.pinned[pages] += 1
+        if self.driver.cached:
+            pages = self.driver.cached[number % len(self.driver.cached)][1]
+            self.driver.manager.pin(np.array(pages))
+            self.driver.pinned[pages] += 1
 
     @rule()
     def unpin(self) -> None:
