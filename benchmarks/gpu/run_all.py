@@ -1,4 +1,4 @@
-"""All that has to be seen on a GPU: the tests, the copies, the load under a forward.
+"""All that has to be seen on a GPU: tests, copies, loads and layers under a forward.
 
     python benchmarks/gpu/run_all.py                  # about 5 minutes on one GPU
     python benchmarks/gpu/run_all.py --dry-run        # the same on a CPU, tiny
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from movement.copies import measure_copies
+from movement.layers import measure_layers
 from movement.overlap import measure_overlap
 from movement.place import Place
 from movement.stack import StackShape
@@ -29,7 +30,13 @@ from sgl_tiered_kernels import page_copy
 from sgl_tiered_workloads.records import make_header
 
 ROOT = Path(__file__).parents[2]
-TESTS = ("tests/kernels", "tests/unit/engines/test_cuda_ops.py")
+TESTS = (
+    "tests/kernels",
+    *(
+        f"tests/unit/engines/test_{name}.py"
+        for name in ("cuda_ops", "cuda_layers", "layered_indices", "collectives")
+    ),
+)
 PIECES = [4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]
 DRY_STACK = StackShape(num_layers=4, hidden=64, intermediate=128, num_heads=2)
 
@@ -70,14 +77,15 @@ def _measure(place: Place, args: argparse.Namespace) -> Iterable[dict[str, Any]]
     pieces = PIECES[:2] if dry else PIECES
     num_bytes = 64 << 10 if dry else 128 << 20
     yield from measure_copies(place, pieces, num_bytes, repeats)
-    yield from measure_overlap(
-        place,
-        DRY_STACK if dry else StackShape(),
-        page_tokens=args.page_tokens,
-        cached_tokens=min(args.cached_tokens, 64) if dry else args.cached_tokens,
-        new_tokens=min(args.new_tokens, 16) if dry else args.new_tokens,
-        repeats=repeats,
-    )
+    for measure in (measure_overlap, measure_layers):
+        yield from measure(
+            place,
+            DRY_STACK if dry else StackShape(),
+            page_tokens=args.page_tokens,
+            cached_tokens=min(args.cached_tokens, 64) if dry else args.cached_tokens,
+            new_tokens=min(args.new_tokens, 16) if dry else args.new_tokens,
+            repeats=repeats,
+        )
 
 
 def _tests_pass() -> bool:
@@ -92,6 +100,11 @@ def _line(record: dict[str, Any]) -> str:
         return (
             f"copy {record['direction']:4} {record['piece_bytes']:8d} B pieces by "
             f"{record['way']:8} {rate:7.2f} GB/s, plain {plain:7.2f}"
+        )
+    if record["kind"] == "layers":
+        return (
+            f"layers in {record['way']:8} memory, efficiency {_streamed(record):.3f}, "
+            f"down {_down_rate(record):.2f} GB/s"
         )
     return (
         f"overlap by {record['way']:8} efficiency {_efficiency(record):.3f}, forward "
@@ -109,6 +122,20 @@ def _efficiency(record: dict[str, Any]) -> float:
     return median["both_s"] / (longer + median["first_layer_s"])
 
 
+def _streamed(record: dict[str, Any]) -> float:
+    """Return the streamed forward over the longer of forward and copies; 1 is ideal."""
+    median = {
+        name: statistics.median(record[name])
+        for name in ("forward_s", "link_s", "both_s")
+    }
+    return median["both_s"] / max(median["forward_s"], median["link_s"])
+
+
+def _down_rate(record: dict[str, Any]) -> float:
+    """Return GB/s of layers that go down one at a time."""
+    return float(record["stream_bytes"] / statistics.median(record["down_s"]) / 1e9)
+
+
 def _offload_cost(record: dict[str, Any]) -> float:
     """Return the forward beside an offload over the forward alone; 1 is no cost."""
     beside = statistics.median(record["forward_beside_offload_s"])
@@ -123,6 +150,12 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
             rate = record["num_bytes"] / statistics.median(record["seconds"]) / 1e9
             name = f"{record['direction']}_{record['way']}_gb_per_s"
             figures.setdefault(name, {})[str(record["piece_bytes"])] = round(rate, 3)
+        elif record["kind"] == "layers":
+            way = record["way"]
+            streamed = figures.setdefault("streamed_efficiency", {})
+            streamed[way] = round(_streamed(record), 4)
+            down = figures.setdefault("layers_down_gb_per_s", {})
+            down[way] = round(_down_rate(record), 3)
         else:
             by_way = figures.setdefault("overlap_efficiency", {})
             by_way[record["way"]] = round(_efficiency(record), 4)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from sgl_tiered.core.layout import PageLayout
 
-__all__ = ["FakeCopyOps", "FakeDevice", "FakeEvent", "FakeStream"]
+__all__ = ["FakeCopyOps", "FakeDevice", "FakeEvent", "FakeLayerOps", "FakeStream"]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -326,3 +326,45 @@ class FakeCopyOps:
             self.layers[layer, pages] = memory[rows, first_byte:end]
 
         stream.run(work, cost_ms)
+
+
+class FakeLayerOps(FakeCopyOps):
+    """Copies of layer-pages of one tensor, which all layers share.
+
+    Attributes:
+        tensor: uint8 [num_physical, layer_page_bytes], keys then values.
+    """
+
+    def __init__(
+        self, device: FakeDevice, layout: PageLayout, num_physical: int
+    ) -> None:
+        super().__init__(device, layout, num_physical)
+        width = layout.layer_page_bytes
+        self.tensor: UInt8s = np.full((num_physical, width), 0xEE, np.uint8)
+        # A copy names a layer and a page; every layer is a view of the one tensor.
+        self.layers = np.lib.stride_tricks.as_strided(
+            self.tensor,
+            (layout.num_layers, num_physical, width),
+            (0, *self.tensor.strides),
+        )
+
+    def store_by_engines(
+        self,
+        stream: FakeStream,
+        layer: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        pages: Int64s,
+    ) -> None:
+        """Copy to rows of memory; the bytes are read when the device comes to it."""
+        del layer
+        rows, pages = rows.copy(), pages.copy()
+        end = first_byte + self.layout.layer_page_bytes
+
+        def work() -> None:
+            if self.fail_store:
+                raise RuntimeError("the store was told to fail")
+            memory[rows, first_byte:end] = self.tensor[pages]
+
+        stream.run(work)

@@ -85,9 +85,11 @@ class Place:
         below = BY_KERNEL if way == "kernel" else BY_ENGINES
         return StreamPool(CudaOps(buffers, layout, None), kernel_below_bytes=below)
 
-    def region(self, num_rows: int, layout: PageLayout) -> MemoryRegion:
+    def region(
+        self, num_rows: int, layout: PageLayout, *, pinned: bool = True
+    ) -> MemoryRegion:
         """Return host memory for pages, pinned where there is a device."""
-        register = _register if self.is_cuda else None
+        register = _register if self.is_cuda and pinned else None
         return MemoryRegion(num_rows, layout.slot_bytes, register=register)
 
 

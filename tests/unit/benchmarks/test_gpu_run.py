@@ -37,8 +37,12 @@ def test_a_dry_run_writes_every_record(script, tmp_path, capsys):
     (overlap,) = [r for r in lines if r["kind"] == "overlap"]
     assert all(len(overlap[name]) == 2 for name in ("forward_s", "both_s", "load_s"))
     assert overlap["load_bytes"] == 64 * 4 * 2 * 64 * 2
+    (layers,) = [r for r in lines if r["kind"] == "layers"]
+    assert all(len(layers[name]) == 2 for name in ("forward_s", "both_s", "down_s"))
+    assert layers["stream_bytes"] == overlap["load_bytes"]
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["dry_run"] is True
+    assert set(summary["streamed_efficiency"]) == {"pageable"}
     assert set(summary["overlap_efficiency"]) == {"cpu"}
 
 
@@ -50,6 +54,23 @@ def test_wrong_bytes_end_it_without_figures(script, tmp_path, capsys, monkeypatc
     assert script.main(["--dry-run", "--out", str(tmp_path)]) == 1
     assert "WRONG BYTES" in capsys.readouterr().err
     assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_a_streamed_forward_that_reads_stale_pages_ends_it(
+    script, tmp_path, capsys, monkeypatch
+):
+    """The check of the layers is one that can fail."""
+    from movement.layers import CpuLayerCopier
+
+    load = CpuLayerCopier.to_device
+
+    def stale(self, layer, rows, physical, after):
+        if layer != 3 or physical[0] < 16:
+            load(self, layer, rows, physical, after)
+
+    monkeypatch.setattr(CpuLayerCopier, "to_device", stale)
+    assert script.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    assert "another answer" in capsys.readouterr().err
 
 
 def test_without_a_device_it_says_what_to_do(script, capsys):

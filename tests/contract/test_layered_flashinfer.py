@@ -1,0 +1,86 @@
+"""SGLang's FlashInfer backend over layers: right answers from stand-in kernels."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+PROGRAM = Path(__file__).parent / "flashinfer_program.py"
+TIMEOUT_S = 280
+ROUNDING = 1e-4
+"""float32; a wrong page holds numbers of another size altogether."""
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What the program saw."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_layer_is_read_where_it_lies(told):
+    """Prefills with and without a prefix, and decode steps, layers on both sides."""
+    assert told["worst"]["extend"] < ROUNDING
+    assert told["worst"]["decode"] < ROUNDING
+    assert told["streamed"] > told["streamed_in_prefill"] > 0
+
+
+def test_stale_staging_is_caught(told):
+    """The negative control: pages that are not copied change the answers."""
+    assert told["broken"] > 1000 * ROUNDING
+
+
+def test_batches_of_one_and_of_several_groups_were_run(told):
+    """Both forms of a plan, in both kinds of forward."""
+    for kind in ("extend", "decode"):
+        assert max(told["groups"][kind]) > 1
+    assert min(told["groups"]["extend"]) == 1
+
+
+def test_a_plan_serves_all_layers(told):
+    """One plan per forward and group; the runs are as many as layers."""
+    assert told["plans"] == len(told["groups"]["decode"])
+    assert told["runs"] == 3 * told["plans"]
+
+
+def test_cuda_graphs_are_refused_in_one_sentence(told):
+    """The sentence says what to add."""
+    assert told["refused"].startswith("EngineCompatibilityError")
+    assert "--cuda-graph-backend-decode disabled" in told["refused"]
+    assert "\n" not in told["refused"]
+
+
+def test_it_says_at_start_that_no_gpu_has_seen_it(told):
+    """Once, in one sentence."""
+    (sentence,) = told["logged"]
+    assert "has not been validated on a GPU" in sentence
+    assert "\n" not in sentence
+
+
+def test_the_pool_comes_in_on_cuda_where_layers_are_planned(told):
+    """SGLang's CUDA platform answers as before everywhere else."""
+    hooked = told["hooked"]
+    assert hooked["before"] == [None, None, None]
+    assert hooked["mla"] is None
+    places, planned = hooked["pool"].index("CudaPlaces"), hooked["pool"]
+    assert places < planned.index("LayeredPool") < planned.index("MHATokenToKVPool")
+    assert "LayeredAllocator" in hooked["allocator"]
+    assert "PagedTokenToKVPoolAllocator" in hooked["allocator"]
+    assert hooked["base_is_untouched"] is True
+    assert hooked["plain"] == "plain"
+
+
+def test_methods_take_what_sglang_passes(told):
+    """The signatures of what is overridden are SGLang's."""
+    for theirs, ours in told["parameters"].values():
+        assert ours == theirs

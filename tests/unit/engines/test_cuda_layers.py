@@ -1,0 +1,232 @@
+"""Layer-wise KV on CUDA: what can be seen of it without a device, and with one."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
+
+from sgl_tiered.core.layout import PageLayout  # noqa: E402
+from sgl_tiered.engines.sglang.cuda_ops import as_byte_pages  # noqa: E402
+from sgl_tiered.engines.sglang.layered import cuda  # noqa: E402
+from sgl_tiered.engines.sglang.layered.cuda import (  # noqa: E402
+    CudaLayerOps,
+    CudaPlaces,
+    cuda_layer_copier,
+    refuse_on_cuda,
+)
+from sgl_tiered.errors import ConfigError  # noqa: E402
+from sgl_tiered.tiers.memory import MemoryRegion  # noqa: E402
+
+NUM_LAYERS, NUM_PHYSICAL, PAGE_TOKENS, HEADS, DIM = 3, 12, 16, 2, 8
+LAYOUT = PageLayout(NUM_LAYERS, PAGE_TOKENS, HEADS * DIM * 2)
+
+
+def make_pool(device="cpu"):
+    """Return buffers as a `LayeredPool` has them: one tensor under all layers."""
+    torch.manual_seed(0)
+    shape = (2, (NUM_PHYSICAL + 1) * PAGE_TOKENS, HEADS, DIM)
+    both = torch.randn(shape).to(torch.bfloat16).to(device)
+    return SimpleNamespace(
+        k_buffer=[both[0]] * NUM_LAYERS, v_buffer=[both[1]] * NUM_LAYERS
+    )
+
+
+def layer_pages(pool, numbers):
+    """Return layer-pages as they have to lie in a row: uint8 [n, layer_page_bytes]."""
+    parts = [
+        as_byte_pages(buffers[0], LAYOUT)[torch.from_numpy(numbers)].cpu()
+        for buffers in (pool.k_buffer, pool.v_buffer)
+    ]
+    return torch.cat(parts, dim=1).numpy()
+
+
+def part(region, layer, rows):
+    begin = LAYOUT.key_offset(layer)
+    return region[rows, begin : begin + LAYOUT.layer_page_bytes]
+
+
+def host_ops(pool):
+    def one(to, frm, num_bytes, stream):
+        ctypes.memmove(to, frm, num_bytes)
+        return 0
+
+    return CudaLayerOps(pool, LAYOUT, None, engines=CopyEngines(None, one))
+
+
+def test_a_layer_goes_down_and_comes_up_elsewhere():
+    """The addresses of both directions, in the one tensor that all layers share."""
+    pool, stream = make_pool(), SimpleNamespace(cuda_stream=0)
+    ops = host_ops(pool)
+    region = np.zeros((6, LAYOUT.slot_bytes), np.uint8)
+    rows, pages, to = np.array([4, 0, 2]), np.array([1, 5, 12]), np.array([7, 3, 2])
+    wanted = layer_pages(pool, pages)
+    for layer in range(NUM_LAYERS):
+        first = LAYOUT.key_offset(layer)
+        ops.store_by_engines(stream, layer, region, rows, first, pages)
+        np.testing.assert_array_equal(part(region, layer, rows), wanted)
+        assert not region[[1, 3, 5]].any()
+        ops.load_by_engines(stream, layer, region, rows, first, to)
+        np.testing.assert_array_equal(layer_pages(pool, to), wanted)
+        region[:] = 0
+
+
+def test_layers_of_their_own_are_no_layered_pool():
+    """Physical numbers mean nothing where each layer has a tensor."""
+    pool = make_pool()
+    pool.k_buffer = [buffer.clone() for buffer in pool.k_buffer]
+    with pytest.raises(ValueError, match="share"):
+        host_ops(pool)
+
+
+class Planned:
+    """What ``capacity.pool_class`` returns, as far as the places go."""
+
+    def __init__(self):
+        self.page_size = PAGE_TOKENS
+        pool = make_pool()
+        self.k_buffer, self.v_buffer = pool.k_buffer, pool.v_buffer
+        self.region = MemoryRegion(2, 4096)
+        self.written = []
+        manager = SimpleNamespace(layer_written=self.written.append)
+        self.driver = SimpleNamespace(manager=manager)
+
+
+class OnCuda(CudaPlaces, Planned):
+    """Made as ``cuda.py`` makes it."""
+
+
+def test_new_tokens_go_where_the_backend_says_and_padding_to_page_0():
+    """The pool reads nothing back from the device to find out."""
+    pool = OnCuda()
+    new = torch.ones(3, HEADS, DIM, dtype=torch.bfloat16)
+    pool._store_kv_layer(1, torch.tensor([35, 0, 1]), new, new)
+    assert torch.equal(pool.k_buffer[0][[3, 0, 1]], new)
+    assert pool.written == []
+    pool.write_slots = lambda layer: torch.tensor([100 + layer, 50])
+    pool._store_kv_layer(2, torch.tensor([35, 16, 0]), 2 * new, 3 * new)
+    assert torch.equal(pool.k_buffer[0][[102, 50, 0]], 2 * new)
+    assert torch.equal(pool.v_buffer[0][[102, 50, 0]], 3 * new)
+    assert pool.written == [2]
+
+
+def test_the_host_region_is_pinned_or_left_as_it_was():
+    """Where CUDA cannot pin so much, pageable memory and the host thread serve."""
+    pool, pinned = OnCuda(), []
+
+    def register(address, num_bytes):
+        pinned.append((address, num_bytes))
+        return lambda: pinned.remove((address, num_bytes))
+
+    def refuse(address, num_bytes):
+        raise ConfigError("--tiered-layerkv", "cannot pin", "give less")
+
+    before = pool.region
+    with pytest.raises(ConfigError):
+        pool.pin(refuse)
+    assert pool.region is before
+    pool.pin(register)
+    assert pinned == [(pool.region.array.ctypes.data, 2 * 4096)]
+    assert pool.region.array.shape == (2, 4096)
+    pool.region.close()
+    assert pinned == []
+
+
+def test_the_hooks_answer_as_before_where_nothing_is_planned(monkeypatch):
+    """And for kinds of pool that layers are not placed in."""
+    kinds = []
+
+    def original(platform, *, kind):
+        kinds.append(kind)
+
+    monkeypatch.setattr(cuda, "pool_class", lambda: None)
+    monkeypatch.setattr(cuda, "allocator_class", lambda: None)
+    assert cuda._pool_class(original, "platform", kind="mha") is None
+    assert cuda._allocator_class(lambda platform: int, "platform") is int
+    monkeypatch.setattr(cuda, "pool_class", lambda: Planned)
+    monkeypatch.setattr(cuda, "allocator_class", lambda: str)
+    assert cuda._pool_class(original, "platform", kind="mla") is None
+    assert kinds == ["mha", "mla"]
+    made = cuda._pool_class(original, "platform", kind="mha")
+    assert made.__mro__[1:3] == (CudaPlaces, Planned)
+    assert cuda._allocator_class(lambda platform: int, "platform") is str
+
+
+def eager(**changed):
+    phases = {
+        name: SimpleNamespace(backend=changed.pop(name, "disabled"))
+        for name in ("decode", "prefill")
+    }
+    given = {
+        "cuda_graph_config": SimpleNamespace(**phases),
+        "disable_overlap_schedule": True,
+        "attention_backend": "flashinfer",
+    }
+    return SimpleNamespace(**(given | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "flag"),
+    [
+        ({"decode": "full"}, "--cuda-graph-backend-decode disabled"),
+        ({"prefill": "breakable"}, "--cuda-graph-backend-prefill disabled"),
+        ({"disable_overlap_schedule": False}, "--disable-overlap-schedule"),
+        ({"attention_backend": "triton"}, "--attention-backend flashinfer"),
+        ({"decode_attention_backend": "fa3"}, "--attention-backend flashinfer"),
+    ],
+)
+def test_what_cuda_cannot_do_yet_is_refused_in_one_sentence(changed, flag):
+    """The sentence says what to add."""
+    refuse_on_cuda(eager())
+    with pytest.raises(ConfigError) as refused:
+        refuse_on_cuda(eager(**changed))
+    assert flag in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_layers_survive_the_device(pinned):
+    """Down from work that is queued, and up before work that is, bit for bit."""
+    pool = make_pool("cuda")
+    memory = MemoryRegion(8, LAYOUT.slot_bytes, register=_register if pinned else None)
+    pool.region = memory
+    copier = cuda_layer_copier(pool, LAYOUT, None)
+    rows, pages = np.array([4, 0, 2]), np.array([1, 5, 12], np.int32)
+    halves = (np.array([7, 3, 2], np.int32), np.array([8, 4, 9], np.int32))
+    index = torch.from_numpy(pages.astype(np.int64)).cuda()
+    keys = as_byte_pages(pool.k_buffer[0], LAYOUT)
+    values = as_byte_pages(pool.v_buffer[0], LAYOUT)
+    wanted = []
+    for layer in range(NUM_LAYERS):
+        torch.cuda._sleep(20_000_000)
+        keys[index], values[index] = 3 * layer + 1, 3 * layer + 2
+        copier.to_host(layer, pages, rows, copier.mark())
+        wanted.append(layer_pages(pool, pages.astype(np.int64)))
+        np.testing.assert_array_equal(part(memory.array, layer, rows), wanted[-1])
+    read = []
+    for layer in range(NUM_LAYERS):
+        half = halves[layer % 2]
+        arrival = copier.to_device(layer, rows, half, copier.mark())
+        arrival.order()
+        where = torch.from_numpy(half.astype(np.int64)).cuda()
+        torch.cuda._sleep(20_000_000)
+        read.append(torch.cat([keys[where], values[where]], dim=1))
+    for layer in range(NUM_LAYERS):
+        np.testing.assert_array_equal(read[layer].cpu().numpy(), wanted[layer])
+    copier.close()
+    memory.close()
+
+
+def _register(address, num_bytes):
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(address, num_bytes, 0)) == 0
+    return lambda: cudart.cudaHostUnregister(address)
