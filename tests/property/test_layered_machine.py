@@ -225,7 +225,8 @@ class LateCopier(FakeLayerCopier):
 
 
 @pytest.mark.parametrize(
-    ("broken", "found"), [(SkippingCopier, "read something else"), (LateCopier, "")]
+    ("broken", "found"),
+    [(SkippingCopier, "read something else"), (LateCopier, "assert|read")],
 )
 def test_a_broken_copier_is_caught(broken: type[FakeLayerCopier], found: str) -> None:
     """The reference finds a page that was not staged, or never left."""

@@ -48,9 +48,9 @@ WAIT_LIMIT_S = 15.0
 """For requests without a TPOT target, or late in any case. Turns cost moves of layers:
 in the simulator, with 6 times as many requests as have room, 15 s give 5 % fewer tokens
 than no limit, 10 s give 8 % and 5 s give 39 % fewer."""
-TURN_TOKENS = 64
+TURN_TOKENS = 32
 """Tokens before one may be made to yield: two moves of its layers, of about a step
-each on a PCIe link, are then a thirtieth of its turn."""
+each on a PCIe link, are then a sixteenth of its turn."""
 
 LINK_SHARE = 0.9
 """Of a step's time, for streaming; simulated, more requests that decode are worth more
