@@ -134,7 +134,7 @@ class LayerCounts:
     Attributes:
         offloaded_bytes, streamed_bytes, returned_bytes: over the link: to the host; to
             the device for steps; to the device for good.
-        stall_s: that passes and steps waited for the link.
+        stall_s: that prefill passes waited for the link; steps are not counted.
         num_pauses: times that somebody was made to wait.
     """
 

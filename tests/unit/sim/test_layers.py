@@ -84,8 +84,9 @@ def test_streaming_costs_what_pausing_saves(make_config: Make) -> None:
     paused = ran(layered(config, decode="pause"), crowd())
     assert streamed.layers is not None
     assert paused.layers is not None
-    assert streamed.layers.num_pauses == 0 < paused.layers.num_pauses
-    assert streamed.layers.streamed_bytes > 4 * paused.layers.streamed_bytes
+    # Streamed ones wait too where there is no layer-page for their next token.
+    assert streamed.layers.num_pauses < paused.layers.num_pauses
+    assert streamed.layers.streamed_bytes > 2 * paused.layers.streamed_bytes
     assert paused.end_s < streamed.end_s
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["PlacedLayers", "attach_scheduler", "connect", "place_layers"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,10 @@ def place_layers(
             "device does not go with --tiered-layerkv yet",
             "give host",
         )
+    logger.warning(
+        "sgl-tiered: layer-wise KV (--tiered-layerkv) is experimental: its answers are "
+        "tested on a CPU, its speed is not measured yet."
+    )
     pace = emulator.pace(TierId.HOST)
     return connect(pool, plan, clock, pace, breaks_staging=config.breaks_staging)
 
