@@ -103,6 +103,10 @@ bench-planner: install ## the planner against always loading and never loading (
 bench-orders: install ## orders of the queue, prefetch and text analysis (throttled)
 	@exec $(PY) benchmarks/serving/bench_orders.py $(ARGS)
 
+.PHONY: bench-layerkv
+bench-layerkv: install ## layer-wise KV against plain SGLang (emulated link)
+	@exec $(PY) benchmarks/serving/bench_layerkv.py $(ARGS)
+
 .PHONY: bench-slo
 bench-slo: install ## SLO admission off and on: violations and throughput
 	@exec $(PY) benchmarks/serving/bench_slo.py $(ARGS)
