@@ -36,7 +36,7 @@ GOOD = {
         "--tiered-explain-last=50",
         "--tiered-emulate=host:latency=0.001",
     ],
-    "layerkv": [
+    "layerkv on": [
         *ON,
         "--page-size=16",
         "--disable-overlap-schedule",
