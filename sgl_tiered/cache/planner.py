@@ -20,8 +20,9 @@ What is weighed, for the first ``m`` of ``n`` found pages:
 The overhead of a pass is paid either way and cancels; a split pays it twice. No
 constant says how few pages are not worth a load: it follows from the link's latency.
 
-Waiting for a link costs the request that waits. Computing costs all that wait for the
-device: where there are such, a second of computing counts ``compute_weight`` times.
+Waiting for a link costs the request that waits. A pass costs all that wait for the
+device: where there are such, a second of it counts ``compute_weight`` times, that of a
+load which it waits for as well.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Choice:
             their own, before those from here on are loaded; 0 for no split.
         total_s: predicted time until the pass over the prompt has ended.
         alternative_s: the same without any load.
-        rank_s: what it is chosen by: ``total_s``, computing weighted.
+        rank_s: what it is chosen by: ``total_s``, time on the device weighted.
     """
 
     num_pages: int
@@ -417,6 +418,7 @@ class _Run:
             busy_s = load_s = 0.0
         pass_s = self._planner.pass_s(busy_s + rest_s, load_s + direct_s)
         total_s = start_s + pass_s
+        held_s = pass_s - self._planner.pass_s(busy_s, load_s)
         return Choice(
             num_pages,
             before_s + direct_s,
@@ -426,7 +428,7 @@ class _Run:
             0,
             total_s,
             self._none_s,
-            total_s + self._extra * rest_s,
+            total_s + self._extra * held_s,
         )
 
     def best_inside(self, start: int, stop: int) -> Choice | None:
@@ -476,7 +478,7 @@ class _Run:
                 direct_s += planner.load_s(TierId(tier), share)
         rest_s = self._pass_s(num)
         total_s = max(front_s, read_s(begin)) + rest_s + direct_s
-        computed_s = front_s - self._facts.compute_s + rest_s
+        held_s = front_s - self._facts.compute_s + rest_s + direct_s
         return Choice(
             num,
             planner.load_s(TierId.DISK, int(after[begin])) + direct_s,
@@ -486,7 +488,7 @@ class _Run:
             begin,
             total_s,
             self._none_s,
-            total_s + self._extra * computed_s,
+            total_s + self._extra * held_s,
         )
 
     def _pass_s(self, num_loaded: int) -> float:

@@ -176,6 +176,16 @@ def test_where_others_wait_for_the_device_a_longer_read_pays() -> None:
     assert planner.choose(run, 0, 200, longer).num_pages == 0, "there is a bound"
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_load_that_holds_the_device_weighs_as_much(overlaps: bool) -> None:
+    """A host link slower than computing: its load would hold the others up as well."""
+    planner = make_planner(host=(0.1, 1e4), overhead_s=1e-3, overlaps=overlaps)
+    run = tiers(*[HOST] * 10)
+    before = planner.choose(run, 0, 101)
+    planner.compute_weight = weight_among(4, is_busy=True)
+    assert planner.choose(run, 0, 101).num_pages == before.num_pages == 0
+
+
 def test_the_weight_of_computing() -> None:
     """As many as wait, up to a bound; alone, or before an idle device, none."""
     assert weight_among(1, is_busy=True) == 1.0
