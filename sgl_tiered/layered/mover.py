@@ -15,6 +15,7 @@ copies its units itself, just before it reads them.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["Landing", "LayerMover", "UnitStream"]
+
+logger = logging.getLogger(__name__)
 
 SUB_UNIT_PAGES = 64
 """Of one layer: 4 MiB for a 7-billion-parameter model with pages of 16 tokens."""
@@ -312,6 +315,9 @@ class LayerMover:
             except Exception:
                 if attempt == ATTEMPTS - 1:
                     raise
+                logger.warning(
+                    "a copy of layers failed and is tried again", exc_info=True
+                )
                 continue
             if self._pace is not None and end_s is not None:
                 self._pace.wait_until(end_s)
