@@ -12,8 +12,8 @@ computing prompts, as it does where such loads are served. Plain SGLang, our ser
 with fcfs and no prefetch, with ``cost``, and with ``cost`` and prefetch take turns:
 throughput of a stream (64 clients), and latency of 64 requests sent at once.
 
-Answers are compared with those of fcfs before any figure counts. A table, and one JSON
-object as the last line.
+Answers of the orders are compared with those of fcfs before any figure counts; those of
+text analysis's streams are not. A table, and one JSON object as the last line.
 """
 
 from __future__ import annotations

@@ -91,8 +91,7 @@ PRESETS: dict[str, ModelPreset] = {
     "demo": replace(_BENCH, seed=1),
     # 135 M parameters in four layers. What a step of decoding takes besides its
     # matrices goes by layers on a CPU: in "bench" half of the time, which no cache
-    # saves. Here a step of 8 requests takes as long as some 65 tokens of a prompt, with
-    # Llama-2-7B as long as 55 (RTX 3090) to 120 (RTX 4090), by data sheet.
+    # saves.
     "wide": ModelPreset(
         num_layers=4, hidden=1536, num_heads=12, num_kv_heads=2, intermediate=6144
     ),
