@@ -141,6 +141,9 @@ class PassPlan:
 class LayerRoom:
     """Physical layer-pages; free and spare ones can be had without waiting.
 
+    Those of pages that somebody else reads (``LayerManager.pin``) are in none but
+    ``total``: nobody here knows when they come free.
+
     Attributes:
         free: can be taken now.
         spare: copies that no request wants kept, and valid on host: dropped at will.

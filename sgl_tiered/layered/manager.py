@@ -52,6 +52,10 @@ class LayerManager:
         lazy: a copy that is on the host as well leaves the device when its room is
             needed; if False, at once.
 
+    Attributes:
+        stall_s: seconds that forwards have waited for copies, all together.
+        bytes_streamed: that they have staged.
+
     Raises:
         ValueError: no room is left beside the staging ones.
     """
@@ -80,6 +84,8 @@ class LayerManager:
         self._room = RoomMaker(binding, self._book, mover)
         self._forward: Forward | None = None
         self._num_passes = 0
+        self.stall_s = 0.0
+        self.bytes_streamed = 0
 
     @property
     def binding(self) -> LayerBinding:
@@ -96,14 +102,23 @@ class LayerManager:
         """True while no copy to or from the host is under way."""
         return self._forward is None and self._mover.num_flights == 0
 
+    @property
+    def num_free(self) -> int:
+        """Physical layer-pages that can be taken now."""
+        return self._binding.num_free
+
+    @property
+    def num_usable(self) -> int:
+        """Physical layer-pages but the staging ones."""
+        return self._binding.num_physical - 2 * self.max_context_pages
+
     # -- between forwards ------------------------------------------------------------
 
     def room(self) -> LayerRoom:
-        """Return the physical layer-pages by what they are used for."""
+        """Return the physical layer-pages by what they are used for; O(all of them)."""
         facts = self._room.facts()
-        staging = 2 * self.max_context_pages
         return LayerRoom(
-            facts.free, facts.spare, facts.landing, facts.cached, facts.total - staging
+            facts.free, facts.spare, facts.landing, facts.cached, self.num_usable
         )
 
     def needed(
@@ -213,6 +228,14 @@ class LayerManager:
         away = self._binding.device[:, record.pages] < 0
         return int(np.count_nonzero(away & layers[:, None]))
 
+    def missing(self, key: Hashable) -> int:
+        """Return the layer-pages of held layers that ``pull`` could queue now."""
+        record = self._book[key]
+        pages = self._full_pages(record)
+        binding = self._binding
+        away = (binding.device[:, pages] < 0) & ~binding.copying[:, pages]
+        return int(np.count_nonzero(away[record.retained]))
+
     def pull(self, key: Hashable, max_layer_pages: int | None = None) -> int:
         """Bring held layers back, as far as room is free or cached copies can go.
 
@@ -289,6 +312,8 @@ class LayerManager:
         )
         for record, count in zip(records, _per_request(batch, staged), strict=True):
             record.layer_pages_streamed += int(count)
+        staged_pages = sum(len(unit.rows) for unit in reads.units)
+        self.bytes_streamed += staged_pages * self._mover.layer_page_bytes
         return PassPlan((), reads.groups, batch.indptr, len(reads.units))
 
     def pages_for_write(self, layer: int, pages: npt.NDArray[np.integer]) -> Int32s:
@@ -373,6 +398,7 @@ class LayerManager:
         self._forward = None
         batch = forward.batch
         forward.stall_s += forward.stream.end()
+        self.stall_s += forward.stall_s
         failed = forward.stream.failed if ok else {}
         ok = ok and not failed
         self._leave(batch)

@@ -46,7 +46,7 @@ class RoomMaker:
         """Return what there is; O(layer-pages)."""
         binding = self._binding
         unkept = (binding.device >= 0) & (self._book.keep == 0) & binding.filled
-        landing = unkept & ~binding.on_host & binding.copying
+        landing = unkept & ~binding.on_host & binding.copying & (binding.pinned == 0)
         cached = self._pushable()
         return LayerRoom(
             free=binding.num_free,
@@ -75,12 +75,9 @@ class RoomMaker:
             self.collect()
         return True
 
-    def drop(self, count: int, *, cached_only: bool = False) -> None:
+    def drop(self, count: int) -> None:
         """Release up to about so many copies that nobody wants kept."""
-        spare = self._spare()
-        if cached_only:
-            spare &= self._book.users == 0
-        layers, pages = self._coldest(spare, count)
+        layers, pages = self._coldest(self._spare(), count)
         if len(pages):
             self._binding.drop(layers, pages)
 
@@ -134,7 +131,7 @@ class RoomMaker:
         away &= ~binding.copying[:, pages] & layers[:, None]
         count = min(int(np.count_nonzero(away)), most)
         if count > binding.num_free:
-            self.drop(count - binding.num_free, cached_only=True)
+            self.drop(count - binding.num_free)
             count = min(count, binding.num_free)
         found, where = away.nonzero()
         found, where = found[:count], where[:count]

@@ -13,13 +13,21 @@ class StepTimes:
 
     Args:
         learn: told of each decode step that another batch followed at once: requests,
-            tokens of their contexts, seconds.
+            tokens of their contexts, seconds, and by how much each of ``totals`` grew.
+        totals: numbers that forwards add to; asked once a batch was launched, when on
+            a CPU its forward has ended.
     """
 
-    def __init__(self, learn: Callable[[int, int, float], object]) -> None:
+    def __init__(
+        self,
+        learn: Callable[..., object],
+        totals: Callable[[], tuple[float, ...]] = tuple,
+    ) -> None:
         self._learn = learn
-        # Pass, launch, batch and contexts of the step before, if it was a decode step.
-        self._step: tuple[int, float, int, int] | None = None
+        self._totals = totals
+        self._before: tuple[float, ...] = totals()
+        # Pass, launch and what is to be told of the step before, if it decoded.
+        self._step: tuple[int, float, int, int, tuple[float, ...]] | None = None
 
     def observe(self, batch: Any) -> None:
         """Take note of a batch that was launched.
@@ -27,15 +35,18 @@ class StepTimes:
         Whether or not SGLang prepares the next step under the current one, a decoder
         waits from its launch to the launch of the next.
         """
-        before, self._step = self._step, None
+        step, self._step = self._step, None
+        totals = self._totals()
+        grew = tuple(now - then for now, then in zip(totals, self._before, strict=True))
+        self._before = totals
         if not batch.forward_mode.is_decode():
             return
         reqs = batch.reqs
         contexts = context_tokens(reqs)
-        self._step = (batch.forward_iter, batch.launch_ts, len(reqs), contexts)
-        if before is not None and before[0] + 1 == batch.forward_iter:
-            _, launch_s, size, num_tokens = before
-            self._learn(size, num_tokens, batch.launch_ts - launch_s)
+        self._step = (batch.forward_iter, batch.launch_ts, len(reqs), contexts, grew)
+        if step is not None and step[0] + 1 == batch.forward_iter:
+            _, launch_s, size, num_tokens, added = step
+            self._learn(size, num_tokens, batch.launch_ts - launch_s, *added)
 
 
 def context_tokens(reqs: list[Any]) -> int:

@@ -7,7 +7,8 @@ request lives.
 
 ``PauseTurns`` is ours. Moving a whole request back to the device costs that time once.
 So those whose layers are on the device decode, with as many of the others as stream
-within the time of the step; the rest is paused until there is room to pull it back.
+within the time of the step and do not slow it more than they add; the rest is paused
+until there is room to pull it back.
 First come, first decoded, with three exceptions:
 
 - Whose Eq. 1 allowance (``admission/slo.py``) is used up goes before those who can
@@ -105,6 +106,8 @@ class TurnRoom:
         free_bytes: of the device, for layers that come back.
         device_tokens: whose layers all are on the device at most.
         token_bytes: keys and values of a token over all layers.
+        byte_s: that a step takes longer for each byte streamed under it, though the
+            link keeps up: copies share memory, and on a CPU the cores.
     """
 
     step_s: BatchTime
@@ -112,6 +115,7 @@ class TurnRoom:
     free_bytes: int = 0
     device_tokens: int = 0
     token_bytes: int = 0
+    byte_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +125,9 @@ class TurnPlan:
     Attributes:
         decode: ascending; who takes part in the next step. Those of them with layers
             on the host are streamed.
-        order: all, by their claim to the device: layers are pulled back from the front
-            of it, and leave from its end (``pressure.py``).
+        order: all, by their claim to the device, those that yield last: layers are
+            pulled back from the front of it, and leave from its end (``allotment.py``,
+            ``pressure.py``).
         paused: those that do not decode, in that order.
         yields: of the paused, those whose layers are to leave the device for the first
             of ``paused``.
@@ -225,8 +230,9 @@ class PauseTurns:
             # Never all of them.
             decode.add(away[0])
             paused.remove(away[0])
+        staying = (n for n in range(len(running)) if n not in yields)
+        order = (*sorted(staying, key=rank), *yields)
         waiting = (*paused, *yields)
-        order = (*sorted(decode, key=rank), *waiting)
         return TurnPlan(tuple(sorted(decode)), order, waiting, tuple(yields))
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
@@ -264,21 +270,26 @@ class PauseTurns:
         away: Sequence[int],
         room: TurnRoom,
     ) -> set[int]:
-        """Return the residents, and of the others those that stream in time."""
+        """Return the residents, and of the others those that stream in time and pay."""
         decode = set(resident)
         contexts = sum(running[n].context_tokens for n in resident)
-        link_s = 0.0
+        num_bytes = 0
+        seconds = room.step_s(len(decode), contexts) if decode else 0.0
         for n in away:
             facts = running[n]
             contexts_then = contexts + facts.context_tokens
-            link_then_s = link_s + facts.host_bytes / room.bytes_per_s
-            limit_s = self._link_share * room.step_s(len(decode) + 1, contexts_then)
+            bytes_then = num_bytes + facts.host_bytes
+            step_s = room.step_s(len(decode) + 1, contexts_then)
+            seconds_then = step_s + bytes_then * room.byte_s
+            in_time = bytes_then / room.bytes_per_s <= self._link_share * step_s
+            # Tokens per second: not fewer than without it.
+            pays = seconds_then * len(decode) <= seconds * (len(decode) + 1)
             # The one that has waited longest, in the end whatever it costs: a step
             # that waits for a whole request is several times as long.
             is_due = n == away[0] and facts.waited_s >= 2.0 * self._wait_limit_s
-            if is_due or link_then_s <= limit_s:
+            if is_due or (in_time and pays):
                 decode.add(n)
-                contexts, link_s = contexts_then, link_then_s
+                contexts, num_bytes, seconds = contexts_then, bytes_then, seconds_then
         return decode
 
     def _yielding(

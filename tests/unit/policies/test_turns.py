@@ -49,9 +49,9 @@ def test_the_paper_streams_everybody() -> None:
 
 
 def test_who_does_not_stream_in_time_is_paused() -> None:
-    """First come first back, behind nobody's back."""
+    """First come first back, also before one that is there now."""
     plan = PauseTurns().choose([AWAY, HERE, AWAY], ROOM)
-    assert plan == TurnPlan((1,), (1, 0, 2), (0, 2))
+    assert plan == TurnPlan((1,), (0, 1, 2), (0, 2))
 
 
 def test_some_stream_in_time() -> None:
@@ -59,6 +59,18 @@ def test_some_stream_in_time() -> None:
     part = replace(AWAY, host_bytes=IN_TIME // 2)
     plan = PauseTurns().choose([HERE, part, part, part], ROOM)
     assert plan == TurnPlan((0, 1, 2), (0, 1, 2, 3), (3,))
+
+
+def test_who_slows_the_others_more_than_it_adds_is_paused() -> None:
+    """Two decode at 100 tokens/s; a third that makes the step 30 ms adds nothing more.
+
+    Copies take cores and memory bandwidth from the step, as measured.
+    """
+    part = replace(AWAY, host_bytes=IN_TIME // 2)
+    just = 0.010 / (IN_TIME // 2)
+    for byte_s, decode in ((0.9 * just, (0, 1, 2)), (1.1 * just, (0, 1))):
+        room = replace(ROOM, byte_s=byte_s)
+        assert PauseTurns().choose([HERE, HERE, part], room).decode == decode
 
 
 def test_somebody_always_decodes() -> None:
@@ -86,7 +98,7 @@ def test_who_can_wait_longest_makes_room() -> None:
     """And only as many as it takes: 50 MB are wanted, each has as much."""
     here = [replace(HERE, allowance_s=value) for value in (2.0, 9.0, 4.0)]
     plan = PauseTurns().choose([*here, paused(0.1)], ROOM)
-    assert plan == TurnPlan((0, 2), (0, 2, 3, 1), (3, 1), (1,))
+    assert plan == TurnPlan((0, 2), (3, 0, 2, 1), (3, 1), (1,))
 
 
 def test_nobody_makes_room_in_vain() -> None:
@@ -94,7 +106,7 @@ def test_nobody_makes_room_in_vain() -> None:
     here = [HERE, replace(HERE, turn_tokens=3)]
     wanted = paused(0.1, host_bytes=80_000_000)
     plan = PauseTurns().choose([*here, wanted], ROOM)
-    assert plan == TurnPlan((0, 1), (1, 0, 2), (2,))
+    assert plan == TurnPlan((0, 1), (1, 2, 0), (2,))
     roomy = replace(ROOM, free_bytes=30_000_000)
     assert PauseTurns().choose([*here, wanted], roomy).yields == (0,)
     enough = replace(ROOM, free_bytes=80_000_000)
@@ -116,7 +128,7 @@ def test_who_waited_too_long_decodes_at_any_cost() -> None:
     plan = turns.choose([here, *waits], ROOM)
     assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
     both = [here, here, *waits]
-    assert turns.choose(both, ROOM) == TurnPlan((0,), (0, 3, 2, 1), (3, 2, 1), (1,))
+    assert turns.choose(both, ROOM) == TurnPlan((0,), (3, 2, 0, 1), (3, 2, 1), (1,))
     late = [paused(NO_TARGET, waited_s=value) for value in (4.5, 6.0)]
     plan = turns.choose([here, *late], ROOM)
     assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
@@ -130,7 +142,7 @@ def test_a_claim_to_the_device() -> None:
         replace(HERE, allowance_s=0.3),
         replace(HERE, turn_tokens=3),
     ]
-    assert PauseTurns().choose([*here, AWAY], ROOM).order == (3, 2, 1, 0, 4)
+    assert PauseTurns().choose([*here, AWAY], ROOM).order == (3, 2, 1, 4, 0)
 
 
 def test_paces_by_hand() -> None:

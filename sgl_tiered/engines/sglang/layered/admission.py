@@ -85,7 +85,9 @@ class LayerAdmission:
         if need > self._left:
             # Others' layers leave for it; what was promised in this pass stays so.
             reserved = self.room() - self._left
-            if not self.make_room(need + reserved) and not is_alone:
+            is_sure = is_alone and not self._driver.num_stores
+            if not self.make_room(need + reserved) and not is_sure:
+                # If alone: its pages are read by offloads, which end.
                 return False
             self._left = self.room() - reserved
         self._left -= need
@@ -99,17 +101,19 @@ class LayerAdmission:
         need = self._driver.manager.needed(req.prefix_len, new, held)
         if need <= self.room() or self.make_room(need):
             return True
-        return is_alone
+        return is_alone and not self._driver.num_stores
 
     def make_room(self, wanted: int) -> bool:
         """Let layers leave until ``wanted`` layer-pages can be had; say whether so."""
+        if wanted <= self._driver.manager.num_free:
+            return True
         missing = wanted - self.room()
         if missing <= 0:
             return True
         manager = self._driver.manager
-        reqs = [req for req in self._running if self._may_leave(req)]
+        reqs = [req for req in self._running if self.may_leave(req)]
         held = [
-            LayersHeld(int(manager.held(req.rid).sum()), self._whole_pages(req))
+            LayersHeld(int(manager.held(req.rid).sum()), self.whole_pages(req))
             for req in reqs
         ]
         for change in self._pressure.offloads(held, missing):
@@ -119,21 +123,17 @@ class LayerAdmission:
             manager.release(reqs[change.position].rid, leaves)
         return self.room() >= wanted
 
-    def release(self, req: Any) -> None:
-        """Let all layers of a request leave, if they may."""
-        if self._may_leave(req):
-            everything = np.ones(self._num_layers, np.bool_)
-            self._driver.manager.release(req.rid, everything)
-
-    def _pages_to_come(self, req: Any) -> int:
-        return int(-(-tokens_to_come(req) // self._page_tokens))
-
-    def _may_leave(self, req: Any) -> bool:
+    def may_leave(self, req: Any) -> bool:
+        """Return whether layers of a request may leave the device."""
         is_known = req.rid in self._driver.known
         return is_known and self._driver.can_leave(self._pages_to_come(req))
 
-    def _whole_pages(self, req: Any) -> int:
+    def whole_pages(self, req: Any) -> int:
+        """Return the pages of a request that can move, in one layer."""
         return int(req.kv.kv_committed_len) // self._page_tokens
+
+    def _pages_to_come(self, req: Any) -> int:
+        return int(-(-tokens_to_come(req) // self._page_tokens))
 
     def _need(self, req: Any, prefix: int, new: int, retained: Bools) -> int:
         need = int(self._driver.manager.needed(prefix, new, retained))

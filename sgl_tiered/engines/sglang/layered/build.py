@@ -9,6 +9,7 @@ from typing import Any
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.cost.streaming import StreamingCost
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
@@ -113,9 +114,11 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
         scheduler.max_req_len = longest
     driver = runtime.layers
     admission = runtime.layer_admission = LayerAdmission(driver, runtime)
-    decode = DecodeCost.guessed(runtime.cost.prefill)
-    runtime.step_times = StepTimes(decode.observe)
-    turns = DecodeTurns(driver, runtime, admission, decode, runtime.clock)
+    cost = StreamingCost(DecodeCost.guessed(runtime.cost.prefill))
+    turns = DecodeTurns(driver, runtime, admission, cost, runtime.clock)
+    runtime.step_times = StepTimes(
+        turns.learn, lambda: (float(driver.manager.bytes_streamed),)
+    )
     scheduler.update_running_batch = PausingDecode(
         scheduler.update_running_batch, turns.choose
     )

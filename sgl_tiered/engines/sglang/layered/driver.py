@@ -180,6 +180,11 @@ class LayerDriver:
 
     # -- Tiers below -----------------------------------------------------------
 
+    @property
+    def num_stores(self) -> int:
+        """Offloads to the tiers below that read pages where they are."""
+        return len(self._storing)
+
     def begin_store(self, number: int, pages: Int64s) -> None:
         """Keep pages where they are while a transfer reads them."""
         self.manager.pin(pages)

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.cost.streaming import StreamingCost
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.policies.layers.allotment import allotted_layers
 from sgl_tiered.policies.layers.pressure import Pressure
+from sgl_tiered.policies.layers.retention import retained_layers
 from sgl_tiered.policies.layers.turns import (
     PauseTurns,
     StreamTurns,
@@ -53,7 +56,7 @@ class DecodeTurns:
         driver: of the pool.
         runtime: knows the link.
         admission: makes room.
-        decode: time of a step, learned by whoever owns it.
+        cost: of a step; learns here.
         clock: of the runtime.
     """
 
@@ -62,14 +65,14 @@ class DecodeTurns:
         driver: LayerDriver,
         runtime: LayeredRuntime,
         admission: LayerAdmission,
-        decode: DecodeCost,
+        cost: StreamingCost,
         clock: Clock,
     ) -> None:
         plan = driver.plan
         self._driver = driver
         self._runtime = runtime
         self._admission = admission
-        self._decode = decode
+        self._cost = cost
         self._clock = clock
         self._num_layers = plan.layout.num_layers
         self._page_tokens = plan.layout.page_tokens
@@ -93,18 +96,31 @@ class DecodeTurns:
             self._facts(req, int(num), now_s)
             for req, num in zip(reqs, away, strict=True)
         ]
-        room = self._driver.manager.room()
         _, bytes_per_s = self._runtime.cost.link_figures(TierId.HOST)
         plan = self._policy.choose(
             facts,
             TurnRoom(
-                self._decode.seconds, bytes_per_s, room.free * self._layer_page_bytes
+                self._cost.seconds,
+                bytes_per_s,
+                self._driver.manager.num_free * self._layer_page_bytes,
+                byte_s=self._cost.byte_s,
             ),
         )
         decode = self._with_room(reqs, plan)
-        self._move(reqs, facts, plan)
+        self._move(reqs, plan)
         self._note(reqs, decode, now_s)
         return sorted(decode)
+
+    def learn(
+        self,
+        batch: int,
+        context_tokens: int,
+        seconds: float,
+        streamed_bytes: float,
+    ) -> None:
+        """Learn from a step; arguments as of ``StreamingCost``."""
+        _, bytes_per_s = self._runtime.cost.link_figures(TierId.HOST)
+        self._cost.observe(batch, context_tokens, seconds, streamed_bytes, bytes_per_s)
 
     def _facts(self, req: Any, away: int, now_s: float) -> TurnFacts:
         turn = self._known.setdefault(req.rid, _Turn(now_s))
@@ -136,32 +152,44 @@ class DecodeTurns:
     def _begins_page(self, req: Any) -> bool:
         return bool(req.kv.kv_committed_len % self._page_tokens == 0)
 
-    def _move(
-        self, reqs: Sequence[Any], facts: Sequence[TurnFacts], plan: TurnPlan
-    ) -> None:
-        """Let layers leave for those who are due, and pull back what has room."""
+    def _move(self, reqs: Sequence[Any], plan: TurnPlan) -> None:
+        """Give the device to those with the best claims; others' layers leave."""
         manager = self._driver.manager
-        everything = np.ones(self._num_layers, np.bool_)
-        for n in plan.yields:
-            self._admission.release(reqs[n])
-        away = [n for n in plan.order if facts[n].host_bytes and n not in plan.yields]
-        if not away:
-            return
-        room = manager.room()
-        growth = len(reqs) * self._num_layers
-        left = self._pressure.surplus(room.free + room.spare + room.cached - growth)
-        for n in away:
-            wanted = facts[n].host_bytes // self._layer_page_bytes
-            if wanted > left:
-                # One request whole before the next: in part it would go on waiting.
-                break
-            manager.hold(reqs[n].rid, everything)
-            queued = manager.pull(reqs[n].rid, wanted)
-            if queued < wanted:
+        claims = [reqs[n] for n in plan.order if self._admission.may_leave(reqs[n])]
+        # Each has a page that is written, or will begin one, in all layers.
+        others = len(reqs) * self._num_layers + self._pressure.low
+        others += sum(self._layer_pages(r) for r in reqs if r not in claims)
+        allotted = allotted_layers(
+            self._num_layers,
+            [self._admission.whole_pages(req) for req in claims],
+            manager.num_usable - others,
+        )
+        wanted = []
+        for req, num in zip(claims, allotted, strict=True):
+            held, kept = manager.held(req.rid), self._layers(num)
+            if (held & ~kept).any():
+                manager.release(req.rid, held & ~kept)
+            if (kept & ~held).any():
+                manager.hold(req.rid, kept)
+            if num:
+                wanted.append(req.rid)
+        for rid in wanted:
+            missing = manager.missing(rid)
+            if not missing:
+                continue
+            queued = manager.pull(rid)
+            if queued < missing:
                 # Cached pages stand in its way until they are on the host.
-                manager.push(wanted - queued)
+                manager.push(missing - queued)
                 break
-            left -= wanted
+
+    def _layer_pages(self, req: Any) -> int:
+        return self._admission.whole_pages(req) * self._num_layers
+
+    def _layers(self, num: int) -> npt.NDArray[np.bool_]:
+        kept = np.zeros(self._num_layers, np.bool_)
+        kept[list(retained_layers(self._num_layers, num))] = True
+        return kept
 
     def _note(self, reqs: Sequence[Any], decode: set[int], now_s: float) -> None:
         known = {}

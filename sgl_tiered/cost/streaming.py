@@ -1,0 +1,61 @@
+"""Time of a decode step under which layers are copied to the device (LayerKV).
+
+Learned in two parts: what the step takes by itself, from steps without copies alone,
+and what each copied byte adds to that. Were both one fit, whatever slows steps that
+stream would pass for their computation, and allow more streaming.
+"""
+
+from __future__ import annotations
+
+from sgl_tiered.cost.decode import DecodeCost
+
+__all__ = ["StreamingCost"]
+
+_WEIGHT = 0.05
+"""Of one step, in what streaming a byte adds to it."""
+
+
+class StreamingCost:
+    """Learns both parts. Used on one thread.
+
+    Args:
+        decode: of steps without copies.
+
+    Attributes:
+        byte_s: seconds that a step takes longer for each byte streamed under it.
+    """
+
+    def __init__(self, decode: DecodeCost) -> None:
+        self._decode = decode
+        self.byte_s = 0.0
+
+    def seconds(self, batch: float, context_tokens: float) -> float:
+        """Return the predicted time of one step without copies; contexts are summed."""
+        return self._decode.seconds(batch, context_tokens)
+
+    def observe(
+        self,
+        batch: int,
+        context_tokens: int,
+        seconds: float,
+        streamed_bytes: float,
+        bytes_per_s: float,
+    ) -> None:
+        """Learn from one step.
+
+        Args:
+            batch: requests.
+            context_tokens: of all of them.
+            seconds: from its launch to the next, waiting for copies included.
+            streamed_bytes: copied under it. One with more than the link carries in its
+                time waits for the link, which says nothing of what copies slow.
+            bytes_per_s: of the link.
+        """
+        if not streamed_bytes:
+            self._decode.observe(batch, context_tokens, seconds)
+            return
+        alone_s = self.seconds(batch, context_tokens)
+        if streamed_bytes <= alone_s * bytes_per_s:
+            byte_s = max(seconds - alone_s, 0.0) / streamed_bytes
+            byte_s = min(byte_s, 1.0 / bytes_per_s)
+            self.byte_s += _WEIGHT * (byte_s - self.byte_s)

@@ -1,0 +1,43 @@
+"""What is learned of decode steps that stream layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.cost.streaming import StreamingCost
+
+RATE = 1e9
+
+
+def test_steps_that_stream_are_not_taken_for_computation() -> None:
+    """Else their waits would allow more streaming, and so on.
+
+    This happened: a server that streamed all it had, at 20 times a step's time.
+    """
+    cost = StreamingCost(DecodeCost(0.01, 0.001, 1e-6))
+    before = cost.seconds(4, 4_000)
+    for _ in range(100):
+        cost.observe(4, 4_000, 0.500, 400e6, RATE)
+    assert cost.seconds(4, 4_000) == before
+    for _ in range(100):
+        cost.observe(4, 4_000, 0.050, 0.0, RATE)
+    assert cost.seconds(4, 4_000) == pytest.approx(0.050, rel=0.1)
+
+
+def test_what_streaming_adds() -> None:
+    """18 ms by itself; with 5 MB under it 20.
+
+    What is beyond the link's time teaches nothing, and no byte costs more than the
+    link takes for it.
+    """
+    cost = StreamingCost(DecodeCost(0.01, 0.001, 1e-6))
+    for _ in range(200):
+        cost.observe(4, 4_000, 0.020, 5e6, RATE)
+    assert cost.byte_s == pytest.approx(0.002 / 5e6, rel=0.01)
+    for _ in range(200):
+        cost.observe(4, 4_000, 9.0, 50e6, RATE)
+    assert cost.byte_s == pytest.approx(0.002 / 5e6, rel=0.01)
+    for _ in range(200):
+        cost.observe(4, 4_000, 9.0, 5e6, RATE)
+    assert cost.byte_s == pytest.approx(1.0 / RATE, rel=0.01)
