@@ -7,7 +7,7 @@ request lives.
 
 ``PauseTurns`` is ours. Moving a whole request back to the device costs that time once.
 So those whose layers are on the device decode, with as many of the others as stream
-within the time of the step and do not slow it more than they add; the rest is paused
+within the time of their step and do not slow it more than they add; the rest is paused
 until there is room to pull it back.
 First come, first decoded, with three exceptions:
 
@@ -275,13 +275,16 @@ class PauseTurns:
         contexts = sum(running[n].context_tokens for n in resident)
         num_bytes = 0
         seconds = room.step_s(len(decode), contexts) if decode else 0.0
+        # Not the longer step with the streamed ones in it: what was learned at few
+        # requests says little of many, and each streamed one would allow the next.
+        budget_s = self._link_share * room.step_s(max(len(decode), 1), contexts)
         for n in away:
             facts = running[n]
             contexts_then = contexts + facts.context_tokens
             bytes_then = num_bytes + facts.host_bytes
             step_s = room.step_s(len(decode) + 1, contexts_then)
             seconds_then = step_s + bytes_then * room.byte_s
-            in_time = bytes_then / room.bytes_per_s <= self._link_share * step_s
+            in_time = bytes_then / room.bytes_per_s <= budget_s
             # Tokens per second: not fewer than without it.
             pays = seconds_then * len(decode) <= seconds * (len(decode) + 1)
             # The one that has waited longest, in the end whatever it costs: a step
