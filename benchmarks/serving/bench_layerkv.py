@@ -1,9 +1,11 @@
 """Layer-wise KV against plain SGLang, on real CPU servers with a pool of four prompts.
 
 Prompts of 900 tokens and answers of 200 arrive as a Poisson process at each rate of a
-grid; nothing comes again. Plain SGLang, our tiers without layer-wise KV, and with it
-serve the same arrivals in turns. The knee is the lowest rate at which plain's mean TTFT
-exceeds 15 times its TTFT alone. Copies of layers run behind a throttle, both ways, at
+grid; nothing comes again. The knee is the lowest rate at which plain's mean TTFT exceeds
+15 times its TTFT alone. At the knee and the next rate of the grid, plain SGLang, our
+tiers without layer-wise KV, with it, and with it and the SLO-aware admission serve the
+same arrivals in turns, several times; below the knee only plain does (FULL=1: all of
+them, once). Copies of layers run behind a throttle, both ways, at
 the ratio of KV bytes over the link to prefill that Llama-2-7B has on an L20 (data
 sheets); an unthrottled server stands beside at the knee, and does not count. Then
 prompts of several lengths at one rate: plain's queue grows with them, ours should not.
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -54,10 +57,12 @@ from sgl_tiered.sim.times import times_of_profile
 
 MODEL = "bench"
 POOL_TOKENS, PROMPT, ANSWER = 4_096, 900, 200
-RATES = (0.30, 0.45, 0.60, 0.75)
+RATES = (0.30, 0.45, 0.60, 0.75, 0.90, 1.05)
+"""A faster machine has its knee beyond the first four."""
+ARMS = ("plain", "tiered", "layerkv", "layerkv, SLO")
 KNEE = 15.0
 """Times the TTFT alone that plain's mean has to exceed."""
-LENGTHS = (225, 450, 900, 1_800)
+LENGTHS = (450, 900, 1_800)
 LENGTH_RATE = 0.40
 TTFT_SLO_S, TPOT_SLO_S = 3.0, 0.2
 """As in the paper's Figure 8."""
@@ -70,7 +75,7 @@ PARTS = ("equality", "rates", "lengths")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One server under one load. Seconds, shares of requests, tokens per second."""
+    """One server under one load, or several. Seconds, shares of requests, tokens per second."""
 
     num_requests: int
     ttft_s: float
@@ -153,22 +158,26 @@ class Bench:
     async def _rates(
         self, servers: Mapping[str, SglangServer], alone_s: float
     ) -> dict[str, Any]:
-        """Serve the grid; the figures at the knee."""
+        """Find the knee, and serve there and at the next rate; the figures."""
         found: dict[float, dict[str, Run]] = {}
-        arms = ("plain", "tiered", "layerkv")
         knee: float | None = None
-        for number, rate in enumerate(self.args.rates):
-            if found and self.left_s < 0:
+        for rate in self.args.rates:
+            if self.left_s < 0:
                 self.say("no time for more rates")
                 break
             self.say(f"{rate:.2f} requests/s")
+            if knee is not None:
+                found[rate] = await self._in_turns(servers, rate, 1)
+                break
             load = self._load(rate, PROMPT, self.args.requests)
-            found[rate] = {}
-            for arm in rotated(arms, number):
-                found[rate][arm] = await self._serve(servers[arm], load)
-            if knee is None and found[rate]["plain"].ttft_s > KNEE * alone_s:
+            arms = ARMS if self.args.full else ARMS[:1]
+            found[rate] = {
+                arm: _judged([await self._serve(servers[arm], load)]) for arm in arms
+            }
+            if found[rate]["plain"].ttft_s > KNEE * alone_s:
                 knee = rate
                 self.say("  this is the knee")
+                found[rate] = await self._in_turns(servers, rate, self.args.repeats)
                 await self._serve(servers["layerkv, no throttle"], load)
         result: dict[str, Any] = {
             "rates": {
@@ -181,13 +190,28 @@ class Bench:
             self.problems.append("plain SGLang has no knee in this grid")
             return result
         plain, ours = found[knee]["plain"], found[knee]["layerkv"]
-        return result | {
+        result |= {
             "mean_ttft_speedup_at_knee": plain.ttft_s / ours.ttft_s,
             "p99_ttft_speedup_at_knee": plain.ttft_p99_s / ours.ttft_p99_s,
             "throughput_vs_plain": ours.tokens_per_s / plain.tokens_per_s,
             "tpot_attainment_delta": ours.tpot_attained - plain.tpot_attained,
             "slo_violation_reduction": plain.violations - ours.violations,
         }
+        slo = found[knee]["layerkv, SLO"]
+        return result | {
+            "slo_violation_reduction_slo": plain.violations - slo.violations
+        }
+
+    async def _in_turns(
+        self, servers: Mapping[str, SglangServer], rate: float, repeats: int
+    ) -> dict[str, Run]:
+        """Serve fresh arrivals on all arms, several times; an arm's runs as one."""
+        runs: dict[str, list[list[RequestRecord]]] = {arm: [] for arm in ARMS}
+        for number in range(repeats):
+            load = self._load(rate, PROMPT, self.args.requests)
+            for arm in rotated(ARMS, number):
+                runs[arm].append(await self._serve(servers[arm], load))
+        return {arm: _judged(served) for arm, served in runs.items()}
 
     async def _lengths(
         self, servers: Mapping[str, SglangServer]
@@ -199,9 +223,9 @@ class Bench:
                 self.say("no time for more lengths")
                 break
             self.say(f"prompts of {length} tokens, {LENGTH_RATE:.2f} requests/s")
-            load = self._load(LENGTH_RATE, length, self.args.requests // 2)
+            load = self._load(LENGTH_RATE, length, self.args.requests // 3)
             found[str(length)] = {
-                arm: asdict(await self._serve(servers[arm], load))
+                arm: asdict(_judged([await self._serve(servers[arm], load)]))
                 for arm in rotated(("plain", "layerkv"), number)
             }
         return found
@@ -231,24 +255,31 @@ class Bench:
             for place, start_s in enumerate(starts)
         ]
 
-    async def _serve(self, server: SglangServer, load: Sequence[PlannedRequest]) -> Run:
+    async def _serve(
+        self, server: SglangServer, load: Sequence[PlannedRequest]
+    ) -> list[RequestRecord]:
         await asyncio.to_thread(server.flush_cache)
         async with StreamingClient(server.url, logprobs=False) as client:
             records = await client.run_open_loop(load)
-        run = _judged([answered(record) for record in records])
+        served = [answered(record) for record in records]
+        run = _judged([served])
         self.say(
             f"  {server.spec.name}: TTFT {run.ttft_s:.2f} s, P99 {run.ttft_p99_s:.2f} "
             f"s; TPOT {run.tpot_s * 1e3:.0f} ms, P99 {run.tpot_p99_s * 1e3:.0f} ms; "
             f"{run.tokens_per_s:.0f} tokens/s; {run.violations:.0%} missed a target"
         )
-        return run
+        return served
 
 
-def _judged(records: Sequence[RequestRecord]) -> Run:
+def _judged(runs: Sequence[Sequence[RequestRecord]]) -> Run:
+    """Return the figures of runs one after the other, the gaps left out."""
+    records = [record for run in runs for record in run]
     ttft = np.array([record.ttft_s for record in records])
     tpot = np.array([record.tpot_s for record in records])
-    span_s = max(record.token_times_s[-1] for record in records) - min(
-        record.started_s for record in records
+    span_s = sum(
+        max(record.token_times_s[-1] for record in run)
+        - min(record.started_s for record in run)
+        for run in runs
     )
     return Run(
         len(records),
@@ -284,9 +315,17 @@ def our_specs(device: Device, bandwidth: float) -> dict[str, ServerSpec]:
         "--tiered-layerkv=on",
         f"--tiered-layerkv-host-size={region // 1_000_000}MB",
     )
+    targets = (
+        "--tiered-admission=slo",
+        f"--tiered-slo-ttft={TTFT_SLO_S}",
+        f"--tiered-slo-tpot={TPOT_SLO_S}",
+    )
     return {
         "tiered": tiered_spec(device, tiers, "tiered", throttle),
         "layerkv": tiered_spec(device, tiers, "layerkv", (*layered, *throttle)),
+        "layerkv, SLO": tiered_spec(
+            device, tiers, "layerkv-slo", (*layered, *throttle, *targets)
+        ),
         "layerkv, no throttle": tiered_spec(device, tiers, "layerkv-free", layered),
     }
 
@@ -299,13 +338,15 @@ def main() -> int:
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--requests", type=int, default=60, help="per rate and arm")
+    parser.add_argument("--repeats", type=int, default=2, help="at the knee")
     parser.add_argument("--equal", type=int, default=250, help="answers to compare")
-    parser.add_argument("--minutes", type=float, default=36.0)
+    parser.add_argument("--minutes", type=float, default=38.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")
     parser.add_argument("--first-port", type=int, help="default: any free ports")
     args = parser.parse_args()
     args.part = args.part or list(PARTS)
+    args.full = os.environ.get("FULL") == "1"
     if args.quick:
         args.requests, args.rates, args.equal = 8, (0.75,), 12
     return run_to_end(Bench(args).run(), args.out)
