@@ -1,11 +1,11 @@
 """Layer-wise KV against plain SGLang, on real CPU servers with a pool of four prompts.
 
 Prompts of 900 tokens and answers of 200 arrive as a Poisson process at each rate of a
-grid; nothing comes again. The knee is the lowest rate at which plain's mean TTFT exceeds
-15 times its TTFT alone. At the knee and the next rate of the grid, plain SGLang, our
-tiers without layer-wise KV, with it, and with it and the SLO-aware admission serve the
-same arrivals in turns, several times; below the knee only plain does (FULL=1: all of
-them, once). Copies of layers run behind a throttle, both ways, at
+grid; nothing comes again. The knee is the lowest rate at which plain's mean TTFT
+exceeds 15 times its TTFT alone. At the knee and the next rate of the grid, plain
+SGLang, our tiers without layer-wise KV, with it, and with it and the SLO-aware
+admission serve the same arrivals in turns, several times; below the knee only plain
+does (FULL=1: all of them, once). Copies of layers run behind a throttle, both ways, at
 the ratio of KV bytes over the link to prefill that Llama-2-7B has on an L20 (data
 sheets); an unthrottled server stands beside at the knee, and does not count. Then
 prompts of several lengths at one rate: plain's queue grows with them, ours should not.
@@ -75,7 +75,7 @@ PARTS = ("equality", "rates", "lengths")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One server under one load, or several. Seconds, shares of requests, tokens per second."""
+    """One server under one load, or several. Seconds, shares of requests, tokens/s."""
 
     num_requests: int
     ttft_s: float
