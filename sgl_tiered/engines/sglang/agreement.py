@@ -32,6 +32,9 @@ _SIZE = struct.Struct("<I")
 _ROOM = 252
 """Bytes that go at once, with their number; what is longer takes a second message."""
 
+_Tell = Callable[[], Any]
+_Hear = Callable[[list[Any]], None]
+
 
 class RanksPartedError(TieredError, RuntimeError):
     """Ranks have decided differently: the server must not go on."""
@@ -72,6 +75,7 @@ class Agreement:
         self._observers: list[Callable[..., None]] = []
         self._measured: list[list[Any]] = []
         self._moments: dict[str, dict[str, float]] = {}
+        self._told: dict[str, tuple[_Tell, _Hear]] = {}
         if ranks is not None:
             self._shared_s = self.first(self._shared_s)
 
@@ -112,6 +116,10 @@ class Agreement:
         if self._measured:
             facts = {**facts, "measured": self._measured}
         self._measured = []
+        for name, (tell, _) in self._told.items():
+            fact = tell()
+            if fact is not None:
+                facts = {**facts, name: fact}
         body = json.dumps(facts).encode() if facts else b""
         head = _HEAD.pack(self.own_clock.now(), self._num_meetings, self._noted)
         told = ranks.gather(head + body)
@@ -129,6 +137,8 @@ class Agreement:
         found = [json.loads(m[_HEAD.size :] or b"{}") for m in told]
         for number, *values in found[0].get("measured", ()):
             self._observers[number](*values)
+        for name, (_, hear) in self._told.items():
+            hear([one.get(name) for one in found])
         return found
 
     def learned(self, observe: Callable[..., None]) -> Callable[..., None]:
@@ -147,6 +157,16 @@ class Agreement:
         if self.rank:
             return lambda *values: None
         return lambda *values: self._measured.append([number, *values])
+
+    def tell(self, name: str, tell: _Tell, hear: _Hear) -> None:
+        """Let somebody tell all ranks something at every meeting; alone at none.
+
+        Args:
+            name: of the fact.
+            tell: returns it, as JSON can write it; None where there is nothing to tell.
+            hear: gets everybody's, by rank; None of those who told nothing.
+        """
+        self._told[name] = tell, hear
 
     def moment_s(self, rid: str, name: str, own_s: float) -> float:
         """Return when something happened to a request, alike on all ranks.

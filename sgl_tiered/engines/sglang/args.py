@@ -312,6 +312,16 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_layerkv_guard: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="With --tp-size above 1: copies of layers give way to collectives on "
+            "a link that both use, which on CUDA is so without NVLink (auto, default), "
+            "or never (off).",
+            choices=list(CHOICES["layerkv_guard"]),
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(

@@ -40,9 +40,10 @@ def test_the_flags_are_read():
             "layerkv_decode": "stream",
             "layerkv_retain": "3",
             "layerkv_staging_size": "1MiB",
+            "layerkv_guard": "off",
         }
     )
-    assert told == LayerKvSettings(64 << 20, "stream", 3, 1 << 20)
+    assert told == LayerKvSettings(64 << 20, "stream", 3, 1 << 20, False)
     assert read_layerkv({"layerkv": "on"}) == LayerKvSettings(0, "pause", None, 0)
 
 
@@ -68,7 +69,6 @@ def test_a_wrong_flag_is_named(settings, flag):
     ("changed", "word"),
     [
         ({"page_size": 1}, "page-size"),
-        ({"tp_size": 2}, "tp-size"),
         ({"enable_mixed_chunk": True}, "mixed-chunk"),
         ({"disable_overlap_schedule": False}, "overlap"),
     ],

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
+from sgl_tiered.engines.sglang.layered.collectives import (
+    group_has_nvlink,
+    hook_collectives,
+    make_guard,
+)
 from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
 from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+from sgl_tiered.engines.sglang.layered.ranks import SharedMover
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.step_times import StepTimes
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
-from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
+from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["PlacedLayers", "attach_scheduler", "connect", "place_layers"]
 
 logger = logging.getLogger(__name__)
+
+_COPY_BYTES_PER_S = 10e9
+"""Of one core: 13 to 57 GB/s were measured on pages of 2 to 64 KiB that lay in its
+cache. Only the length of a sub-unit follows from it, where a guard is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +57,7 @@ def place_layers(
     config: TieredConfig,
     clock: Clock,
     emulator: Emulator,
+    agreement: Agreement,
 ) -> PlacedLayers:
     """Make what places the layers of a `LayeredPool`, and give it to the pool.
 
@@ -67,8 +81,14 @@ def place_layers(
         "sgl-tiered: layer-wise KV (--tiered-layerkv) is experimental: its answers are "
         "tested on a CPU, its speed is not measured yet."
     )
-    pace = emulator.pace(TierId.HOST)
-    return connect(pool, plan, clock, pace, breaks_staging=config.breaks_staging)
+    return connect(
+        pool,
+        plan,
+        clock,
+        emulator.pace(TierId.HOST),
+        breaks_staging=config.breaks_staging,
+        agreement=agreement,
+    )
 
 
 def connect(
@@ -78,6 +98,7 @@ def connect(
     pace: Pace | None,
     *,
     breaks_staging: bool = False,
+    agreement: Agreement | None = None,
 ) -> PlacedLayers:
     """Give a `LayeredPool` of SGLang's its driver.
 
@@ -87,10 +108,30 @@ def connect(
         clock: times copies.
         pace: of the emulated link; None for as fast as it goes.
         breaks_staging: for tests: stream wrongly.
+        agreement: with the other ranks; None where there are none.
     """
     layout = plan.layout
     copier = CpuLayerCopier(pool, layout, breaks_staging=breaks_staging)
-    mover = LayerMover(copier, layout.layer_page_bytes, clock, pace=pace)
+    guard = None
+    if agreement is None or not agreement.is_shared:
+        mover = LayerMover(copier, layout.layer_page_bytes, clock, pace=pace)
+    else:
+        guard = _guard(plan, pool, clock, agreement.num_ranks)
+        pages = SUB_UNIT_PAGES
+        if guard is not None:
+            short = sub_unit_pages(layout.layer_page_bytes, _COPY_BYTES_PER_S)
+            pages = min(pages, short)
+        mover = SharedMover(
+            agreement,
+            copier,
+            layout.layer_page_bytes,
+            clock,
+            pace=pace,
+            guard=guard,
+            sub_unit_pages=SUB_UNIT_PAGES
+            if guard is None
+            else min(pages, SUB_UNIT_PAGES),
+        )
     # Page 0 of the tensor and logical page 0 are those of padding.
     binding = LayerBinding(
         layout.num_layers,
@@ -99,7 +140,7 @@ def connect(
         first_physical=1,
     )
     manager = LayerManager(binding, mover, layout.page_tokens, plan.half_pages)
-    driver = LayerDriver(manager, plan)
+    driver = LayerDriver(manager, plan, guard)
     pool.driver = driver
     return PlacedLayers(driver, LayeredDevicePool(copier, driver, layout))
 
@@ -113,9 +154,35 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
         scheduler.max_req_len = longest
     driver = runtime.layers
     admission = runtime.layer_admission = LayerAdmission(driver, runtime)
+    agreement = runtime.agreement
     decode = DecodeCost.guessed(runtime.cost.prefill)
-    runtime.step_times = StepTimes(decode.observe)
+    runtime.step_times = StepTimes(agreement.learned(decode.observe))
     turns = DecodeTurns(driver, runtime, admission, decode, runtime.clock)
+
+    def choose(reqs: Sequence[Any]) -> list[int]:
+        chosen = turns.choose(reqs)
+        agreement.note(chosen)
+        return chosen
+
     scheduler.update_running_batch = PausingDecode(
-        scheduler.update_running_batch, turns.choose
+        scheduler.update_running_batch, choose
     )
+
+
+def _guard(
+    plan: LayerPlan, pool: Any, clock: Clock, num_ranks: int
+) -> ContentionGuard | None:
+    """Return what copies ask before each sub-unit; None where they need not."""
+    from sglang.srt.distributed import parallel_state
+
+    if not plan.settings.has_guard:
+        return None
+    guard = make_guard(
+        num_ranks,
+        pool.k_buffer[0].device.type,
+        clock,
+        nvlink=group_has_nvlink(parallel_state.get_tp_group()),
+    )
+    if guard is not None:
+        hook_collectives()
+    return guard

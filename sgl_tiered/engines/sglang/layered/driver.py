@@ -13,9 +13,11 @@ import numpy.typing as npt
 import torch
 
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
+from sgl_tiered.engines.sglang.layered.collectives import guard_counters
 from sgl_tiered.errors import TieredError
 from sgl_tiered.layered.base import LayerReport, PassPlan, PassRequest
 from sgl_tiered.layered.manager import LayerManager
+from sgl_tiered.pipelines.contention import ContentionGuard
 
 __all__ = ["LayerDriver"]
 
@@ -32,11 +34,18 @@ class LayerDriver:
     Args:
         manager: places the layers.
         plan: sizes, and what the user asked for.
+        guard: asked by its copies; None where nobody is.
     """
 
-    def __init__(self, manager: LayerManager, plan: LayerPlan) -> None:
+    def __init__(
+        self,
+        manager: LayerManager,
+        plan: LayerPlan,
+        guard: ContentionGuard | None = None,
+    ) -> None:
         self.manager = manager
         self.plan = plan
+        self._guard = guard
         self.num_paused = 0
         self.num_pauses = 0
         self._decided: dict[str, Bools] = {}
@@ -86,7 +95,8 @@ class LayerDriver:
         plan = self.manager.begin_pass(requests)
         if plan.refused:
             # Admission counts before pages are given out, so it may be off by a few.
-            for rid in self.known:
+            # In one order: the ranks of a server have to let go alike.
+            for rid in sorted(self.known):
                 self.manager.release(rid, np.ones(len(self.transfers), np.bool_))
             plan = self.manager.begin_pass(requests)
         if plan.refused:
@@ -230,7 +240,8 @@ class LayerDriver:
 
     def counters(self) -> dict[str, float]:
         """Return what ended requests did, and who waits, for the metrics."""
-        return {**self._totals, "layerkv_steps_paused": self.num_pauses}
+        asked = {} if self._guard is None else guard_counters(self._guard)
+        return {**self._totals, "layerkv_steps_paused": self.num_pauses, **asked}
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture, for ``GET /tiered/stats``."""
