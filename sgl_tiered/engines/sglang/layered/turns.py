@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
-from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.policies.layers.pressure import Pressure
 from sgl_tiered.policies.layers.turns import (
@@ -27,6 +26,9 @@ from sgl_tiered.policies.layers.turns import (
     TurnRoom,
     Turns,
 )
+
+if TYPE_CHECKING:
+    from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 
 __all__ = ["DecodeTurns"]
 
