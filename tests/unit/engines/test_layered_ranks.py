@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from sgl_tiered.engines.sglang.agreement import Agreement, RanksPartedError
@@ -60,3 +66,43 @@ def test_every_fact_is_needed(kind):
     """Leave one out, and the ranks part; they are told so rather than go on."""
     _, errors, _ = run_layered(2, 1_000, 1, kind=kind)
     assert any(isinstance(error, RanksPartedError) for error in errors), errors
+
+
+PROGRAM = """
+import json, sys
+import torch.distributed as dist
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
+from tests.unit.engines.layered_ranks_support import LayeredRank
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2],
+                        rank=rank, world_size=2)
+ranks = group_ranks(dist.new_group(backend="gloo"))
+server = LayeredRank(rank, 4, Agreement(ManualClock(300.0 * rank), ranks))
+server.run(300)
+print(json.dumps([repr(server.log), server.counts]), flush=True)
+server.agreement.leave()
+server.manager.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.sglang
+def test_two_processes_over_gloo_place_layers_alike(tmp_path):
+    """Over a real group, with hash seeds of their own."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "meet")],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONHASHSEED": str(rank + 1)},
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=300)[0].splitlines()[-1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert told[0] == told[1]
+    _, counts = json.loads(told[0])
+    assert counts["paused"] > 10
