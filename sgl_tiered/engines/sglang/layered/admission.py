@@ -9,13 +9,12 @@ made for the first, so that somebody always goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.prefetching import tokens_to_come
@@ -27,6 +26,10 @@ from sgl_tiered.policies.layers.retention import (
     retained_in_room,
     retained_layers,
 )
+
+if TYPE_CHECKING:
+    # It needs SGLang at import, and nothing else here does.
+    from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 
 __all__ = ["LayerAdmission", "layered_adder_class"]
 
