@@ -8,7 +8,7 @@ made for the first, so that somebody always goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -196,11 +196,31 @@ def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> A
         scheduler: whose queue it is.
         runtime: of its cache; the scheduler was attached to it.
     """
-    from sglang.srt.managers.schedule_policy import AddReqResult as verdicts  # noqa: N813
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    def held() -> None:
+        runtime.explainer.stops_for(WaitReason.LAYERS)
 
     admission = runtime.layer_admission
-    assert isinstance(admission, LayerAdmission)
+    return _layered_adder_class(base, scheduler, admission, AddReqResult, held)
 
+
+def _layered_adder_class(
+    base: Any,
+    scheduler: Any,
+    admission: LayerAdmission,
+    verdicts: Any,
+    held: Callable[[], None],
+) -> Any:
+    """Return it.
+
+    Args:
+        base: as above.
+        scheduler: as above.
+        admission: asked for each prompt.
+        verdicts: SGLang's ``AddReqResult``.
+        held: told when a search ends because layers have no room.
+    """
     # A base that may take less of a prompt asks for the room of what it takes.
     is_asked = getattr(base, "asks_for_room", False)
 
@@ -225,7 +245,7 @@ def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> A
                 is_alone &= not self.can_run_list and scheduler.chunked_req is None
                 fits = admission.admit(req, prefix, new, is_alone=is_alone)
             if not fits:
-                runtime.explainer.stops_for(WaitReason.LAYERS)
+                held()
             return fits
 
         def _select_prefill_admission(self, req: Any, **facts: Any) -> Any:

@@ -106,14 +106,18 @@ class LayerForecast:
         Args:
             claims: all that run, by their claim to the device, the best first.
             decoding: those that take part in the step that comes.
-            room: as it is now.
+            room: as it was when this step began: since then layers were sent away, or
+                pulled back where there was more than enough.
             release: lets layers of ``claims`` leave until so many layer-pages of
                 theirs are on their way; returns how many changes that took.
         """
         self.num_looks += 1
-        # Cached pages are not ready to be taken before they are on the host as well.
-        avail = room.free + room.spare + room.landing
-        missing = self._pressure.shortage(avail - self.ahead(decoding))
+        ahead = self.ahead(decoding)
+        if self._missing(room, ahead) <= 0:
+            return
+        # To count the room takes longer than all the rest.
+        room = self._driver.manager.room()
+        missing = self._missing(room, ahead)
         if missing <= 0:
             return
         self.num_below += 1
@@ -132,6 +136,11 @@ class LayerForecast:
             "layerkv_pressure_releases": self.num_releases,
             "layerkv_pressure_pushed_pages": self.num_pushed,
         }
+
+    def _missing(self, room: LayerRoom, ahead: int) -> int:
+        # Cached pages are not ready to be taken before they are on the host as well.
+        avail = room.free + room.spare + room.landing
+        return self._pressure.shortage(avail - ahead)
 
     def _begins_page(self, req: Any) -> bool:
         return int(req.kv.kv_committed_len) % self._page_tokens == 0

@@ -63,7 +63,13 @@ class DecodeTurns:
         plan = self._policy.choose(facts, room)
         decode = self._with_room(reqs, plan)
         self._move(reqs, facts, plan)
-        self._look_ahead(reqs, plan, decode)
+        # Layers go to the host before a coming step would wait for their room.
+        self._forecast.relieve(
+            [reqs[n] for n in plan.order],
+            [reqs[n] for n in sorted(decode)],
+            reading.room,
+            self._admission.relieve,
+        )
         self._facts.note(reqs, decode, reading.now_s)
         self._driver.paused([r.rid for n, r in enumerate(reqs) if n not in decode])
         return sorted(decode)
@@ -110,14 +116,3 @@ class DecodeTurns:
                 manager.push(wanted - queued)
                 break
             left -= wanted
-
-    def _look_ahead(
-        self, reqs: Sequence[Any], plan: TurnPlan, decode: set[int]
-    ) -> None:
-        """Send layers to the host before a coming step would wait for their room."""
-        self._forecast.relieve(
-            [reqs[n] for n in plan.order],
-            [reqs[n] for n in sorted(decode)],
-            self._driver.manager.room(),
-            self._admission.relieve,
-        )
