@@ -18,6 +18,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.core.clock import Clock
 from sgl_tiered.layered.base import (
     LayerReadError,
     LayerReport,
@@ -85,6 +86,11 @@ class LayerManager:
     def binding(self) -> LayerBinding:
         """The table; to be read only."""
         return self._binding
+
+    @property
+    def clock(self) -> Clock:
+        """By which stalls are measured."""
+        return self._mover.clock
 
     @property
     def max_context_pages(self) -> int:
@@ -174,6 +180,11 @@ class LayerManager:
         if key not in self._book:
             return np.ones(self._binding.num_layers, np.bool_)
         return self._book[key].retained.copy()
+
+    def num_held(self, keys: Sequence[Hashable]) -> list[int]:
+        """Return how many layers each request wants on the device; see ``held``."""
+        book, num_layers = self._book, self._binding.num_layers
+        return [book[k].num_retained if k in book else num_layers for k in keys]
 
     def away(self, keys: Sequence[Hashable]) -> Int64s:
         """Return int64 [n], the layer-pages of each that are on the host only."""

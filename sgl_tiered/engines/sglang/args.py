@@ -161,7 +161,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="How answer lengths are predicted: none (default), online (learned "
-            "from the answers that end), constant:N, oracle (experiments: requests say "
+            "from the answers that end; default where --tiered-admission or "
+            "--tiered-layerkv needs it), constant:N, oracle (experiments: requests say "
             "it in custom_params) or llm (like online, and while requests wait the "
             "model is asked for the lengths of its own answers)."
         ),

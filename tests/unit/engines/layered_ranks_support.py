@@ -18,17 +18,25 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.facts import LayerFacts
+from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.ranks import SharedMover
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
+from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.errors import TieredError
 from sgl_tiered.layered.base import LayerRoomError, PassRequest
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.policies.layers.turns import PauseTurns
+from sgl_tiered.policies.length.book import LengthBook
+from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 from tests.unit.engines.ranks_support import in_threads
 
@@ -81,8 +89,18 @@ class Request:
         self.output_ids = []
         self.pages = []
         self.kv = SimpleNamespace(kv_committed_len=0)
-        self.sampling_params = SimpleNamespace(max_new_tokens=self.num_out)
+        self.extra_key = self.cache_salt = None
+        target = {"tpot_s": float(common.uniform(0.2, 2.0))} if number % 2 else {}
+        self.sampling_params = SimpleNamespace(
+            max_new_tokens=self.num_out, custom_params={"tiered": target}
+        )
+        self.time_stats = SimpleNamespace(prefill_finished_time=0.0)
+        self.finished_reason = SimpleNamespace(to_json=lambda: {"type": "stop"})
         self.is_gone = False
+
+    @property
+    def output_ids_through_stop(self):
+        return self.output_ids
 
     def finished(self):
         return self.is_gone or len(self.output_ids) >= self.num_out
@@ -123,10 +141,21 @@ class LayeredRank:
         )
         decode = DecodeCost(0.008, 0.0005, 1e-5)
         self.learn = agreement.learned(decode.observe)
-        self.admission = LayerAdmission(self.driver, self.runtime)
-        self.turns = DecodeTurns(
-            self.driver, self.runtime, self.admission, decode, agreement
+        self.lengths = LengthReader(LengthBook(make_length_predictor("online")))
+        decoders = Decoders(TieredConfig(host_bytes=1), self.lengths, agreement)
+        forecast = LayerForecast(self.driver, decoders.tokens_left)
+        self.admission = LayerAdmission(self.driver, self.runtime, forecast)
+        policy = PauseTurns()
+        facts = LayerFacts(
+            self.manager,
+            plan,
+            policy,
+            decoders,
+            decode.seconds,
+            lambda: bytes_per_s,
+            agreement,
         )
+        self.turns = DecodeTurns(self.driver, self.admission, policy, facts, forecast)
 
     def run(self, num_passes):
         """Run, and return the log."""
@@ -219,6 +248,9 @@ class LayeredRank:
         for req, new in parts:
             req.kv.kv_committed_len += new
             req.output_ids.append(0)
+            if not req.time_stats.prefill_finished_time:
+                own_s = self.agreement.own_clock.now()
+                req.time_stats.prefill_finished_time = own_s
         return True
 
     def compute(self, plan, passes):
@@ -248,6 +280,8 @@ class LayeredRank:
     def end(self, req):
         """Give all of a request back."""
         self.driver.finished(req.rid)
+        self.lengths.released(req)
+        self.agreement.forget(req.rid)
         self.driver.freed(np.array(req.pages, np.int64))
         self.free += req.pages[::-1]
         self.log.append(("ended", req.rid))

@@ -9,9 +9,9 @@ from typing import Any
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
@@ -23,15 +23,18 @@ from sgl_tiered.engines.sglang.layered.collectives import (
 from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
 from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.facts import LayerFacts
+from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
 from sgl_tiered.engines.sglang.layered.ranks import SharedMover
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
-from sgl_tiered.engines.sglang.step_times import StepTimes
+from sgl_tiered.engines.sglang.step_times import StepTimes, first_decode_cost
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
 from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
+from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.throttled import Pace
 
@@ -152,12 +155,26 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
         # SGLang's own limits, which follow from logical pages, are further off.
         scheduler.max_req_input_len -= scheduler.max_req_len - longest
         scheduler.max_req_len = longest
-    driver = runtime.layers
-    admission = runtime.layer_admission = LayerAdmission(driver, runtime)
+    driver, config = runtime.layers, runtime.config
     agreement = runtime.agreement
-    decode = DecodeCost.guessed(runtime.cost.prefill)
+    decode = first_decode_cost(config, runtime.cost.prefill)
     runtime.step_times = StepTimes(agreement.learned(decode.observe))
-    turns = DecodeTurns(driver, runtime, admission, decode, runtime.clock)
+    decoders = Decoders(config, runtime.lengths, agreement)
+    forecast = LayerForecast(driver, decoders.tokens_left)
+    driver.decision_counters = forecast.counters
+    admission = LayerAdmission(driver, runtime, forecast)
+    policy = make_turns(driver.plan.settings.decode)
+    facts = LayerFacts(
+        driver.manager,
+        driver.plan,
+        policy,
+        decoders,
+        decode.seconds,
+        lambda: runtime.cost.link_figures(TierId.HOST)[1],
+        runtime.clock,
+    )
+    runtime.attach(admission, decoders, facts)
+    turns = DecodeTurns(driver, admission, policy, facts, forecast)
 
     def choose(reqs: Sequence[Any]) -> list[int]:
         chosen = turns.choose(reqs)

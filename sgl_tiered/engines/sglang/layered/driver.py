@@ -5,7 +5,7 @@ All of it runs on the scheduler's thread, which is the one that runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.collectives import guard_counters
+from sgl_tiered.engines.sglang.layered.pauses import PauseLog
 from sgl_tiered.errors import TieredError
 from sgl_tiered.layered.base import LayerReport, PassPlan, PassRequest
 from sgl_tiered.layered.manager import LayerManager
@@ -35,6 +36,9 @@ class LayerDriver:
         manager: places the layers.
         plan: sizes, and what the user asked for.
         guard: asked by its copies; None where nobody is.
+
+    Attributes:
+        pauses: who waits between two tokens.
     """
 
     def __init__(
@@ -47,9 +51,10 @@ class LayerDriver:
         self.plan = plan
         self._guard = guard
         self.num_paused = 0
-        self.num_pauses = 0
+        self.pauses = PauseLog(manager.clock)
+        # Of whoever decides, set where a scheduler is attached.
+        self.decision_counters: Callable[[], dict[str, float]] = dict
         self._decided: dict[str, Bools] = {}
-        self._pauses: dict[str, int] = {}
         self._reports: dict[str, LayerReport] = {}
         self._totals: dict[str, float] = {
             "layerkv_bytes_streamed": 0,
@@ -105,7 +110,9 @@ class LayerDriver:
                 f"without room for their layers: {self.manager.room()}"
             )
         self._is_open = True
-        self.known.update(str(one.key) for one in requests)
+        rids = [str(one.key) for one in requests]
+        self.known.update(rids)
+        self.pauses.takes_part(rids)
         return plan
 
     def slots_for_write(self, layer: int, loc: torch.Tensor) -> torch.Tensor:
@@ -142,6 +149,7 @@ class LayerDriver:
         """Note that a request holds no KV any more: ended, aborted or retracted."""
         self._decided.pop(rid, None)
         self.known.discard(rid)
+        self.pauses.ended(rid)
         report = self.manager.finished(rid)
         if not report.num_passes:
             return
@@ -149,7 +157,7 @@ class LayerDriver:
         if len(self._reports) > _MAX_REPORTS:
             oldest = next(iter(self._reports))
             del self._reports[oldest]
-            self._pauses.pop(oldest, None)
+            self.pauses.forget(oldest)
         totals = self._totals
         totals["layerkv_bytes_streamed"] += report.bytes_streamed
         totals["layerkv_bytes_offloaded"] += report.bytes_offloaded
@@ -168,14 +176,13 @@ class LayerDriver:
     def paused(self, rids: Sequence[str]) -> None:
         """Note who waits in this step."""
         self.num_paused = len(rids)
-        self.num_pauses += len(rids)
-        for rid in rids:
-            self._pauses[rid] = self._pauses.get(rid, 0) + 1
+        self.pauses.left_out(rids)
 
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what became of a request's layers, once; None if nothing."""
         report = self._reports.pop(rid, None) or self.manager.report(rid)
-        pauses = self._pauses.pop(rid, 0)
+        steps_paused, paused_s = self.pauses.of(rid)
+        self.pauses.forget(rid)
         if report is None or not report.num_passes:
             return None
         return {
@@ -185,7 +192,8 @@ class LayerDriver:
             "bytes_offloaded": report.bytes_offloaded,
             "bytes_pulled": report.bytes_pulled,
             "stall_s": report.stall_s,
-            "steps_paused": pauses,
+            "steps_paused": steps_paused,
+            "paused_s": round(paused_s, 6),
         }
 
     # -- Tiers below -----------------------------------------------------------
@@ -241,7 +249,13 @@ class LayerDriver:
     def counters(self) -> dict[str, float]:
         """Return what ended requests did, and who waits, for the metrics."""
         asked = {} if self._guard is None else guard_counters(self._guard)
-        return {**self._totals, "layerkv_steps_paused": self.num_pauses, **asked}
+        return {
+            **self._totals,
+            "layerkv_steps_paused": self.pauses.num_steps,
+            "layerkv_paused_s": self.pauses.seconds,
+            **self.decision_counters(),
+            **asked,
+        }
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture, for ``GET /tiered/stats``."""

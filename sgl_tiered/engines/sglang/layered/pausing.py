@@ -61,7 +61,8 @@ class PausingDecode:
 
     def _chosen(self, batch: Any) -> list[int]:
         everyone = list(range(len(batch.reqs)))
-        if len(everyone) < 2 or not can_be_split(batch):
+        # One alone does not wait, but its layers may come back.
+        if not everyone or not can_be_split(batch):
             return everyone
         chosen = set(self._choose(batch.reqs))
         # An abort is carried out in a step, so nobody who is to end waits.
