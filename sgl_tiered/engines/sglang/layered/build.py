@@ -13,10 +13,11 @@ from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
+from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier, FaultyCopier
 from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+from sgl_tiered.engines.sglang.layered.recovery import RepeatedForward
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.step_times import StepTimes
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
@@ -24,6 +25,7 @@ from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.tiers.emulator import Emulator
+from sgl_tiered.tiers.fault_switch import FaultSwitch
 from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["PlacedLayers", "attach_scheduler", "connect", "place_layers"]
@@ -67,8 +69,14 @@ def place_layers(
         "sgl-tiered: layer-wise KV (--tiered-layerkv) is experimental: its answers are "
         "tested on a CPU, its speed is not measured yet."
     )
-    pace = emulator.pace(TierId.HOST)
-    return connect(pool, plan, clock, pace, breaks_staging=config.breaks_staging)
+    return connect(
+        pool,
+        plan,
+        clock,
+        emulator.pace(TierId.HOST),
+        breaks_staging=config.breaks_staging,
+        faults=emulator.faults(TierId.HOST),
+    )
 
 
 def connect(
@@ -78,6 +86,7 @@ def connect(
     pace: Pace | None,
     *,
     breaks_staging: bool = False,
+    faults: FaultSwitch | None = None,
 ) -> PlacedLayers:
     """Give a `LayeredPool` of SGLang's its driver.
 
@@ -87,10 +96,12 @@ def connect(
         clock: times copies.
         pace: of the emulated link; None for as fast as it goes.
         breaks_staging: for tests: stream wrongly.
+        faults: for tests: let copies fail.
     """
     layout = plan.layout
     copier = CpuLayerCopier(pool, layout, breaks_staging=breaks_staging)
-    mover = LayerMover(copier, layout.layer_page_bytes, clock, pace=pace)
+    moving = copier if faults is None else FaultyCopier(copier, faults)
+    mover = LayerMover(moving, layout.layer_page_bytes, clock, pace=pace)
     # Page 0 of the tensor and logical page 0 are those of padding.
     binding = LayerBinding(
         layout.num_layers,
@@ -118,4 +129,11 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
     turns = DecodeTurns(driver, runtime, admission, decode, runtime.clock)
     scheduler.update_running_batch = PausingDecode(
         scheduler.update_running_batch, turns.choose
+    )
+    worker = scheduler.tp_worker
+    worker.forward_batch_generation = RepeatedForward(
+        worker.forward_batch_generation,
+        driver,
+        # A rank that ran alone would wait for the others' collectives.
+        may_repeat=not runtime.agreement.is_shared,
     )
