@@ -15,6 +15,8 @@ FIRST_PAUSE_S = 0.05
 """A few decode steps: what failed for a moment is not noticed."""
 LONGEST_PAUSE_S = 5.0
 """How late the end of an outage is noticed at most."""
+QUIET_S = 10.0
+"""Outages that begin sooner after one that was told are counted, and not told."""
 
 
 class Outage:
@@ -38,6 +40,8 @@ class Outage:
         self._lock = threading.Lock()
         self._num_given_up = 0
         self._since_s = 0.0
+        self._told_s = float("-inf")
+        self._is_told = False
         self._not_before_s = 0.0
         self.num_failed = 0
         self.num_outages = 0
@@ -61,13 +65,17 @@ class Outage:
                 # What was queued before the pause began does not lengthen it.
                 return
             begins = not self._num_given_up
+            tells = begins and now_s - self._told_s >= QUIET_S
             if begins:
                 self.num_outages += 1
                 self._since_s = now_s
+                self._is_told = tells
+            if tells:
+                self._told_s = now_s
             pause_s = FIRST_PAUSE_S * 2.0 ** min(self._num_given_up, 30)
             self._not_before_s = now_s + min(pause_s, LONGEST_PAUSE_S)
             self._num_given_up += 1
-        if begins:
+        if tells:
             logger.warning(
                 "copies of layers %s fail, and are tried again from time to time: %r",
                 self._name,
@@ -79,10 +87,11 @@ class Outage:
         if not self._num_given_up:
             return
         with self._lock:
-            ended, self._num_given_up = self._num_given_up > 0, 0
+            tells = self._num_given_up > 0 and self._is_told
+            self._num_given_up = 0
             self._not_before_s = 0.0
             seconds = self._clock.now() - self._since_s
-        if ended:
+        if tells:
             logger.warning(
                 "copies of layers %s work again after %.1f s", self._name, seconds
             )

@@ -157,7 +157,7 @@ def test_a_unit_that_fails_tells_which_rows(
     stream.done(0)
     stream.wait(1)
     assert list(stream.failed) == [0]
-    assert mover.to_device.lasts
+    assert mover.to_device.num_outages == 1
 
 
 def test_a_queued_copy_that_fails_late_is_found_at_the_end(

@@ -7,7 +7,12 @@ import logging
 import pytest
 
 from sgl_tiered.core.clock import ManualClock
-from sgl_tiered.layered.outage import FIRST_PAUSE_S, LONGEST_PAUSE_S, Outage
+from sgl_tiered.layered.outage import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    QUIET_S,
+    Outage,
+)
 
 ERROR = OSError("no")
 
@@ -44,7 +49,7 @@ def test_what_was_queued_before_does_not_lengthen_the_pause() -> None:
 
 
 def test_a_success_ends_it(caplog: pytest.LogCaptureFixture) -> None:
-    """The next outage begins with the first pause; each is told once."""
+    """The next outage begins with the first pause; each is told once, if at all."""
     clock = ManualClock()
     outage = Outage("to the host", clock)
     with caplog.at_level(logging.WARNING):
@@ -53,17 +58,22 @@ def test_a_success_ends_it(caplog: pytest.LogCaptureFixture) -> None:
             clock.advance(1.0)
         outage.succeeded()
         outage.succeeded()
-    assert not outage.lasts
-    assert not outage.holds_back
+        assert not outage.lasts
+        assert not outage.holds_back
+        # It comes and goes: once told is enough.
+        given_up(outage)
+        clock.advance(FIRST_PAUSE_S)
+        assert not outage.holds_back
+        outage.succeeded()
     assert [record.message for record in caplog.records] == [
         "copies of layers to the host fail, and are tried again from time to time: "
         "OSError('no')",
         "copies of layers to the host work again after 3.0 s",
     ]
-    given_up(outage)
-    clock.advance(FIRST_PAUSE_S)
-    assert not outage.holds_back
     assert outage.num_outages == 2
+    clock.advance(QUIET_S)
+    given_up(outage)
+    assert len(caplog.records) == 3
 
 
 def test_one_failure_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
