@@ -29,7 +29,7 @@ from sgl_tiered.layered.base import (
 )
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.mover import LayerMover
-from sgl_tiered.layered.passes import Batch, Forward, Needs
+from sgl_tiered.layered.passes import Batch, Forward, LostRows, Needs
 from sgl_tiered.layered.requests import RequestBook, RequestRecord
 from sgl_tiered.layered.room import RoomMaker
 from sgl_tiered.layered.units import layer_pages_needed, plan_reads
@@ -80,6 +80,7 @@ class LayerManager:
         self._book = RequestBook(binding)
         self._room = RoomMaker(binding, self._book, mover)
         self._forward: Forward | None = None
+        self._lost: LostRows | None = None
         self._num_passes = 0
 
     @property
@@ -245,6 +246,15 @@ class LayerManager:
         """
         return self._room.push(max_layer_pages) if max_layer_pages > 0 else 0
 
+    def failures(self) -> dict[str, int]:
+        """Return how many attempts to copy have failed, and how many outages began."""
+        down, up = self._mover.to_host, self._mover.to_device
+        return {
+            "failed_to_host": down.num_failed,
+            "failed_to_device": up.num_failed,
+            "outages": down.num_outages + up.num_outages,
+        }
+
     def report(self, key: Hashable) -> LayerReport:
         """Return what became of a request's layers so far."""
         if key not in self._book:
@@ -262,6 +272,15 @@ class LayerManager:
             The plan; if it refuses requests, nothing has begun.
         """
         assert self._forward is None, "the last forward was not ended"
+        self._lost = None
+        if any(one.is_lost for one in requests):
+            lost = LostRows(requests, self._binding.padding)
+            plan = lost.plan(self._begin(lost.live))
+            self._lost = lost
+            return plan
+        return self._begin(requests)
+
+    def _begin(self, requests: Sequence[PassRequest]) -> PassPlan:
         started_s = self._mover.clock.now()
         batch = self._batch(requests)
         self._room.collect()
@@ -323,7 +342,7 @@ class LayerManager:
         if forward.is_passing[layer]:
             self._bind_passing(forward, layer)
         places: Int32s = self._binding.device[layer][pages]
-        return places
+        return places if self._lost is None else self._lost.places(pages, places)
 
     def layer_written(self, layer: int) -> None:
         """Note that a layer's KV is queued to be written: what is not kept leaves."""
@@ -340,7 +359,7 @@ class LayerManager:
         from ``wait_unit`` of a group to its ``unit_done``.
         """
         table: Int32s = self._running().reads.table[layer]
-        return table
+        return table if self._lost is None else self._lost.table(table)
 
     def wait_unit(self, layer: int, group: int) -> float:
         """Block until a layer of a group can be read; return the seconds waited.
@@ -356,7 +375,7 @@ class LayerManager:
         try:
             forward.stream.wait(index)
         except Exception as error:
-            keys = forward.keys(group)
+            keys = forward.readers(index)
             raise LayerReadError(layer, keys, str(error)) from error
         stall_s = self._mover.clock.now() - started_s
         forward.stall_s += stall_s
@@ -405,7 +424,7 @@ class LayerManager:
         self._drop_eagerly()
         for index, reason in failed.items():
             unit = forward.reads.units[index]
-            raise LayerReadError(unit.layer, forward.keys(unit.group), reason)
+            raise LayerReadError(unit.layer, forward.readers(index), reason)
 
     # -- tiers below ------------------------------------------------------------------
 
@@ -532,10 +551,10 @@ class LayerManager:
             started_s = self._mover.clock.now()
             if not self._room.make(len(positions)):
                 # Copies to the host failed: once more, while somebody waits for them.
-                self._room.retry()
+                self._room.retry(needed=True)
                 if not self._room.make(len(positions)):
                     missing = len(positions) - self._binding.num_free
-                    raise LayerRoomError(layer, missing)
+                    raise LayerRoomError(layer, missing, forward.writers(layer))
             forward.stall_s += self._mover.clock.now() - started_s
         places = self._binding.bind(layer, batch.new_pages[positions])
         forward.reads.table[layer, batch.new[positions]] = places

@@ -79,6 +79,14 @@ class OwnMover(LayerMover):
         super().__init__(*args)
 
 
+class OwnOutages(SharedMover):
+    """Each rank holds copies back where its own have failed, by its own clock."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.to_device, self.to_host = self._own
+
+
 class Request:
     """A request that all ranks get, as SGLang's."""
 

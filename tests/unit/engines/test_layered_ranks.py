@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sgl_tiered.engines.sglang.agreement import Agreement, RanksPartedError
-from tests.unit.engines.layered_ranks_support import OwnMover, run_layered
+from tests.unit.engines.layered_ranks_support import OwnMover, OwnOutages, run_layered
 
 
 class OwnMeasures(Agreement):
@@ -52,9 +52,10 @@ def test_ranks_that_agree_on_nothing_part():
     assert ranks[0].log != ranks[1].log
 
 
-def test_copies_that_land_for_one_rank_part_them():
+@pytest.mark.parametrize("mover", [OwnMover, OwnOutages])
+def test_copies_that_are_one_ranks_own_part_them(mover):
     """All else agreed on: they are told so, or place layers in different ways."""
-    ranks, errors, _ = run_layered(2, 400, 1, mover=OwnMover)
+    ranks, errors, _ = run_layered(2, 400, 1, mover=mover)
     if errors:
         assert any(isinstance(error, RanksPartedError) for error in errors), errors
     else:

@@ -20,13 +20,14 @@ from sgl_tiered.engines.sglang.layered.collectives import (
     hook_collectives,
     make_guard,
 )
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
+from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier, FaultyCopier
 from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
 from sgl_tiered.engines.sglang.layered.ranks import SharedMover
+from sgl_tiered.engines.sglang.layered.recovery import RepeatedForward
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.step_times import StepTimes, first_decode_cost
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
@@ -36,6 +37,7 @@ from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
 from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
 from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.tiers.emulator import Emulator
+from sgl_tiered.tiers.fault_switch import FaultSwitch
 from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["PlacedLayers", "attach_scheduler", "connect", "place_layers"]
@@ -91,6 +93,7 @@ def place_layers(
         emulator.pace(TierId.HOST),
         breaks_staging=config.breaks_staging,
         agreement=agreement,
+        faults=emulator.faults(TierId.HOST),
     )
 
 
@@ -102,6 +105,7 @@ def connect(
     *,
     breaks_staging: bool = False,
     agreement: Agreement | None = None,
+    faults: FaultSwitch | None = None,
 ) -> PlacedLayers:
     """Give a `LayeredPool` of SGLang's its driver.
 
@@ -112,12 +116,14 @@ def connect(
         pace: of the emulated link; None for as fast as it goes.
         breaks_staging: for tests: stream wrongly.
         agreement: with the other ranks; None where there are none.
+        faults: for tests: let copies fail.
     """
     layout = plan.layout
     copier = CpuLayerCopier(pool, layout, breaks_staging=breaks_staging)
+    moving = copier if faults is None else FaultyCopier(copier, faults)
     guard = None
     if agreement is None or not agreement.is_shared:
-        mover = LayerMover(copier, layout.layer_page_bytes, clock, pace=pace)
+        mover = LayerMover(moving, layout.layer_page_bytes, clock, pace=pace)
     else:
         guard = _guard(plan, pool, clock, agreement.num_ranks)
         pages = SUB_UNIT_PAGES
@@ -126,14 +132,12 @@ def connect(
             pages = min(pages, short)
         mover = SharedMover(
             agreement,
-            copier,
+            moving,
             layout.layer_page_bytes,
             clock,
             pace=pace,
             guard=guard,
-            sub_unit_pages=SUB_UNIT_PAGES
-            if guard is None
-            else min(pages, SUB_UNIT_PAGES),
+            sub_unit_pages=pages,
         )
     # Page 0 of the tensor and logical page 0 are those of padding.
     binding = LayerBinding(
@@ -183,6 +187,14 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
 
     scheduler.update_running_batch = PausingDecode(
         scheduler.update_running_batch, choose
+    )
+    if agreement.is_shared:
+        # One that ran a forward again alone would wait for the others' collectives, and
+        # to clean up after it is to meet the others, who are in theirs.
+        return
+    worker = scheduler.tp_worker
+    worker.forward_batch_generation = RepeatedForward(
+        worker.forward_batch_generation, driver
     )
 
 

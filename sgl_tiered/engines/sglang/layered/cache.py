@@ -143,6 +143,11 @@ class LayeredRadixCache(TieredRadixCache):
         self._layers.close_loads()
         return consumer
 
+    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
+        """End the loads of the batch; return requests that ended with an error."""
+        failed = super().finish_external_linker_loads(reqs)
+        return failed + [req for req in reqs if self._layers.is_lost(req.rid)]
+
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Forget the request; called once its slots are given back."""
         self._layers.finished(req.rid)

@@ -5,7 +5,8 @@ All of it runs on the scheduler's thread, which is the one that runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,28 @@ from sgl_tiered.layered.base import LayerReport, PassPlan, PassRequest
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.pipelines.contention import ContentionGuard
 
-__all__ = ["LayerDriver"]
+__all__ = ["LayerDriver", "NoRoomError"]
 
 Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 _MAX_REPORTS = 1024
 """Of requests that ended and were not asked for."""
+
+
+class NoRoomError(TieredError, RuntimeError):
+    """A forward cannot begin: some of its requests have no room for their layers.
+
+    Attributes:
+        keys: their ids.
+    """
+
+    def __init__(self, keys: Sequence[str], num_requests: int, room: object) -> None:
+        self.keys = tuple(keys)
+        super().__init__(
+            f"{len(keys)} of {num_requests} requests were admitted without room for "
+            f"their layers: {room}"
+        )
 
 
 class LayerDriver:
@@ -62,7 +78,11 @@ class LayerDriver:
             "layerkv_bytes_pulled": 0,
             "layerkv_stall_s": 0.0,
             "layerkv_requests": 0,
+            "layerkv_forwards_repeated": 0,
+            "layerkv_requests_lost": 0,
         }
+        # In a batch still, but ended with an error: the others are computed.
+        self._lost: set[str] = set()
         # Had a forward, and still hold KV.
         self.known: set[str] = set()
         self._is_open = False
@@ -84,19 +104,19 @@ class LayerDriver:
         self._decided[rid] = retained
 
     def decided(self, rid: str) -> Bools | None:
-        """Return that once, for the pass; None for a request that had its first."""
-        return self._decided.pop(rid, None)
+        """Return that for the pass; None for a request that had its first."""
+        return self._decided.get(rid)
 
     def begin_pass(self, requests: Sequence[PassRequest]) -> PassPlan:
         """Begin a forward; its requests were checked to fit before.
 
         Raises:
-            TieredError: they do not, which nobody can repair any more.
+            NoRoomError: they do not, although all layers may leave; nothing has begun.
         """
-        if self._is_open:
-            # The forward before broke off.
-            self.manager.end_pass(ok=False)
+        self.broke_off()
         self._loc = None
+        if self._lost:
+            requests = [replace(r, is_lost=r.key in self._lost) for r in requests]
         plan = self.manager.begin_pass(requests)
         if plan.refused:
             # Admission counts before pages are given out, so it may be off by a few.
@@ -105,15 +125,36 @@ class LayerDriver:
                 self.manager.release(rid, np.ones(len(self.transfers), np.bool_))
             plan = self.manager.begin_pass(requests)
         if plan.refused:
-            raise TieredError(
-                f"{len(plan.refused)} of {len(requests)} requests were admitted "
-                f"without room for their layers: {self.manager.room()}"
-            )
+            keys = [str(requests[n].key) for n in plan.refused]
+            raise NoRoomError(keys, len(requests), self.manager.room())
         self._is_open = True
-        rids = [str(one.key) for one in requests]
+        rids = []
+        for one in requests:
+            self._decided.pop(str(one.key), None)
+            if not one.is_lost:
+                rids.append(str(one.key))
         self.known.update(rids)
         self.pauses.takes_part(rids)
         return plan
+
+    def broke_off(self) -> None:
+        """Note that the forward, if one is under way, will not reach its end."""
+        if self._is_open:
+            self._is_open = False
+            self.manager.end_pass(ok=False)
+
+    def repeats(self) -> None:
+        """Note that a forward that broke off is run again."""
+        self._totals["layerkv_forwards_repeated"] += 1
+
+    def lose(self, rids: Collection[str]) -> None:
+        """Note requests that end with an error: forwards pass them over from now on."""
+        self._totals["layerkv_requests_lost"] += len(set(rids) - self._lost)
+        self._lost.update(rids)
+
+    def is_lost(self, rid: str) -> bool:
+        """Return whether a request is one of those."""
+        return rid in self._lost
 
     def slots_for_write(self, layer: int, loc: torch.Tensor) -> torch.Tensor:
         """Return where the new tokens of the forward go in a layer.
@@ -148,6 +189,7 @@ class LayerDriver:
     def finished(self, rid: str) -> None:
         """Note that a request holds no KV any more: ended, aborted or retracted."""
         self._decided.pop(rid, None)
+        self._lost.discard(rid)
         self.known.discard(rid)
         self.pauses.ended(rid)
         report = self.manager.finished(rid)
@@ -248,9 +290,14 @@ class LayerDriver:
 
     def counters(self) -> dict[str, float]:
         """Return what ended requests did, and who waits, for the metrics."""
+        copies = {
+            f"layerkv_copies_{name}": count
+            for name, count in self.manager.failures().items()
+        }
         asked = {} if self._guard is None else guard_counters(self._guard)
         return {
             **self._totals,
+            **copies,
             "layerkv_steps_paused": self.pauses.num_steps,
             "layerkv_paused_s": self.pauses.seconds,
             **self.decision_counters(),

@@ -18,7 +18,8 @@ import numpy as np
 
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.layered.binding import Flight
-from sgl_tiered.layered.mover import Landing, LayerMover
+from sgl_tiered.layered.mover import CALLED_OFF, Landing, LayerMover
+from sgl_tiered.layered.outage import Outage
 
 __all__ = ["SharedMover"]
 
@@ -34,6 +35,10 @@ class SharedMover(LayerMover):
     def __init__(self, agreement: Agreement, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._agreement = agreement
+        # What the copies of this rank did; what they did on all decides what is tried.
+        self._own = (self.to_device, self.to_host)
+        self.to_device = Outage("to the device of some rank", agreement)
+        self.to_host = Outage("to the host of some rank", agreement)
         self._num_begun = 0
         # By number, which all ranks count alike: not landed everywhere; landed here; on
         # how many ranks it has; positions that failed on any.
@@ -41,6 +46,7 @@ class SharedMover(LayerMover):
         self._here: dict[int, Landing] = {}
         self._told: dict[int, int] = {}
         self._bad: dict[int, set[int]] = {}
+        self._failed: dict[int, str] = {}
         self._numbers: dict[int, int] = {}
         self._unsaid: list[int] = []
         self._everywhere: list[Landing] = []
@@ -99,9 +105,11 @@ class SharedMover(LayerMover):
                 runs[-1][1] = number
             else:
                 runs.append([number, number])
-            failed = np.flatnonzero(~self._here[number].ok)
-            if len(failed):
-                bad.append([number, failed.tolist()])
+            landing = self._here[number]
+            missing = np.flatnonzero(~landing.ok)
+            if len(missing):
+                error = "" if landing.error == CALLED_OFF else landing.error
+                bad.append([number, missing.tolist(), error])
         self._unsaid.clear()
         return [runs, bad]
 
@@ -111,8 +119,10 @@ class SharedMover(LayerMover):
             for first, last in runs:
                 for number in range(first, last + 1):
                     self._told[number] = self._told.get(number, 0) + 1
-            for number, positions in bad:
+            for number, positions, error in bad:
                 self._bad.setdefault(number, set()).update(positions)
+                if error:
+                    self._failed.setdefault(number, error)
         # Alone at the end: what has landed here has landed.
         everywhere = [
             number
@@ -125,8 +135,17 @@ class SharedMover(LayerMover):
 
     def _merged(self, number: int) -> Landing:
         landing, bad = self._here.pop(number), self._bad.pop(number, None)
+        error = self._failed.pop(number, "")
+        outage = self.to_device if landing.flight.is_up else self.to_host
+        if error:
+            outage.failed(RuntimeError(error), is_last=True)
+        elif not bad:
+            outage.succeeded()
         if not bad:
             return landing
         ok = landing.ok.copy()
         ok[list(bad)] = False
-        return Landing(landing.flight, ok, landing.error or "failed on another rank")
+        return Landing(landing.flight, ok, error or CALLED_OFF)
+
+    def _outage(self, *, is_store: bool) -> Outage:
+        return self._own[is_store]
