@@ -82,7 +82,7 @@ class SharedMover(LayerMover):
         while oldest not in self._here:
             super().wait()
             self._take()
-        self._hear(self._agreement.gathered(self._news()))
+        self._agreement.ask("layers")
         assert self._everywhere, f"flight {oldest} has not landed on all ranks"
         return True
 
