@@ -84,6 +84,9 @@ class FakeLayers:
     def away(self, rids: list[str]) -> Any:
         return np.array([self.is_away.get(rid, 0) for rid in rids], np.int64)
 
+    def whole_pages(self, req: Any) -> int:
+        return PAGES
+
     def num_held(self, rids: list[str]) -> list[int]:
         return [self.held.get(rid, LAYERS) for rid in rids]
 
@@ -261,10 +264,23 @@ def test_only_what_will_have_room_is_pulled_back():
     for free, num_back in ((40 + 16 + 24, 1), (40 + 16 + 23, 0)):
         rig = Rig()
         rig.layers.is_away["c"] = LAYERS * PAGES
+        rig.layers.held["c"] = 0
         rig.facts._link = lambda: 10_000.0
         rig.room(free=free)
         chosen = rig.turns.choose([request("a"), request("b"), request("c")])
         assert chosen == [0, 1]
+        assert len(rig.layers.pulled) == num_back
+
+
+def test_copies_that_are_still_there_take_room_as_well():
+    """Of 24 layer-pages 6 are on the host alone; all of them would be kept again."""
+    for free, num_back in ((40 + 8 + 24, 1), (40 + 8 + 23, 0)):
+        rig = Rig()
+        rig.layers.is_away["b"] = PAGES
+        rig.layers.held["b"] = 0
+        rig.facts._link = lambda: 1_000.0
+        rig.room(free=free)
+        assert rig.turns.choose([request("a"), request("b")]) == [0]
         assert len(rig.layers.pulled) == num_back
 
 

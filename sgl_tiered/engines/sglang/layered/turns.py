@@ -104,9 +104,12 @@ class DecodeTurns:
             return
         decoding = [reqs[n] for n in plan.decode]
         left = self._forecast.to_return(decoding, manager.room())
-        for n in away:
+        held = manager.num_held([reqs[n].rid for n in away])
+        for n, num_held in zip(away, held, strict=True):
             wanted = facts[n].host_bytes // self._layer_page_bytes
-            if wanted > left:
+            # Those of its copies that are still there are spare no more either.
+            taken = (self._num_layers - num_held) * self._admission.whole_pages(reqs[n])
+            if taken > left:
                 # One request whole before the next: in part it would go on waiting.
                 break
             manager.hold(reqs[n].rid, everything)
@@ -115,4 +118,4 @@ class DecodeTurns:
                 # Cached pages stand in its way until they are on the host.
                 manager.push(wanted - queued)
                 break
-            left -= wanted
+            left -= taken
