@@ -223,6 +223,12 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
     check_prefetch_to(config.prefetch, config.prefetch_to, _flag("prefetch_to"))
+    if config.layerkv is not None and config.prefetch_to == "device":
+        raise ConfigError(
+            _flag("prefetch_to"),
+            "device does not go with --tiered-layerkv yet",
+            "give host",
+        )
     return config
 
 

@@ -30,7 +30,7 @@ from sgl_tiered.engines.sglang.layered.ranks import SharedMover
 from sgl_tiered.engines.sglang.layered.recovery import RepeatedForward
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.step_times import StepTimes, first_decode_cost
-from sgl_tiered.errors import ConfigError, EngineCompatibilityError
+from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
@@ -68,19 +68,12 @@ def place_layers(
 
     Raises:
         EngineCompatibilityError: SGLang has made a pool of another kind.
-        ConfigError: a setting does not go with layer-wise KV.
     """
     plan = getattr(pool, "plan", None)
     if plan is None or pool.k_buffer[0].device.type != "cpu":
         raise EngineCompatibilityError(
             f"--tiered-layerkv does not work with SGLang's {type(pool).__name__} on "
             f"{pool.k_buffer[0].device.type!r}: leave it out."
-        )
-    if config.prefetch_to == "device":
-        raise ConfigError(
-            "--tiered-prefetch-to",
-            "device does not go with --tiered-layerkv yet",
-            "give host",
         )
     logger.warning(
         "sgl-tiered: layer-wise KV (--tiered-layerkv) is experimental: its answers are "
