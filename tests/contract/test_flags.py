@@ -46,7 +46,6 @@ GOOD = {
         "--tiered-layerkv-retain=2",
         "--tiered-layerkv-staging-size=1MB",
         "--tiered-layerkv-guard=off",
-        "--tp-size=2",
     ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
@@ -56,6 +55,10 @@ BAD = {
     "layerkv off": ([*ON, "--tiered-layerkv-retain=2"], "--tiered-layerkv-retain"),
     "layerkv pages": (
         [*ON, "--tiered-layerkv=on", "--page-size=1"],
+        "--tiered-layerkv",
+    ),
+    "layerkv ranks": (
+        [*ON, "--tiered-layerkv=on", "--page-size=16", "--tp-size=2"],
         "--tiered-layerkv",
     ),
     "layerkv guard": (

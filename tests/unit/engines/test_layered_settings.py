@@ -70,6 +70,7 @@ def test_a_wrong_flag_is_named(settings, flag):
     ("changed", "word"),
     [
         ({"page_size": 1}, "page-size"),
+        ({"tp_size": 2}, "tp-size"),
         ({"enable_mixed_chunk": True}, "mixed-chunk"),
         ({"disable_overlap_schedule": False}, "overlap"),
     ],
