@@ -108,6 +108,8 @@ class PassRequest:
         num_new: tokens whose KV this forward writes.
         retained: bool [num_layers], the layers to be kept on the device; None for as
             before, and for a request not seen before: all.
+        is_lost: nobody will use what is computed for it. It takes no room, reads what
+            padding has written, and writes where padding does; its KV stays as it is.
     """
 
     key: Hashable
@@ -115,6 +117,7 @@ class PassRequest:
     num_context: int
     num_new: int
     retained: npt.NDArray[np.bool_] | None = None
+    is_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +191,8 @@ class LayerReadError(TieredError, RuntimeError):
 
     Attributes:
         layer: which.
-        keys: the requests that read it; their KV on the host is unharmed.
+        keys: the requests that read what was not copied, as far as that is known; their
+            KV on the host is unharmed.
     """
 
     def __init__(self, layer: int, keys: tuple[Hashable, ...], reason: str) -> None:
@@ -205,11 +209,13 @@ class LayerRoomError(TieredError, RuntimeError):
     Attributes:
         layer: which.
         missing: layer-pages.
+        keys: the requests whose KV was to be written there.
     """
 
-    def __init__(self, layer: int, missing: int) -> None:
+    def __init__(self, layer: int, missing: int, keys: tuple[Hashable, ...]) -> None:
         self.layer = layer
         self.missing = missing
+        self.keys = keys
         super().__init__(
             f"Layer {layer} lacks {missing} layer-pages, for copies to the host failed."
         )

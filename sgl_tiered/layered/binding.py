@@ -120,6 +120,17 @@ class LayerBinding:
         return len(self._free)
 
     @property
+    def padding(self) -> int:
+        """A physical layer-page of the tensor that is bound to nothing.
+
+        Raises:
+            ValueError: the tensor begins with pages that are used.
+        """
+        if not self._first:
+            raise ValueError("the tensor has no layer-page for padding")
+        return self._first - 1
+
+    @property
     def num_free(self) -> int:
         """Physical layer-pages that can be taken."""
         return self._num_free

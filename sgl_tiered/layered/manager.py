@@ -18,6 +18,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.core.clock import Clock
 from sgl_tiered.layered.base import (
     LayerReadError,
     LayerReport,
@@ -28,7 +29,7 @@ from sgl_tiered.layered.base import (
 )
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.mover import LayerMover
-from sgl_tiered.layered.passes import Batch, Forward, Needs
+from sgl_tiered.layered.passes import Batch, Forward, LostRows, Needs
 from sgl_tiered.layered.requests import RequestBook, RequestRecord
 from sgl_tiered.layered.room import RoomMaker
 from sgl_tiered.layered.units import layer_pages_needed, plan_reads
@@ -83,6 +84,7 @@ class LayerManager:
         self._book = RequestBook(binding)
         self._room = RoomMaker(binding, self._book, mover)
         self._forward: Forward | None = None
+        self._lost: LostRows | None = None
         self._num_passes = 0
         self.stall_s = 0.0
         self.bytes_streamed = 0
@@ -91,6 +93,11 @@ class LayerManager:
     def binding(self) -> LayerBinding:
         """The table; to be read only."""
         return self._binding
+
+    @property
+    def clock(self) -> Clock:
+        """By which stalls are measured."""
+        return self._mover.clock
 
     @property
     def max_context_pages(self) -> int:
@@ -102,23 +109,14 @@ class LayerManager:
         """True while no copy to or from the host is under way."""
         return self._forward is None and self._mover.num_flights == 0
 
-    @property
-    def num_free(self) -> int:
-        """Physical layer-pages that can be taken now."""
-        return self._binding.num_free
-
-    @property
-    def num_usable(self) -> int:
-        """Physical layer-pages but the staging ones."""
-        return self._binding.num_physical - 2 * self.max_context_pages
-
     # -- between forwards ------------------------------------------------------------
 
     def room(self) -> LayerRoom:
         """Return the physical layer-pages by what they are used for; O(all of them)."""
         facts = self._room.facts()
+        staging = 2 * self.max_context_pages
         return LayerRoom(
-            facts.free, facts.spare, facts.landing, facts.cached, self.num_usable
+            facts.free, facts.spare, facts.landing, facts.cached, facts.total - staging
         )
 
     def needed(
@@ -134,18 +132,6 @@ class LayerManager:
         if retained is None:
             retained = np.ones(self._binding.num_layers, np.bool_)
         return layer_pages_needed(num_context, num_new, retained, self._page_tokens)
-
-    def fits(self, requests: Sequence[PassRequest]) -> tuple[int, ...]:
-        """Return the positions of those for which room cannot be made; changes nothing.
-
-        First come first: one that is left out leaves its room to those behind it.
-        """
-        self._room.collect()
-        batch = self._batch(requests)
-        needs = self._needs(batch)
-        facts = self._room.facts()
-        available = facts.free + facts.spare + facts.landing + facts.cached
-        return _greedy(needs, available)
 
     def poll(self) -> None:
         """Take note of copies that have ended; start again what failed."""
@@ -189,6 +175,11 @@ class LayerManager:
         if key not in self._book:
             return np.ones(self._binding.num_layers, np.bool_)
         return self._book[key].retained.copy()
+
+    def num_held(self, keys: Sequence[Hashable]) -> list[int]:
+        """Return how many layers each request wants on the device; see ``held``."""
+        book, num_layers = self._book, self._binding.num_layers
+        return [book[k].num_retained if k in book else num_layers for k in keys]
 
     def away(self, keys: Sequence[Hashable]) -> Int64s:
         """Return int64 [n], the layer-pages of each that are on the host only."""
@@ -257,6 +248,15 @@ class LayerManager:
         """
         return self._room.push(max_layer_pages) if max_layer_pages > 0 else 0
 
+    def failures(self) -> dict[str, int]:
+        """Return how many attempts to copy have failed, and how many outages began."""
+        down, up = self._mover.to_host, self._mover.to_device
+        return {
+            "failed_to_host": down.num_failed,
+            "failed_to_device": up.num_failed,
+            "outages": down.num_outages + up.num_outages,
+        }
+
     def report(self, key: Hashable) -> LayerReport:
         """Return what became of a request's layers so far."""
         if key not in self._book:
@@ -274,6 +274,15 @@ class LayerManager:
             The plan; if it refuses requests, nothing has begun.
         """
         assert self._forward is None, "the last forward was not ended"
+        self._lost = None
+        if any(one.is_lost for one in requests):
+            lost = LostRows(requests, self._binding.padding)
+            plan = lost.plan(self._begin(lost.live))
+            self._lost = lost
+            return plan
+        return self._begin(requests)
+
+    def _begin(self, requests: Sequence[PassRequest]) -> PassPlan:
         started_s = self._mover.clock.now()
         batch = self._batch(requests)
         self._room.collect()
@@ -337,7 +346,7 @@ class LayerManager:
         if forward.is_passing[layer]:
             self._bind_passing(forward, layer)
         places: Int32s = self._binding.device[layer][pages]
-        return places
+        return places if self._lost is None else self._lost.places(pages, places)
 
     def layer_written(self, layer: int) -> None:
         """Note that a layer's KV is queued to be written: what is not kept leaves."""
@@ -354,7 +363,7 @@ class LayerManager:
         from ``wait_unit`` of a group to its ``unit_done``.
         """
         table: Int32s = self._running().reads.table[layer]
-        return table
+        return table if self._lost is None else self._lost.table(table)
 
     def wait_unit(self, layer: int, group: int) -> float:
         """Block until a layer of a group can be read; return the seconds waited.
@@ -370,7 +379,7 @@ class LayerManager:
         try:
             forward.stream.wait(index)
         except Exception as error:
-            keys = forward.keys(group)
+            keys = forward.readers(index)
             raise LayerReadError(layer, keys, str(error)) from error
         stall_s = self._mover.clock.now() - started_s
         forward.stall_s += stall_s
@@ -420,7 +429,7 @@ class LayerManager:
         self._drop_eagerly()
         for index, reason in failed.items():
             unit = forward.reads.units[index]
-            raise LayerReadError(unit.layer, forward.keys(unit.group), reason)
+            raise LayerReadError(unit.layer, forward.readers(index), reason)
 
     # -- tiers below ------------------------------------------------------------------
 
@@ -547,10 +556,10 @@ class LayerManager:
             started_s = self._mover.clock.now()
             if not self._room.make(len(positions)):
                 # Copies to the host failed: once more, while somebody waits for them.
-                self._room.retry()
+                self._room.retry(needed=True)
                 if not self._room.make(len(positions)):
                     missing = len(positions) - self._binding.num_free
-                    raise LayerRoomError(layer, missing)
+                    raise LayerRoomError(layer, missing, forward.writers(layer))
             forward.stall_s += self._mover.clock.now() - started_s
         places = self._binding.bind(layer, batch.new_pages[positions])
         forward.reads.table[layer, batch.new[positions]] = places

@@ -7,7 +7,8 @@
 
 Copies go in sub-units. Before each one the guard is asked (collectives on the same
 link), and for those that nobody waits for also ``BandwidthShares``. A copy that fails
-is tried again once; what a failed one leaves behind is nowhere shown as valid.
+is tried again once; what a failed one leaves behind is nowhere shown as valid. What
+fails again and again is an outage (``outage.py``), one for each direction.
 
 Where the copier says that ``waiter_copies`` and no link is emulated, the model thread
 copies its units itself, just before it reads them.
@@ -15,7 +16,6 @@ copies its units itself, just before it reads them.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +28,7 @@ import numpy.typing as npt
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.layered.base import LayerCopier, SwapGuard
 from sgl_tiered.layered.binding import Flight
+from sgl_tiered.layered.outage import Outage
 from sgl_tiered.layered.units import Unit
 from sgl_tiered.pipelines.base import Arrival
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
@@ -36,10 +37,10 @@ from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["Landing", "LayerMover", "UnitStream"]
 
-logger = logging.getLogger(__name__)
-
 SUB_UNIT_PAGES = 64
 """Of one layer: 4 MiB for a 7-billion-parameter model with pages of 16 tokens."""
+CALLED_OFF = "called off"
+"""The error of a flight that nobody wanted any more."""
 ATTEMPTS = 2
 """One failure may be a passing one; a second in a row is not waited out here."""
 
@@ -57,6 +58,18 @@ class Landing:
     flight: Flight
     ok: npt.NDArray[np.bool_]
     error: str
+
+
+class _CopyFailedError(RuntimeError):
+    """A sub-unit of a unit was not copied.
+
+    Attributes:
+        rows: int64 [n], of the host region.
+    """
+
+    def __init__(self, rows: npt.NDArray[np.int64], reason: str) -> None:
+        self.rows = rows
+        super().__init__(reason)
 
 
 class _Job:
@@ -82,10 +95,11 @@ class UnitStream:
         self._inline = inline
         self._changed = threading.Condition()
         self._num_started = 0
-        self._num_queued = 0
-        """Units whose copy is queued on the device or done."""
+        self._is_settled = [False] * len(units)
+        """Units whose copy is queued on the device, done or failed."""
         self._arrivals: list[Arrival | None] = [None] * len(units)
         self._failed: dict[int, str] = {}
+        self._failed_rows: dict[int, npt.NDArray[np.int64]] = {}
         self._ended = False
         if not inline:
             self._start_until(2)
@@ -97,15 +111,15 @@ class UnitStream:
             RuntimeError: its copy failed.
         """
         if self._inline:
-            self._arrivals[index] = self._mover.copy_unit(self._units[index], None)
+            self._copy(index, None)
         else:
             # What is read before it has been read, whether ``done`` said so or not.
             self._start_until(index + 2)
             with self._changed:
-                self._changed.wait_for(lambda: self._num_queued > index or self._ended)
+                self._changed.wait_for(lambda: self._is_settled[index] or self._ended)
         if index in self._failed:
             raise RuntimeError(self._failed[index])
-        assert self._inline or self._num_queued > index, "waited for after the end"
+        assert self._is_settled[index], "waited for after the end"
         arrival = self._arrivals[index]
         if arrival is not None:
             arrival.order()
@@ -123,7 +137,7 @@ class UnitStream:
         """
         with self._changed:
             self._ended = True
-            self._changed.wait_for(lambda: self._num_queued == self._num_started)
+            self._changed.wait_for(lambda: all(self._is_settled[: self._num_started]))
         stall_s = 0.0
         for index, arrival in enumerate(self._arrivals):
             if arrival is not None:
@@ -139,6 +153,13 @@ class UnitStream:
         """Units whose copy failed; complete after ``end``."""
         return dict(self._failed)
 
+    def failed_rows(self, index: int) -> npt.NDArray[np.int64]:
+        """Return int64 [n], host rows of a unit that failed: those not copied.
+
+        All of them where that is not known.
+        """
+        return self._failed_rows.get(index, self._units[index].rows)
+
     def _start_until(self, stop: int) -> None:
         for index in range(self._num_started, min(stop, len(self._units))):
             with self._changed:
@@ -148,10 +169,13 @@ class UnitStream:
             self._mover.queue_unit(self, index)
 
     def _copy(self, index: int, after: object) -> None:
-        """Copy a unit; on the stream's thread."""
+        """Copy a unit; on the stream's thread, or on the model's."""
         try:
             if not self._ended:
                 self._arrivals[index] = self._mover.copy_unit(self._units[index], after)
+        except _CopyFailedError as error:
+            self._failed_rows[index] = error.rows
+            self._settle(index, str(error))
         except Exception as error:  # noqa: BLE001 - the thread has to live on
             self._settle(index, f"{type(error).__name__}: {error}")
         else:
@@ -161,7 +185,7 @@ class UnitStream:
         with self._changed:
             if error:
                 self._failed[index] = error
-            self._num_queued = index + 1
+            self._is_settled[index] = True
             self._changed.notify_all()
 
 
@@ -177,6 +201,9 @@ class LayerMover:
             are promotions, what leaves are offloads.
         guard: asked before each sub-unit.
         sub_unit_pages: layer-pages moved between two looks at guard and shares.
+
+    Attributes:
+        to_host, to_device: how copies of each direction fare.
     """
 
     def __init__(
@@ -203,6 +230,8 @@ class LayerMover:
         self._hurry = threading.Event()
         self._landings: deque[Landing] = deque()
         self._landed = threading.Condition()
+        self.to_host = Outage("to the host", self._clock)
+        self.to_device = Outage("to the device", self._clock)
         self._jobs: list[_Job] = []
         self._stream: Worker[tuple[UnitStream, int, object]] = Worker(
             "layers-stream",
@@ -289,7 +318,11 @@ class LayerMover:
             self._wait_for_guard()
             rows, targets = unit.rows[part], unit.targets[part]
             copy = partial(self._copier.to_device, unit.layer, rows, targets, after)
-            found = self._insist(copy, len(rows), is_store=False)
+            try:
+                found = self._insist(copy, len(rows), is_store=False)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise _CopyFailedError(rows, reason) from error
             arrival = found or arrival
         return arrival
 
@@ -306,19 +339,20 @@ class LayerMover:
     ) -> Arrival | None:
         """Copy at the link's pace, a second time if it fails."""
         num_bytes = num_pages * self._layer_page_bytes
+        outage = self._outage(is_store=is_store)
         for attempt in range(ATTEMPTS):
             end_s = None
             if self._pace is not None:
                 end_s = self._pace.reserve(num_bytes, is_store=is_store)
             try:
                 arrival = copy()
-            except Exception:
-                if attempt == ATTEMPTS - 1:
+            except Exception as error:
+                is_last = attempt == ATTEMPTS - 1
+                outage.failed(error, is_last=is_last)
+                if is_last:
                     raise
-                logger.warning(
-                    "a copy of layers failed and is tried again", exc_info=True
-                )
                 continue
+            outage.succeeded()
             if self._pace is not None and end_s is not None:
                 self._pace.wait_until(end_s)
             return arrival
@@ -332,7 +366,7 @@ class LayerMover:
         share = Share.PROMOTE if flight.is_up else Share.DEMOTE
         for part in self._parts(len(flight)):
             if not job.is_wanted or not self._may_go(share):
-                error = "called off"
+                error = CALLED_OFF
                 break
             started_s = self._clock.now()
             try:
@@ -358,6 +392,10 @@ class LayerMover:
             self._copier.to_host(flight.layer, physical, rows, job.after)
 
         self._insist(up if flight.is_up else down, len(rows), is_store=not flight.is_up)
+
+    def _outage(self, *, is_store: bool) -> Outage:
+        """Return what is told of each attempt; any thread."""
+        return self.to_host if is_store else self.to_device
 
     def _may_go(self, share: Share) -> bool:
         """Give way to what is waited for, unless this is; False when closing."""

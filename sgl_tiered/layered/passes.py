@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.layered.base import PassRequest
+from sgl_tiered.layered.base import PassPlan, PassRequest
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.mover import UnitStream
 from sgl_tiered.layered.requests import RequestRecord
 from sgl_tiered.layered.units import ReadPlan
 
-__all__ = ["Batch", "Forward", "Needs"]
+__all__ = ["Batch", "Forward", "LostRows", "Needs"]
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -156,7 +157,65 @@ class Forward:
     is_passing: list[bool]
     stall_s: float
 
-    def keys(self, group: int) -> tuple[Hashable, ...]:
-        """Return the requests of a group."""
-        first, stop = self.reads.groups[group]
-        return tuple(record.key for record in self.records[first:stop])
+    def readers(self, unit: int) -> tuple[Hashable, ...]:
+        """Return the requests of a unit's group that read what it failed to bring."""
+        rows = self.stream.failed_rows(unit)
+        first, stop = self.reads.groups[self.reads.units[unit].group]
+        reads = np.isin(self.batch.pages, rows)
+        readers = np.unique(self.batch.request_of[reads]).tolist()
+        return tuple(self.records[n].key for n in readers if first <= n < stop)
+
+    def writers(self, layer: int) -> tuple[Hashable, ...]:
+        """Return the requests with pages of a layer that are still to be bound."""
+        new = self.batch.new[self.passing[layer]]
+        writers = np.unique(self.batch.request_of[new]).tolist()
+        return tuple(self.records[n].key for n in writers)
+
+
+class LostRows:
+    """A batch some of whose requests nobody waits for any more.
+
+    They stay in it, so that the others' rows are computed in a batch of the same shape,
+    but their pages lie where padding is written, whatever they hold.
+
+    Args:
+        requests: all of the batch.
+        place: physical layer-page of padding.
+    """
+
+    def __init__(self, requests: Sequence[PassRequest], place: int) -> None:
+        self.live = tuple(one for one in requests if not one.is_lost)
+        self._place = place
+        lens = np.array([len(one.pages) for one in requests], np.int64)
+        is_live = np.array([not one.is_lost for one in requests], np.bool_)
+        self._indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lens)])
+        self._positions = is_live.nonzero()[0]
+        self._is_live_page = np.repeat(is_live, lens)
+        lost = [one.pages for one in requests if one.is_lost]
+        self._pages = np.concatenate(lost) if lost else np.zeros(0, np.int64)
+        # What is written for others wins where a page is shared.
+        kept = [one.pages for one in self.live]
+        if kept:
+            self._pages = np.setdiff1d(self._pages, np.concatenate(kept))
+
+    def plan(self, live: PassPlan) -> PassPlan:
+        """Return the plan of all of them, from that of the others."""
+        positions, num = self._positions, len(self._indptr) - 1
+        refused = tuple(int(positions[n]) for n in live.refused)
+        # A group begins where the one before it ends.
+        stops = [int(positions[stop]) for _, stop in live.groups[:-1]]
+        edges = [0, *stops, num]
+        groups = tuple(itertools.pairwise(edges)) if live.groups else ()
+        return PassPlan(refused, groups, self._indptr, live.num_units)
+
+    def table(self, live: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return int32 [n], places of the pages of all of them in one layer."""
+        table = np.full(len(self._is_live_page), self._place, np.int32)
+        table[self._is_live_page] = live
+        return table
+
+    def places(
+        self, pages: npt.NDArray[np.integer], places: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Return where pages are written; those of the lost ones where padding is."""
+        return np.where(np.isin(pages, self._pages), np.int32(self._place), places)

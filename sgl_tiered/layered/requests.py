@@ -32,6 +32,8 @@ class RequestRecord:
         pages: int64 [n], logical, in order.
         epochs: uint32 [n], of the pages when they were noted.
         num_tokens: that have KV.
+        num_retained: layers that are kept now.
+        fewest_layers: that ever were.
     """
 
     key: Hashable
@@ -40,6 +42,7 @@ class RequestRecord:
     pages: Int64s
     epochs: npt.NDArray[np.uint32]
     num_tokens: int = 0
+    num_retained: int = field(init=False)
     fewest_layers: int = field(init=False)
     layer_pages_streamed: int = 0
     layer_pages_offloaded: int = 0
@@ -48,7 +51,8 @@ class RequestRecord:
     num_passes: int = 0
 
     def __post_init__(self) -> None:
-        self.fewest_layers = int(np.count_nonzero(self.retained))
+        self.num_retained = int(np.count_nonzero(self.retained))
+        self.fewest_layers = self.num_retained
 
     def report(self, layer_page_bytes: int) -> LayerReport:
         """Return what became of its layers so far."""
@@ -128,8 +132,8 @@ class RequestBook:
         self._add(live, retained & ~record.retained, 1)
         self._add(live, record.retained & ~retained, -1)
         record.retained = retained.copy()
-        fewest = int(np.count_nonzero(retained))
-        record.fewest_layers = min(record.fewest_layers, fewest)
+        record.num_retained = int(np.count_nonzero(retained))
+        record.fewest_layers = min(record.fewest_layers, record.num_retained)
 
     def remove(self, key: Hashable) -> RequestRecord:
         """Forget a request; its pages stay."""

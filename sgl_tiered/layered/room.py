@@ -5,22 +5,43 @@ those of cached pages first, least recently used, then of the most recent reques
 copies under way to the host are waited for; then full pages that nobody wants kept are
 pushed there, in the same order. What a running request wants kept is never touched:
 taking that back is a decision (``LayerManager.release``).
+
+While copies to the host fail, one of them is tried from time to time, and the others
+wait for that (``outage.py``), unless a forward lacks the room.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.layered.base import LayerRoom
 from sgl_tiered.layered.binding import LayerBinding
-from sgl_tiered.layered.mover import Landing, LayerMover
+from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.layered.requests import RequestBook
 
 __all__ = ["RoomMaker"]
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Due:
+    """Layer-pages that are to go to the host, and whose copy failed or was put off.
+
+    Attributes:
+        layer: of all of them.
+        pages: int64 [n], logical.
+        epochs: uint32 [n], of the pages then.
+    """
+
+    layer: int
+    pages: Int64s
+    epochs: npt.NDArray[np.uint32]
 
 
 class RoomMaker:
@@ -38,7 +59,7 @@ class RoomMaker:
         self._binding = binding
         self._book = book
         self._mover = mover
-        self._failed: list[Landing] = []
+        self._due: deque[_Due] = deque()
         self.in_forward = np.zeros(binding.num_pages, np.bool_)
         self.layer = binding.num_layers
 
@@ -47,7 +68,8 @@ class RoomMaker:
         binding = self._binding
         unkept = (binding.device >= 0) & (self._book.keep == 0) & binding.filled
         landing = unkept & ~binding.on_host & binding.copying & (binding.pinned == 0)
-        cached = self._pushable()
+        # What cannot be pushed is promised to nobody.
+        cached = self._pushable() & (not self._mover.to_host.lasts)
         return LayerRoom(
             free=binding.num_free,
             spare=int(np.count_nonzero(self._spare())),
@@ -68,7 +90,7 @@ class RoomMaker:
                 break
             if not self._mover.num_flights:
                 # One try: what fails now would fail again at once.
-                if has_pushed or not self.push(missing):
+                if has_pushed or not self.push(missing, needed=True):
                     return False
                 has_pushed = True
             self._mover.wait()
@@ -81,22 +103,38 @@ class RoomMaker:
         if len(pages):
             self._binding.drop(layers, pages)
 
-    def push(self, count: int) -> int:
-        """Start copies to the host of what nobody wants kept; return how many."""
+    def push(self, count: int, *, needed: bool = False) -> int:
+        """Start copies to the host of what nobody wants kept; return how many.
+
+        Args:
+            count: layer-pages to begin with.
+            needed: somebody waits for the room.
+        """
+        if self._mover.to_host.holds_back and not needed:
+            return 0
         return self._send(*self._coldest(self._pushable(), count))
 
-    def offload(self, layers: Bools, pages: Int64s) -> int:
+    def offload(self, layers: Bools, pages: Int64s, *, needed: bool = False) -> int:
         """Start copies to the host of what is not to be kept, and not there yet.
 
         Args:
             layers: bool [num_layers].
             pages: int64 [n], full ones, each once.
+            needed: somebody waits for the room: not to be put off.
+
+        Returns:
+            Layer-pages whose copy was started.
         """
         binding = self._binding
         due = (binding.device[:, pages] >= 0) & binding.filled[:, pages]
         due &= ~binding.on_host[:, pages] & ~binding.copying[:, pages]
         due &= (self._book.keep[:, pages] == 0) & layers[:, None]
         found, where = due.nonzero()
+        if self._mover.to_host.holds_back and not needed:
+            for layer in np.unique(found).tolist():
+                some = pages[where[found == layer]]
+                self._due.append(_Due(layer, some, binding.epoch[some]))
+            return 0
         return self._send(found, pages[where])
 
     def collect(self) -> None:
@@ -106,17 +144,29 @@ class RoomMaker:
             landed = self._binding.arrive(flight, landing.ok)
             self._credit(flight.pages[landed], flight.is_up)
             if not flight.is_up and not landing.ok.all():
-                self._failed.append(landing)
+                left = ~landing.ok
+                self._due.append(
+                    _Due(flight.layer, flight.pages[left], flight.epochs[left])
+                )
 
-    def retry(self) -> None:
-        """Start again what failed on its way to the host, if it is still to go."""
-        failed, self._failed = self._failed, []
-        for landing in failed:
-            flight = landing.flight
-            same = self._binding.epoch[flight.pages] == flight.epochs
+    def retry(self, *, needed: bool = False) -> None:
+        """Start again what failed on its way to the host, if it is still to go.
+
+        Args:
+            needed: somebody waits for the room: all of it, and at once. Otherwise, as
+                long as copies fail, one after each pause.
+        """
+        outage = self._mover.to_host
+        if outage.holds_back and not needed:
+            return
+        for _ in range(len(self._due)):
+            due = self._due.popleft()
+            same = self._binding.epoch[due.pages] == due.epochs
             layers = np.zeros(self._binding.num_layers, np.bool_)
-            layers[flight.layer] = True
-            self.offload(layers, flight.pages[same & ~landing.ok])
+            layers[due.layer] = True
+            num_sent = self.offload(layers, due.pages[same], needed=True)
+            if num_sent and outage.lasts and not needed:
+                return
 
     def settle(self, pages: Int64s) -> None:
         """Wait until no copy uses anything of these pages."""

@@ -51,6 +51,8 @@ class WaitReason(IntEnum):
     """As many requests run as may."""
     PASS = 5
     """The pass was full, or is running."""
+    LAYERS = 6
+    """The device has no room for its layers, or for those of one before it."""
 
     @property
     def label(self) -> str:

@@ -261,6 +261,7 @@ class ContentionGuard:
         self._max_wait_s = max_wait_s
         self._lock = threading.Lock()
         self._waited_s = 0.0
+        self._num_asked = 0
         self._num_waits = 0
         self._num_expired = 0
 
@@ -268,6 +269,11 @@ class ContentionGuard:
     def waited_s(self) -> float:
         """Seconds that sub-units have waited."""
         return self._waited_s
+
+    @property
+    def num_asked(self) -> int:
+        """Sub-units that asked."""
+        return self._num_asked
 
     @property
     def num_waits(self) -> int:
@@ -304,8 +310,9 @@ class ContentionGuard:
             if stop.wait(delay_s):
                 return False
             waited_s = self._clock.now() - started_s
-        if waited_s > 0.0:
-            with self._lock:
+        with self._lock:
+            self._num_asked += 1
+            if waited_s > 0.0:
                 self._waited_s += waited_s
                 self._num_waits += 1
                 self._num_expired += waited_s >= self._max_wait_s

@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
-from sgl_tiered.policies.layers.forecast import RunningPages, forecast
+from sgl_tiered.policies.layers.forecast import STAGES, RunningPages, forecast
 from sgl_tiered.policies.layers.pressure import LayersHeld, Pressure
 from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.policies.layers.retention import (
@@ -39,8 +39,6 @@ from sgl_tiered.sim.sequence import Sequence
 
 __all__ = ["LayerMemory", "StepShape"]
 
-_STAGES = 2
-"""Of the forecast; a stage is a page's decode steps, and nothing is decided within."""
 _NEVER_PAUSED = 1 << 30
 _ROUNDING_BYTES = 1e-3
 
@@ -402,7 +400,7 @@ class LayerMemory:
             for seq in by_age
             if seq.index in chosen
         ]
-        lowest = int(forecast(self.free, running, _STAGES, self._page).min())
+        lowest = int(forecast(self.free, running, STAGES, self._page).min())
         self._offload(claims, self._pressure.shortage(lowest))
         wanted = [n for n in plan.order if by_age[n].index not in self._in_pass]
         claims = [self._of[by_age[n].index] for n in wanted if n not in plan.yields]

@@ -120,6 +120,10 @@ class Emulator:
                 return Pace(link, section.latency_s, self._clock)
         return None
 
+    def faults(self, tier: TierId) -> FaultSwitch | None:
+        """Return the faults of copies beside the tier's; None where none can come."""
+        return self._fault_switch(tier) if self._may_fail(tier) else None
+
     def text(self, tier: TierId) -> str:
         """Return what is emulated now, in the words of the flag; empty for nothing."""
         return "; ".join(section.text for section in self._mine(tier))

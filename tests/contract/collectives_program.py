@@ -3,7 +3,8 @@
     collectives_program.py RANK PORT
 
 Rank 0's all-reduce is in flight until rank 1 comes to it, and rank 1 comes only once
-rank 0's swap has asked the guard. The last line printed is JSON.
+rank 0's swap has asked the guard: at first a thread that asks as a mover does, then a
+mover that has layers to copy. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -59,6 +60,15 @@ def main() -> None:
         swap.start()
         sums.append(group.all_reduce(torch.full((1000,), 1.0)).sum().item())
         swap.join(PATIENCE_S)
+    moved: dict[str, object] = {}
+    if rank == 1:
+        store.wait(["copy"])
+        sums.append(group.all_reduce(torch.full((1000,), 2.0)).sum().item())
+    else:
+        swap = threading.Thread(target=_copy, args=(watch, guard, store, moved))
+        swap.start()
+        sums.append(group.all_reduce(torch.full((1000,), 1.0)).sum().item())
+        swap.join(PATIENCE_S)
     gathered = group.all_gather(torch.full((4,), float(rank)), dim=0).tolist()
     done = {
         "missing": missing,
@@ -70,6 +80,7 @@ def main() -> None:
         "usual_s": watch._book.usual_s(4000),
         "num_waits": guard.num_waits,
         "seen": seen,
+        "moved": moved,
     }
     print(json.dumps(done), flush=True)
     torch.distributed.barrier()
@@ -92,6 +103,35 @@ def _swap(watch, guard, store, turn, seen) -> None:
     timer.start()
     seen[f"went{turn}"] = guard.wait(stop)
     seen[f"after{turn}"] = released.is_set()
+
+
+def _copy(watch, guard, store, moved) -> None:
+    """Let a mover copy two sub-units of a layer while the collective is in flight."""
+    import numpy as np
+
+    from sgl_tiered.layered.binding import LayerBinding
+    from sgl_tiered.layered.mover import LayerMover
+    from sgl_tiered.testing.fake_layers import FakeLayerCopier
+
+    copier = FakeLayerCopier(1, 4, 4, 2)
+    copier.device[:] = np.arange(8).reshape(4, 2)
+    binding = LayerBinding(1, 4, 4)
+    pages = np.arange(4)
+    binding.bind(0, pages)
+    binding.written(0, pages)
+    mover = LayerMover(copier, 16, guard=guard, sub_unit_pages=2)
+    while watch.in_flight_s() is None:
+        threading.Event().wait(1e-4)
+    mover.start(binding.depart(0, pages, is_up=False))
+    threading.Event().wait(0.05)
+    moved["during"] = len(copier.copies)
+    store.set("copy", "1")
+    mover.wait()
+    (landing,) = mover.collect()
+    moved["ok"] = landing.ok.tolist()
+    moved["copies"] = len(copier.copies)
+    moved["asked"] = guard.num_asked
+    mover.close()
 
 
 if __name__ == "__main__":

@@ -183,9 +183,112 @@ def pausing() -> dict[str, Any]:
     return out
 
 
+class Grammar:
+    """Allows one token, and a higher one after each that it took."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.finished = False
+
+    def is_terminated(self) -> bool:
+        """Say that it goes on."""
+        return False
+
+    def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: str) -> Any:
+        """Return a mask that allows everything."""
+        del device
+        return torch.ones(batch_size, vocab_size, dtype=torch.bool)
+
+    def fill_vocab_mask_batched(self, rows: Any, mask: Any) -> None:
+        """Write the rows of a mask."""
+        for one in rows:
+            mask[one.row] = False
+            mask[one.row, one.grammar.token] = True
+
+    def move_vocab_mask(self, mask: Any, device: str) -> Any:
+        """Return it: it is there."""
+        del device
+        return mask
+
+
+def constrained() -> dict[str, Any]:
+    """Let parts of a batch with grammars, biases and processors sample."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.sampling.sampling_batch_info import ProcessorEntry
+
+    from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+
+    ScheduleBatch.check_decode_mem = lambda self, selected_indices=None: True
+    reqs = [request(row, 4) for row in range(NUM_REQS)]
+    for row in (1, 2, 4):
+        reqs[row].grammar = Grammar(row)
+    batch = decode_batch(reqs)
+    batch.has_grammar = True
+    info = batch.sampling_info
+    info.logit_bias = torch.arange(NUM_REQS).view(-1, 1).repeat(1, 10).float()
+    info.has_custom_logit_processor = True
+    entry = ProcessorEntry(processor="p", rows=[0, 2], indices=torch.tensor([0, 2]))
+    info.custom_logit_processor = {1: entry}
+    info.custom_params = [{"row": row} for row in range(NUM_REQS)]
+    steps = Steps()
+    seen: list[dict[str, Any]] = []
+
+    def step(part: Any) -> Any:
+        steps.update(part)
+        told = part.sampling_info
+        # What ForwardBatch.init_new and the sampler do before each forward.
+        grammars = [req.grammar for req in part.reqs] if part.has_grammar else None
+        told.grammars = grammars
+        told.update_regex_vocab_mask()
+        mask = None if told.grammar_mask is None else told.grammar_mask.vocab_mask
+        seen.append(
+            {
+                "rids": [req.rid for req in part.reqs],
+                "allowed": None
+                if mask is None
+                else [row.nonzero().view(-1).tolist() for row in mask],
+                "bias": told.logit_bias[:, 0].tolist(),
+                "processed": {
+                    str(key): one.rows
+                    for key, one in told.custom_logit_processor.items()
+                },
+                "params": [one["row"] for one in told.custom_params],
+            }
+        )
+        # Result processing accepts the token in the requests that took part.
+        for req in part.reqs:
+            if req.grammar is not None:
+                req.grammar.token += 5
+        return part
+
+    chosen = [[0, 1, 4], [2, 3], [0, 3], [0, 1, 2, 3, 4]]
+    decode = PausingDecode(step, lambda reqs: chosen.pop(0))
+    for _ in range(4):
+        decode(batch)
+    return {"seen": seen, "has_grammar": batch.has_grammar}
+
+
+def alone() -> dict[str, Any]:
+    """Let a single request decode: its layers are moved as well."""
+    from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+
+    asked: list[int] = []
+
+    def choose(reqs: Any) -> list[int]:
+        asked.append(len(reqs))
+        return [0]
+
+    steps = Steps()
+    decode = PausingDecode(steps.update, choose)
+    batch = decode_batch([request(3, 7)])
+    is_whole = decode(batch) is batch
+    return {"asked": asked, "ran": steps.ran, "whole": is_whole}
+
+
 def main() -> None:
     """Print the stories."""
-    print(json.dumps({"pausing": pausing()}))
+    stories = {"pausing": pausing(), "constrained": constrained(), "alone": alone()}
+    print(json.dumps(stories))
 
 
 if __name__ == "__main__":

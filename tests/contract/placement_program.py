@@ -112,9 +112,11 @@ class Bench:
                     req.rid, pages.astype(np.int64), req.length, new, req.retained
                 )
             )
-        if self.driver.manager.fits(wanted):
+        manager = self.driver.manager
+        if manager.begin_pass(wanted).refused:
             self.num["refused"] += 1
             return False
+        manager.end_pass(ok=False)
         for req, _ in parts:
             if req.retained is not None:
                 self.driver.decide(req.rid, req.retained)

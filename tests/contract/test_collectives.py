@@ -57,14 +57,14 @@ def test_the_hooks_change_no_answer(ranks):
     for told in ranks:
         assert told["missing"] == []
         assert told["unwatched"] == 2000.0
-        assert told["sums"] == [3000.0] * 3
+        assert told["sums"] == [3000.0] * 4
         assert told["gathered"] == [0.0] * 4 + [1.0] * 4
 
 
 def test_every_collective_is_seen_once(ranks):
-    """Three all-reduces and a gather, in the rank's own process, and then none."""
+    """Four all-reduces and a gather, in the rank's own process, and then none."""
     for told in ranks:
-        assert told["num_seen"] == 4
+        assert told["num_seen"] == 5
         assert told["in_flight"] is None
         assert told["usual_s"] > 0.0
 
@@ -76,4 +76,15 @@ def test_a_swap_waits_for_a_collective_in_flight(ranks):
         assert told["seen"][f"delay{turn}"] > 0.0
         assert told["seen"][f"went{turn}"] is True
         assert told["seen"][f"after{turn}"] is True
-    assert told["num_waits"] == 3
+    assert told["num_waits"] >= 3
+
+
+def test_copies_of_layers_wait_for_a_collective_in_flight(ranks):
+    """Nothing was copied while it was on its way; each sub-unit asked."""
+    moved = ranks[0]["moved"]
+    assert moved["during"] == 0
+    assert moved["copies"] == 2
+    assert moved["ok"] == [True] * 4
+    assert ranks[0]["num_waits"] >= 4
+    # Three turns, and two sub-units.
+    assert moved["asked"] == 5

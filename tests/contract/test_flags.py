@@ -45,6 +45,7 @@ GOOD = {
         "--tiered-layerkv-decode=stream",
         "--tiered-layerkv-retain=2",
         "--tiered-layerkv-staging-size=1MB",
+        "--tiered-layerkv-guard=off",
     ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
@@ -59,6 +60,10 @@ BAD = {
     "layerkv ranks": (
         [*ON, "--tiered-layerkv=on", "--page-size=16", "--tp-size=2"],
         "--tiered-layerkv",
+    ),
+    "layerkv guard": (
+        [*ON, "--tiered-layerkv=on", "--page-size=16", "--tiered-layerkv-guard=on"],
+        "--tiered-layerkv-guard",
     ),
     "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),

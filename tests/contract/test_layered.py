@@ -67,3 +67,47 @@ def test_without_room_all_are_shown_to_sglang(pausing):
 def test_penalties_keep_a_batch_together(pausing):
     """Their counts are of the whole batch and cannot be made again."""
     assert pausing["penalised"]["ran"] == [["r7", "r8"]]
+
+
+def test_parts_sample_under_their_own_constraints(told):
+    """Grammars, biases and processors of those that take part, row by row.
+
+    A grammar goes on only with its own request's tokens.
+    """
+    everything = list(range(10))
+    assert told["constrained"]["seen"] == [
+        {
+            "rids": ["r0", "r1", "r4"],
+            "allowed": [everything, [1], [4]],
+            "bias": [0, 1, 4],
+            "processed": {"1": [0]},
+            "params": [0, 1, 4],
+        },
+        {
+            "rids": ["r2", "r3"],
+            "allowed": [[2], everything],
+            "bias": [2, 3],
+            "processed": {"1": [0]},
+            "params": [2, 3],
+        },
+        {
+            "rids": ["r0", "r3"],
+            "allowed": None,
+            "bias": [0, 3],
+            "processed": {"1": [0]},
+            "params": [0, 3],
+        },
+        {
+            "rids": ["r0", "r1", "r2", "r3", "r4"],
+            "allowed": [everything, [6], [7], everything, [9]],
+            "bias": [0, 1, 2, 3, 4],
+            "processed": {"1": [0, 2]},
+            "params": [0, 1, 2, 3, 4],
+        },
+    ]
+    assert told["constrained"]["has_grammar"]
+
+
+def test_one_alone_has_its_layers_moved(told):
+    """Nobody else is there to wait for, but room may have returned."""
+    assert told["alone"] == {"asked": [1], "ran": [["r3"]], "whole": True}

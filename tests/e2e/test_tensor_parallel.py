@@ -2,12 +2,22 @@
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from sgl_tiered_workloads.gate import check_equality
-from sgl_tiered_workloads.sessions import ChatShape, replay
+from sgl_tiered_workloads.sessions import (
+    ChatShape,
+    PlannedRequest,
+    random_tokens,
+    replay,
+)
 from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
+from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
+from sgl_tiered.engines.sglang.layered.settings import refuse_with_layerkv
+from sgl_tiered.errors import ConfigError
 from tests.e2e.e2e_support import (
     REFERENCE_POOL_TOKENS,
     Case,
@@ -36,6 +46,22 @@ SHAPE = ChatShape(
 )
 """Few and short: two ranks on two cores take a second for a prompt."""
 
+NUM_MIXED = 8
+LAYERKV = (
+    "--tiered-layerkv=on",
+    "--tiered-layerkv-host-size=12MB",
+    # A half holds one layer of 640 tokens on a rank, which has half of the heads.
+    "--tiered-layerkv-staging-size=163840",
+)
+LAYER_POOL_TOKENS = 1536
+"""About two prompts, beside the staging memory."""
+STREAM = (
+    "--tiered-layerkv-retain=0",
+    "--tiered-layerkv-decode=stream",
+    "--tiered-load-policy=always",
+)
+PAUSE = ("--tiered-load-policy=never", "--tiered-emulate=host:bandwidth=10MB")
+
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.e2e,
@@ -49,14 +75,50 @@ def on_two_ranks(spec):
     return replace(spec, name=f"{spec.name}-tp2", flags=(*spec.flags, *FLAGS), env=env)
 
 
+def layers_are_refused():
+    """Say whether a server of two ranks would refuse layer-wise KV."""
+    try:
+        refuse_with_layerkv(SimpleNamespace(page_size=16, tp_size=2))
+    except ConfigError:
+        return True
+    return False
+
+
+with_layers = pytest.mark.skipif(
+    layers_are_refused(), reason="--tiered-layerkv refuses --tp-size above 1 so far"
+)
+
+
 @pytest.fixture(scope="module")
 def plain(servers, model):
     """Plain SGLang's answers with two ranks: sums are added in another order there."""
     device = CASE.device(model, REFERENCE_POOL_TOKENS)
     server = servers.get(on_two_ranks(plain_spec(device)))
     found = record_reference(server, SHAPE)
+    server.flush_cache()
+    alone = sequential(server, mixed())
     servers.stop()
-    return found
+    return found, alone
+
+
+def mixed():
+    """Prompts of many lengths; every fourth shares its first 200 tokens."""
+    generator = np.random.default_rng(32)
+    shared = random_tokens(generator, 200, VOCAB_TOKENS)
+    requests = []
+    for number in range(NUM_MIXED):
+        length = int(generator.integers(200, 560))
+        tokens = random_tokens(generator, length, VOCAB_TOKENS)
+        if number % 4 == 0:
+            tokens = (shared + tokens)[:560]
+        requests.append(PlannedRequest(f"m{number}", tokens, 24))
+    return requests
+
+
+def layered(model, name, *flags):
+    """Return a server of two ranks with layer-wise KV."""
+    device = CASE.device(model, LAYER_POOL_TOKENS)
+    return on_two_ranks(tiered_spec(device, Tiers(16 * MB), name, (*LAYERKV, *flags)))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +145,7 @@ def server(servers, model, plain, tmp_path_factory):
 
 def test_chats_equal_plain(server, plain):
     """What is offloaded by halves comes back whole."""
+    plain, _ = plain
     server.flush_cache()
     answers = sequential(server, replay(plain.chat))
     result = check_equality(
@@ -102,6 +165,7 @@ def test_chats_equal_plain(server, plain):
 
 def test_many_at_once_equal_plain(server, plain):
     """A queue that is ordered, held and read ahead for, on both ranks alike."""
+    plain, _ = plain
     for tiers in (("device",), ("device", "host")):
         drop(server, *tiers)
         answers = open_loop(server, burst_requests())
@@ -117,3 +181,50 @@ def test_many_at_once_equal_plain(server, plain):
         assert result.passed, result.summary()
     assert pinned(settle(server)) == 0
     assert stats(server)["lengths"]["num_under_way"] == 0
+
+
+@with_layers
+def test_layers_placed_singly_equal_plain(servers, model, plain):
+    """Streamed on both ranks alike; copies asked whether a collective was on its way.
+
+    A rank that had parted would have stopped the server.
+    """
+    plain, _ = plain
+    server = servers.get(layered(model, "layerkv-stream", *STREAM))
+    answers = sequential(server, replay(plain.chat))
+    result = check_equality(
+        plain.chat,
+        answers,
+        page_size=CASE.page_size,
+        spread=plain.spread,
+        min_exact_fraction=0.1,
+    )
+    assert result.passed, result.summary()
+    layers = settle(server)["layerkv"]
+    assert layers["layerkv_bytes_streamed"] > 0
+    assert layers["layerkv_guard_asked"] > 0
+    assert layers["layerkv_guard_collectives"] > 0
+
+
+@with_layers
+def test_layers_of_many_at_once_equal_plain(servers, model, plain):
+    """Who waits for a turn, who is admitted and what leaves is the same on both."""
+    plain, alone = plain
+    server = servers.get(layered(model, "layerkv-pause", *PAUSE))
+    for _ in range(3):
+        server.flush_cache()
+        answers = open_loop(server, mixed())
+        assert [record.error for record in answers] == [None] * NUM_MIXED
+        result = check_equality(
+            alone,
+            answers,
+            page_size=CASE.page_size,
+            spread=plain.spread,
+            forced=False,
+            slack=2.0,
+        )
+        assert result.passed, result.summary()
+    layers = stats(server)["layerkv"]
+    assert layers["layerkv_bytes_offloaded"] > 0
+    assert layers["layerkv_steps_paused"] > 0
+    assert layers["layerkv_guard_asked"] > 0

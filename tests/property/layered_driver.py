@@ -6,6 +6,7 @@ tell the same story share prefixes, and every read is compared with what it has 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,8 +85,13 @@ class Driver:
         self.requests[request.key] = request
         return request
 
-    def forward(self, keys: list[int], chunk: int) -> list[int]:
-        """Run some requests, prefill or decode; return those that got on."""
+    def forward(
+        self, keys: list[int], chunk: int, lost: Collection[int] = ()
+    ) -> list[int]:
+        """Run some requests, prefill or decode; return those that got on.
+
+        Those in ``lost`` are in the batch, and do not.
+        """
         batch = []
         for key in keys:
             request = self.requests[key]
@@ -99,6 +105,7 @@ class Driver:
                         request.num_tokens,
                         num_new,
                         request.retained,
+                        key in lost,
                     )
                 )
         plan = self.manager.begin_pass(batch) if batch else None
@@ -118,13 +125,17 @@ class Driver:
                     table = self.manager.table(layer)
                     for n in range(first, stop):
                         mine = table[plan.indptr[n] : plan.indptr[n + 1]]
-                        self._read(layer, batch[n], mine)
+                        if batch[n].is_lost:
+                            assert (mine == FIRST - 1).all()
+                        else:
+                            self._read(layer, batch[n], mine)
                     self.manager.unit_done(layer, group)
         except (LayerReadError, LayerRoomError):
             self.num_broken += 1
             self.manager.end_pass(ok=False)
             return []
         self.manager.end_pass()
+        batch = [one for one in batch if not one.is_lost]
         for one in batch:
             request = self.requests[int(one.key)]  # type: ignore[call-overload]
             request.num_tokens = one.num_context + one.num_new
@@ -255,6 +266,9 @@ class Driver:
             positions = np.arange(one.num_context, one.num_context + one.num_new)
             pages = one.pages[positions // TOKENS]
             places = self.manager.pages_for_write(layer, pages)
+            if one.is_lost:
+                assert (places == FIRST - 1).all()
+                continue
             assert (places >= FIRST).all()
             self.copier.device[places, positions % TOKENS] = kv(story, layer, positions)
         self.manager.layer_written(layer)

@@ -66,6 +66,19 @@ class LayeredMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.driver.forward(keys, chunk)
 
+    @rule(
+        who=st.lists(PICK, min_size=1, max_size=4),
+        chunk=st.sampled_from([1, 3, 12]),
+        number=PICK,
+        keep=st.booleans(),
+    )
+    def one_is_lost(self, who: list[int], chunk: int, number: int, keep: bool) -> None:
+        """A request that ended with an error stays in its batch once more."""
+        keys = sorted({self.pick(number) for number in who})
+        lost = keys[number % len(keys)]
+        assert lost not in self.driver.forward(keys, chunk, {lost})
+        self.driver.end(lost, keep=keep)
+
     @rule(number=PICK)
     def one_alone_gets_on(self, number: int) -> None:
         """A request fits as soon as all the others are gone."""

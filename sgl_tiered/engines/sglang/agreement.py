@@ -32,6 +32,9 @@ _SIZE = struct.Struct("<I")
 _ROOM = 252
 """Bytes that go at once, with their number; what is longer takes a second message."""
 
+_Tell = Callable[[], Any]
+_Hear = Callable[[list[Any]], None]
+
 
 class RanksPartedError(TieredError, RuntimeError):
     """Ranks have decided differently: the server must not go on."""
@@ -72,6 +75,7 @@ class Agreement:
         self._observers: list[Callable[..., None]] = []
         self._measured: list[list[Any]] = []
         self._moments: dict[str, dict[str, float]] = {}
+        self._told: dict[str, tuple[_Tell, _Hear]] = {}
         if ranks is not None:
             self._shared_s = self.first(self._shared_s)
 
@@ -112,23 +116,17 @@ class Agreement:
         if self._measured:
             facts = {**facts, "measured": self._measured}
         self._measured = []
-        body = json.dumps(facts).encode() if facts else b""
-        head = _HEAD.pack(self.own_clock.now(), self._num_meetings, self._noted)
-        told = ranks.gather(head + body)
+        for name, (tell, _) in self._told.items():
+            fact = tell()
+            if fact is not None:
+                facts = {**facts, name: fact}
+        first_s, found = self._exchange(ranks, facts, is_meeting=True)
         self._num_meetings += 1
-        first_s, *first = _HEAD.unpack_from(told[0])
-        for rank, message in enumerate(told):
-            _, *noted = _HEAD.unpack_from(message)
-            if noted != first:
-                raise RanksPartedError(
-                    f"rank {rank} of {len(told)} has decided differently from rank 0 "
-                    f"before meeting {self._num_meetings}; restart the server, and "
-                    "please report it"
-                )
         self._shared_s = max(self._shared_s, first_s)
-        found = [json.loads(m[_HEAD.size :] or b"{}") for m in told]
         for number, *values in found[0].get("measured", ()):
             self._observers[number](*values)
+        for name, (_, hear) in self._told.items():
+            hear([one.get(name) for one in found])
         return found
 
     def learned(self, observe: Callable[..., None]) -> Callable[..., None]:
@@ -147,6 +145,34 @@ class Agreement:
         if self.rank:
             return lambda *values: None
         return lambda *values: self._measured.append([number, *values])
+
+    def tell(self, name: str, tell: _Tell, hear: _Hear) -> None:
+        """Let somebody tell all ranks something at every meeting; alone at none.
+
+        Args:
+            name: of the fact.
+            tell: returns it, as JSON can write it; None where there is nothing to tell.
+            hear: gets everybody's, by rank; None of those who told nothing.
+        """
+        self._told[name] = tell, hear
+
+    def ask(self, name: str) -> None:
+        """Have a fact told and heard now; a message of its own, alone none.
+
+        Args:
+            name: as given to ``tell``.
+
+        Raises:
+            RanksPartedError: another rank does not ask, or has decided differently.
+        """
+        tell, hear = self._told[name]
+        fact = tell()
+        if self._ranks is None:
+            hear([fact])
+            return
+        facts = {} if fact is None else {name: fact}
+        _, found = self._exchange(self._ranks, facts, is_meeting=False)
+        hear([one.get(name) for one in found])
 
     def moment_s(self, rid: str, name: str, own_s: float) -> float:
         """Return when something happened to a request, alike on all ranks.
@@ -186,6 +212,30 @@ class Agreement:
     def first(self, value: Any) -> Any:
         """Return rank 0's value."""
         return self.gathered(value)[0]
+
+    def _exchange(
+        self, ranks: Ranks, facts: dict[str, Any], *, is_meeting: bool
+    ) -> tuple[float, list[dict[str, Any]]]:
+        """Return rank 0's time and everybody's facts, if all are at the same point."""
+        body = json.dumps(facts).encode() if facts else b""
+        number = 2 * self._num_meetings + is_meeting
+        head = _HEAD.pack(self.own_clock.now(), number, self._noted)
+        told = ranks.gather(head + body)
+        first: list[Any] = []
+        for rank, message in enumerate(told):
+            noted: list[Any] = []
+            # What is shorter comes from somebody who is elsewhere.
+            if len(message) >= _HEAD.size:
+                _, *noted = _HEAD.unpack_from(message)
+            first = first or noted
+            if not noted or noted != first:
+                raise RanksPartedError(
+                    f"rank {rank} of {len(told)} has decided differently from rank 0 "
+                    f"before meeting {self._num_meetings + 1}; restart the server, and "
+                    "please report it"
+                )
+        first_s = _HEAD.unpack_from(told[0])[0]
+        return first_s, [json.loads(m[_HEAD.size :] or b"{}") for m in told]
 
     def leave(self) -> None:
         """Be alone from now on: the server ends, and nobody waits for the others."""

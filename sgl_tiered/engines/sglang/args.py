@@ -161,7 +161,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="How answer lengths are predicted: none (default), online (learned "
-            "from the answers that end), constant:N, oracle (experiments: requests say "
+            "from the answers that end; default where --tiered-admission or "
+            "--tiered-layerkv needs it), constant:N, oracle (experiments: requests say "
             "it in custom_params) or llm (like online, and while requests wait the "
             "model is asked for the lengths of its own answers)."
         ),
@@ -309,6 +310,16 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Arg(
             help="Part of the device's pool through which layers are streamed; default "
             "twice a layer of the longest context."
+        ),
+        _NS,
+    ] = None
+    tiered_layerkv_guard: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="With --tp-size above 1: copies of layers give way to collectives on "
+            "a link that both use, which on CUDA is so without NVLink (auto, default), "
+            "or never (off).",
+            choices=list(CHOICES["layerkv_guard"]),
         ),
         _NS,
     ] = None

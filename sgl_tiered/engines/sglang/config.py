@@ -108,7 +108,7 @@ class TieredConfig:
             (all, but second-hit while nothing comes again).
         load_policy: auto (load if cheaper than recompute), always, never.
         length_predictor: how answer lengths are predicted: none, online (if there is
-            an admission that needs it), constant:N, oracle, llm.
+            an admission or layer-wise KV, which need it), constant:N, oracle, llm.
         order: in which order waiting requests are looked at, see policies/order.
         prefetch: when reads from disk begin: none (when their request is looked at),
             arrival (when it is queued), car (when they are due, into the host tier).
@@ -223,6 +223,12 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
     check_prefetch_to(config.prefetch, config.prefetch_to, _flag("prefetch_to"))
+    if config.layerkv is not None and config.prefetch_to == "device":
+        raise ConfigError(
+            _flag("prefetch_to"),
+            "device does not go with --tiered-layerkv yet",
+            "give host",
+        )
     return config
 
 
@@ -481,8 +487,9 @@ def _calibration(value: object) -> Path | None:
 def _length_predictor(settings: Mapping[str, Any]) -> str:
     """Check the name by making one; the server makes its own."""
     is_needed = settings.get("admission", NO_ADMISSION) != NO_ADMISSION
+    is_wanted = is_needed or settings.get("layerkv") == "on"
     name = str(
-        settings.get("length_predictor", "online" if is_needed else NO_PREDICTOR)
+        settings.get("length_predictor", "online" if is_wanted else NO_PREDICTOR)
     )
     if is_needed and name == NO_PREDICTOR:
         raise ConfigError(

@@ -160,7 +160,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     if config.layerkv is not None:
         from sgl_tiered.engines.sglang.layered.build import place_layers
 
-        placed = place_layers(pool, config, clock, emulator)
+        placed = place_layers(pool, config, clock, emulator, agreement)
         device: DevicePool = placed.device
     else:
         device = make_device_pool(pool, layout, getattr(runner, "forward_stream", None))

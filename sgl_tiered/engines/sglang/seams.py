@@ -183,6 +183,11 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
+        "collectives",
+        _SRT + "distributed.parallel_state.GroupCoordinator",
+        attributes=("all_reduce", "all_gather"),
+    ),
+    Seam(
         "pages given back",
         _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
         attributes=("_release_page_ids", "clear"),

@@ -18,23 +18,27 @@ from dataclasses import asdict
 from typing import Any
 
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.cost.calibrated import calibrated_decode
-from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.engines.sglang.agreement import ARRIVED, Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.seams import tiered_runtime
 from sgl_tiered.engines.sglang.splitting import prefill_adder_class
-from sgl_tiered.engines.sglang.step_times import StepTimes, context_tokens
-from sgl_tiered.engines.sglang.targets import Targets, request_targets
+from sgl_tiered.engines.sglang.step_times import (
+    StepTimes,
+    context_tokens,
+    first_decode_cost,
+)
 from sgl_tiered.metrics.ledger import WaitReason
-from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
 from sgl_tiered.policies.admission.control import AdmissionControl, Waiter
 from sgl_tiered.policies.admission.pieces import LEAST_PIECE_SHARE
 from sgl_tiered.policies.admission.registry import NO_ADMISSION, make_admission
 
 __all__ = ["ServedAdmission", "adder_class"]
+
+StepSeconds = Callable[[float, float], float]
+"""Seconds of a step of so many requests with so many tokens of context in all."""
 
 
 class ServedAdmission:
@@ -49,6 +53,9 @@ class ServedAdmission:
         page_tokens: tokens of a page.
         chunk_tokens: of SGLang's chunked prefill; None or less than 1 without.
         agreement: between the ranks; None for a single one.
+        pace_s: seconds of a token with so many requests and so many tokens of context
+            in all, where not all of them take part in each step; None for the step's
+            (Eq. 1's T_future).
     """
 
     def __init__(
@@ -62,22 +69,19 @@ class ServedAdmission:
         page_tokens: int,
         chunk_tokens: int | None,
         agreement: Agreement | None = None,
+        pace_s: StepSeconds | None = None,
     ) -> None:
         self._agreement = agreement or Agreement(clock)
         self._steps = StepTimes(self._agreement.learned(decode.observe))
         self._runtime = runtime
         self._clock = clock
         self._decode = decode
-        self._lengths = lengths
-        self._defaults = Targets(
-            config.slo_ttft_s or NO_TARGET, config.slo_tpot_s or NO_TARGET
-        )
+        self._pace_s = pace_s or decode.seconds
+        self._decoders = Decoders(config, lengths, self._agreement)
         least = int(max(chunk_tokens or 0, 0) * LEAST_PIECE_SHARE)
         self.control = AdmissionControl(
             make_admission(config.admission), page_tokens, least
         )
-        self._targets: dict[str, Targets] = {}
-        self._num_bad_targets = 0
 
     def begin_pass(
         self, running: list[Any], begun: Any | None, waiting: list[Any]
@@ -95,9 +99,10 @@ class ServedAdmission:
 
         def step_s(num_added: int) -> float:
             grown = (batch + num_added) / max(batch, 1)
-            return self._decode.seconds(batch + num_added, contexts * grown)
+            return self._pace_s(batch + num_added, contexts * grown)
 
-        facts = [self._facts(req, now_s) for req in reqs]
+        read = (self._decoders.running(req, now_s) for req in reqs)
+        facts = [one for one in read if one is not None]
         self.control.begin_pass(facts, step_s, now_s)
         queue = waiting if begun is None else [begun, *waiting]
         self.control.see_queue(
@@ -113,13 +118,22 @@ class ServedAdmission:
         if first:
             waiting.insert(0, waiting.pop(first))
 
-    def fit(self, req: Any, prefix: int, new: int, *, can_cut: bool) -> int:
+    def fit(
+        self,
+        req: Any,
+        prefix: int,
+        new: int,
+        *,
+        can_cut: bool,
+        has_room: Callable[[int], bool] | None = None,
+    ) -> int:
         """Return how many of ``new`` tokens after ``prefix`` may be computed now."""
 
         def pass_s(num_tokens: int) -> float:
             return self._pass_s(req, prefix, num_tokens)
 
-        return self.control.fit(self._waiter(req, prefix), pass_s, new, can_cut=can_cut)
+        waiter = self._waiter(req, prefix)
+        return self.control.fit(waiter, pass_s, new, can_cut=can_cut, has_room=has_room)
 
     def observe_step(self, batch: Any) -> None:
         """Learn from a decode step."""
@@ -127,7 +141,7 @@ class ServedAdmission:
 
     def forget(self, rid: str) -> None:
         """Forget a request that has left."""
-        self._targets.pop(rid, None)
+        self._decoders.forget(rid)
         self.control.forget(rid)
 
     def stats(self) -> dict[str, Any]:
@@ -135,23 +149,10 @@ class ServedAdmission:
         return {
             "policy": self.control.policy.name,
             **asdict(self.control.counts),
-            "bad_targets": self._num_bad_targets,
+            "bad_targets": self._decoders.num_bad_targets,
             "step_s": {f"batch_{n}": self._decode.seconds(n, 0) for n in (1, 16)},
             "steps_observed": self._decode.num_observations,
         }
-
-    def _facts(self, req: Any, now_s: float) -> RunningFacts:
-        # 0 until SGLang has taken in the first token's result.
-        own_s = req.time_stats.prefill_finished_time
-        first_s = self._agreement.moment_s(req.rid, "first", own_s) if own_s else now_s
-        return RunningFacts.at(
-            now_s,
-            req.rid,
-            len(req.output_ids),
-            first_s,
-            self._of(req).tpot_s,
-            self._lengths.prediction(req),
-        )
 
     def _waiter(self, req: Any, prefix: int) -> Waiter:
         num_tokens = len(req.origin_input_ids) + len(req.output_ids)
@@ -160,7 +161,7 @@ class ServedAdmission:
             self._agreement.moment_s(
                 req.rid, ARRIVED, req.time_stats.scheduler_recv_time
             ),
-            self._of(req).ttft_s,
+            self._decoders.targets(req).ttft_s,
             self._pass_s(req, prefix, num_tokens - prefix),
             is_resumed=len(req.output_ids) > 0,
         )
@@ -168,15 +169,6 @@ class ServedAdmission:
     def _pass_s(self, req: Any, prefix: int, new: int) -> float:
         seconds: float = self._runtime.predicted_pass_s(req.rid, prefix, new)
         return seconds
-
-    def _of(self, req: Any) -> Targets:
-        found = self._targets.get(req.rid)
-        if found is None:
-            custom = req.sampling_params.custom_params
-            found, is_good = request_targets(custom, self._defaults)
-            self._num_bad_targets += not is_good
-            self._targets[req.rid] = found
-        return found
 
 
 def adder_class(original: Any, scheduler: Any) -> Any:
@@ -206,19 +198,17 @@ def _holding_adder_class(original: Any, scheduler: Any) -> Any:
 
 
 def _served(runtime: Any, scheduler: Any) -> ServedAdmission:
-    config, decode = runtime.config, None
-    if config.calibration is not None:
-        # The factory has checked that it fits the model.
-        decode = calibrated_decode(read_calibration(config.calibration))
+    config = runtime.config
     return ServedAdmission(
         config,
         runtime,
         runtime.lengths,
-        decode or DecodeCost.guessed(runtime.cost.prefill),
+        first_decode_cost(config, runtime.cost.prefill),
         runtime.clock,
         page_tokens=runtime.page_tokens,
         chunk_tokens=scheduler.chunked_prefill_size,
         agreement=runtime.agreement,
+        pace_s=None if config.layerkv is None else runtime.pace_s,
     )
 
 
@@ -241,6 +231,30 @@ def _slo_adder_class(
 
     class SloPrefillAdder(base):
         """Holds what would make decoders late; cuts what can be cut."""
+
+        asks_for_room = True
+        """It calls ``_has_room`` for what it lets in, and for no more than that."""
+
+        def _has_room(self, req: Any, prefix: int, new: int, *, is_begun: bool) -> bool:
+            """Return whether memory has room for a part; told by a class on top."""
+            del req, prefix, new, is_begun
+            return True
+
+        def _part(
+            self, req: Any, prefix: int, new: int, *, can_cut: bool, is_begun: bool
+        ) -> int:
+            """Return how many of ``new`` tokens join the pass; say why if none do."""
+            is_full = False
+
+            def has_room(part: int) -> bool:
+                nonlocal is_full
+                is_full = not self._has_room(req, prefix, part, is_begun=is_begun)
+                return not is_full
+
+            part = admission.fit(req, prefix, new, can_cut=can_cut, has_room=has_room)
+            if not part and not is_full:
+                held()
+            return part
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -265,13 +279,13 @@ def _slo_adder_class(
                 and facts.get("truncation_align_size") is None
                 and self.dllm_config is None
             )
-            part = admission.fit(
-                req, chosen.prefix_len, chosen.extend_len, can_cut=can_cut
+            new = chosen.extend_len
+            part = self._part(
+                req, chosen.prefix_len, new, can_cut=can_cut, is_begun=False
             )
-            if part == chosen.extend_len:
+            if part == new:
                 return chosen
             if not part:
-                held()
                 return verdicts.OTHER
             return type(chosen)(chosen.prefix_len, part, 0, True, chosen.replay_len)
 
@@ -282,9 +296,8 @@ def _slo_adder_class(
             new = min(left, room)
             if new <= 0:
                 return super().add_chunked_req(req)
-            part = admission.fit(req, req.prefix_len, new, can_cut=True)
+            part = self._part(req, req.prefix_len, new, can_cut=True, is_begun=True)
             if not part:
-                held()
                 # Nobody passes it: SGLang has one unfinished prompt at a time, and
                 # counts every pass as one of its.
                 self.rem_input_tokens = 0

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["StepTimes", "context_tokens"]
+from sgl_tiered.cost.calibrated import calibrated_decode
+from sgl_tiered.cost.calibration import read_calibration
+from sgl_tiered.cost.decode import DecodeCost
+from sgl_tiered.cost.prefill import PrefillSnapshot
+from sgl_tiered.engines.sglang.config import TieredConfig
+
+__all__ = ["StepTimes", "context_tokens", "first_decode_cost"]
 
 
 class StepTimes:
@@ -52,3 +58,18 @@ class StepTimes:
 def context_tokens(reqs: list[Any]) -> int:
     """Return the context of all requests together."""
     return sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
+
+
+def first_decode_cost(config: TieredConfig, prefill: PrefillSnapshot) -> DecodeCost:
+    """Return what a step is taken to cost before any was seen.
+
+    Args:
+        config: names the calibration, if there is one.
+        prefill: what a step is guessed from without.
+    """
+    if config.calibration is not None:
+        # The factory has checked that it fits the model.
+        found = calibrated_decode(read_calibration(config.calibration))
+        if found is not None:
+            return found
+    return DecodeCost.guessed(prefill)

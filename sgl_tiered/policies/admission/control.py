@@ -139,6 +139,7 @@ class AdmissionControl:
         num_tokens: int,
         *,
         can_cut: bool,
+        has_room: Callable[[int], bool] | None = None,
     ) -> int:
         """Return how many of the next tokens of a request's prompt to compute.
 
@@ -149,9 +150,11 @@ class AdmissionControl:
             pass_s: predicted seconds of so many of its tokens.
             num_tokens: those that the pass has room for.
             can_cut: fewer are possible (chunked prefill).
+            has_room: asked once, if the policy lets a part in, whether memory has room
+                for so many tokens of it; None where that is known.
 
         Returns:
-            ``num_tokens``, fewer if ``can_cut``, or 0: it is held.
+            ``num_tokens``, fewer if ``can_cut``, or 0: it is held, or has no room.
         """
         candidate = self._candidate(waiter)
         self._note(waiter)
@@ -160,6 +163,9 @@ class AdmissionControl:
         part = piece_tokens(pass_s, num_tokens, left_s, self._page_tokens, least)
         if not part:
             self.counts.held += 1
+            return 0
+        if has_room is not None and not has_room(part):
+            # Nothing of it joins the pass, so nothing of it is counted.
             return 0
         self.counts.cut += part < num_tokens
         self.counts.hurried += self.policy.took(candidate, pass_s(part))

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Int64s", "RunningPages", "forecast"]
+__all__ = ["STAGES", "Int64s", "RunningPages", "forecast"]
 
 Int64s = npt.NDArray[np.int64]
+
+STAGES = 2
+"""To look ahead: what leaves needs a part of one, and nothing is decided within one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +62,21 @@ def forecast(
         page_tokens: tokens of a page.
         planned: layer-pages that prefill takes in each of the first stages.
     """
-    changes = np.zeros(num_stages, np.int64)
-    changes[: len(planned)] -= np.array(planned[:num_stages], np.int64)
+    # By how much a stage's growth differs from that of the one before, and what comes
+    # free in it: plain integers, as this runs before every decode step.
+    slopes, ends = [0] * (num_stages + 1), [0] * num_stages
     for facts in running:
-        num = -(-max(facts.tokens_left, 1) // page_tokens)
-        changes[:num] -= facts.growth
+        growth = facts.growth
+        slopes[0] -= growth
+        num = -(-facts.tokens_left // page_tokens)
         if num <= num_stages:
+            num = max(num, 1)
+            slopes[num] += growth
             # What it took on the way comes back with the rest.
-            changes[num - 1] += facts.num_layer_pages + num * facts.growth
-    found: Int64s = avail + np.concatenate([np.zeros(1, np.int64), np.cumsum(changes)])
-    return found
+            ends[num - 1] += facts.num_layer_pages + num * growth
+    found, slope = [avail], 0
+    for stage in range(num_stages):
+        slope += slopes[stage]
+        taken = planned[stage] if stage < len(planned) else 0
+        found.append(found[-1] + slope + ends[stage] - taken)
+    return np.array(found, np.int64)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.engines.sglang.config import read_config
 from sgl_tiered.engines.sglang.layered.capacity import HOST_FACTOR, plan_layers
 from sgl_tiered.engines.sglang.layered.settings import (
     LayerKvSettings,
@@ -40,9 +41,10 @@ def test_the_flags_are_read():
             "layerkv_decode": "stream",
             "layerkv_retain": "3",
             "layerkv_staging_size": "1MiB",
+            "layerkv_guard": "off",
         }
     )
-    assert told == LayerKvSettings(64 << 20, "stream", 3, 1 << 20)
+    assert told == LayerKvSettings(64 << 20, "stream", 3, 1 << 20, False)
     assert read_layerkv({"layerkv": "on"}) == LayerKvSettings(0, "pause", None, 0)
 
 
@@ -109,3 +111,19 @@ def test_a_region_smaller_than_the_pool_is_refused():
     settings = LayerKvSettings(host_bytes=PAGES * LAYOUT.slot_bytes)
     with pytest.raises(ConfigError, match="less than the device's pool"):
         plan_layers(LAYOUT, DEVICE_TOKENS, 1024, settings)
+
+
+def test_a_prefetch_to_the_device_is_refused():
+    """At the command line, in a sentence that says what to give."""
+    values = {
+        "host_size": "4MB",
+        "layerkv": "on",
+        "prefetch": "car",
+        "prefetch_to": "device",
+    }
+    assert read_config({**values, "prefetch_to": "host"}).layerkv is not None
+    with pytest.raises(ConfigError) as caught:
+        read_config(values)
+    assert str(caught.value) == (
+        "--tiered-prefetch-to: device does not go with --tiered-layerkv yet; give host."
+    )

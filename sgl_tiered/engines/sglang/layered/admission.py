@@ -8,15 +8,15 @@ made for the first, so that somebody always goes on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.prefetching import tokens_to_come
 from sgl_tiered.metrics.ledger import WaitReason
 from sgl_tiered.policies.layers.pressure import LayersHeld, Pressure
@@ -26,6 +26,10 @@ from sgl_tiered.policies.layers.retention import (
     retained_in_room,
     retained_layers,
 )
+
+if TYPE_CHECKING:
+    # It needs SGLang at import, and nothing else here does.
+    from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 
 __all__ = ["LayerAdmission", "layered_adder_class"]
 
@@ -38,11 +42,15 @@ class LayerAdmission:
     Args:
         driver: of the pool.
         runtime: predicts passes and knows the link.
+        forecast: says what will be left.
     """
 
-    def __init__(self, driver: LayerDriver, runtime: LayeredRuntime) -> None:
+    def __init__(
+        self, driver: LayerDriver, runtime: LayeredRuntime, forecast: LayerForecast
+    ) -> None:
         self._driver = driver
         self._runtime = runtime
+        self._forecast = forecast
         self._num_layers = driver.plan.layout.num_layers
         self._page_tokens = driver.plan.layout.page_tokens
         self._pressure = Pressure(self._num_layers, driver.plan.num_layer_pages)
@@ -61,10 +69,10 @@ class LayerAdmission:
         growth = len(self._running) * self._num_layers
         room = self._driver.manager.room()
         self._left = room.free + room.spare + room.landing + room.cached - growth
-        self._spare = room.free + room.cached - growth
-        if self._driver.num_paused:
-            # Those that wait came first: what is free is theirs.
-            self._spare = 0
+        # Those that wait came first: what is free is theirs.
+        self._spare = 0
+        if not self._driver.num_paused:
+            self._spare = self._forecast.to_keep(self._running, room)
 
     def room(self) -> int:
         """Return the layer-pages that can be had now."""
@@ -105,23 +113,36 @@ class LayerAdmission:
 
     def make_room(self, wanted: int) -> bool:
         """Let layers leave until ``wanted`` layer-pages can be had; say whether so."""
-        if wanted <= self._driver.manager.num_free:
+        if wanted <= self._driver.manager.binding.num_free:
             return True
         missing = wanted - self.room()
         if missing <= 0:
             return True
+        self.relieve(self._running, missing)
+        return self.room() >= wanted
+
+    def relieve(self, claims: Sequence[Any], missing: int) -> int:
+        """Let retained layers leave, halves first; return how many changes that took.
+
+        Args:
+            claims: requests, the last to leave first.
+            missing: layer-pages.
+        """
         manager = self._driver.manager
-        reqs = [req for req in self._running if self.may_leave(req)]
+        reqs = [req for req in claims if self.may_leave(req)]
         held = [
-            LayersHeld(int(manager.held(req.rid).sum()), self.whole_pages(req))
-            for req in reqs
+            LayersHeld(num, self.whole_pages(req))
+            for num, req in zip(
+                manager.num_held([req.rid for req in reqs]), reqs, strict=True
+            )
         ]
-        for change in self._pressure.offloads(held, missing):
+        changes = self._pressure.offloads(held, missing)
+        for change in changes:
             kept = retained_layers(self._num_layers, change.num_layers)
             leaves = np.ones(self._num_layers, np.bool_)
             leaves[list(kept)] = False
             manager.release(reqs[change.position].rid, leaves)
-        return self.room() >= wanted
+        return len(changes)
 
     def may_leave(self, req: Any) -> bool:
         """Return whether layers of a request may leave the device."""
@@ -173,13 +194,33 @@ def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> A
         scheduler: whose queue it is.
         runtime: of its cache; the scheduler was attached to it.
     """
-    from sglang.srt.managers.schedule_policy import AddReqResult as verdicts  # noqa: N813
-
-    admission = runtime.layer_admission
-    assert isinstance(admission, LayerAdmission)
+    from sglang.srt.managers.schedule_policy import AddReqResult
 
     def held() -> None:
-        runtime.explainer.stops_for(WaitReason.BUDGET)
+        runtime.explainer.stops_for(WaitReason.LAYERS)
+
+    admission = runtime.layer_admission
+    return _layered_adder_class(base, scheduler, admission, AddReqResult, held)
+
+
+def _layered_adder_class(
+    base: Any,
+    scheduler: Any,
+    admission: LayerAdmission,
+    verdicts: Any,
+    held: Callable[[], None],
+) -> Any:
+    """Return it.
+
+    Args:
+        base: as above.
+        scheduler: as above.
+        admission: asked for each prompt.
+        verdicts: SGLang's ``AddReqResult``.
+        held: told when a search ends because layers have no room.
+    """
+    # A base that may take less of a prompt asks for the room of what it takes.
+    is_asked = getattr(base, "asks_for_room", False)
 
     class LayeredPrefillAdder(base):
         """Holds what has no room for its layers."""
@@ -189,20 +230,30 @@ def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> A
             batch = self.running_batch
             admission.begin([] if batch is None else batch.reqs)
 
-        def _is_alone(self) -> bool:
+        def _nobody_runs(self) -> bool:
             batch = self.running_batch
-            nobody = batch is None or batch.is_empty()
-            return nobody and not self.can_run_list and scheduler.chunked_req is None
+            return batch is None or bool(batch.is_empty())
+
+        def _has_room(self, req: Any, prefix: int, new: int, *, is_begun: bool) -> bool:
+            """Return whether layers of so much of a prompt have room; say so if not."""
+            is_alone = self._nobody_runs()
+            if is_begun:
+                fits = admission.goes_on(req, new, is_alone=is_alone)
+            else:
+                is_alone &= not self.can_run_list and scheduler.chunked_req is None
+                fits = admission.admit(req, prefix, new, is_alone=is_alone)
+            if not fits:
+                held()
+            return fits
 
         def _select_prefill_admission(self, req: Any, **facts: Any) -> Any:
             """Hold a prompt whose layers have no room."""
             chosen = super()._select_prefill_admission(req, **facts)
-            if isinstance(chosen, verdicts):
+            if is_asked or isinstance(chosen, verdicts):
                 return chosen
             prefix, new = chosen.prefix_len, chosen.extend_len
-            if admission.admit(req, prefix, new, is_alone=self._is_alone()):
+            if self._has_room(req, prefix, new, is_begun=False):
                 return chosen
-            held()
             return verdicts.OTHER
 
         def add_chunked_req(self, req: Any) -> Any:
@@ -210,10 +261,11 @@ def layered_adder_class(base: Any, scheduler: Any, runtime: LayeredRuntime) -> A
             left = len(req.full_untruncated_fill_ids) - req.prefix_len
             chunk = self.rem_chunk_tokens
             new = left if chunk is None else min(left, chunk)
-            batch = self.running_batch
-            is_alone = batch is None or batch.is_empty()
-            if new > 0 and not admission.goes_on(req, new, is_alone=is_alone):
-                held()
+            if (
+                not is_asked
+                and new > 0
+                and not self._has_room(req, req.prefix_len, new, is_begun=True)
+            ):
                 # Nobody passes it: SGLang has one unfinished prompt at a time.
                 self.rem_input_tokens = 0
                 return req

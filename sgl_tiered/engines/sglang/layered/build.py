@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.streaming import StreamingCost
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
+from sgl_tiered.engines.sglang.layered.collectives import (
+    group_has_nvlink,
+    hook_collectives,
+    make_guard,
+)
+from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier, FaultyCopier
 from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.facts import LayerFacts
+from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+from sgl_tiered.engines.sglang.layered.ranks import SharedMover
+from sgl_tiered.engines.sglang.layered.recovery import RepeatedForward
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
-from sgl_tiered.engines.sglang.step_times import StepTimes
-from sgl_tiered.errors import ConfigError, EngineCompatibilityError
+from sgl_tiered.engines.sglang.step_times import StepTimes, first_decode_cost
+from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
-from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
+from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
+from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.tiers.emulator import Emulator
+from sgl_tiered.tiers.fault_switch import FaultSwitch
 from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["PlacedLayers", "attach_scheduler", "connect", "place_layers"]
 
 logger = logging.getLogger(__name__)
+
+_COPY_BYTES_PER_S = 10e9
+"""Of one core: 13 to 57 GB/s were measured on pages of 2 to 64 KiB that lay in its
+cache. Only the length of a sub-unit follows from it, where a guard is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +63,12 @@ def place_layers(
     config: TieredConfig,
     clock: Clock,
     emulator: Emulator,
+    agreement: Agreement,
 ) -> PlacedLayers:
     """Make what places the layers of a `LayeredPool`, and give it to the pool.
 
     Raises:
         EngineCompatibilityError: SGLang has made a pool of another kind.
-        ConfigError: a setting does not go with layer-wise KV.
     """
     plan = getattr(pool, "plan", None)
     if plan is None or pool.k_buffer[0].device.type != "cpu":
@@ -58,18 +76,19 @@ def place_layers(
             f"--tiered-layerkv does not work with SGLang's {type(pool).__name__} on "
             f"{pool.k_buffer[0].device.type!r}: leave it out."
         )
-    if config.prefetch_to == "device":
-        raise ConfigError(
-            "--tiered-prefetch-to",
-            "device does not go with --tiered-layerkv yet",
-            "give host",
-        )
     logger.warning(
         "sgl-tiered: layer-wise KV (--tiered-layerkv) is experimental: its answers are "
         "tested on a CPU, its speed is not measured yet."
     )
-    pace = emulator.pace(TierId.HOST)
-    return connect(pool, plan, clock, pace, breaks_staging=config.breaks_staging)
+    return connect(
+        pool,
+        plan,
+        clock,
+        emulator.pace(TierId.HOST),
+        breaks_staging=config.breaks_staging,
+        agreement=agreement,
+        faults=emulator.faults(TierId.HOST),
+    )
 
 
 def connect(
@@ -79,6 +98,8 @@ def connect(
     pace: Pace | None,
     *,
     breaks_staging: bool = False,
+    agreement: Agreement | None = None,
+    faults: FaultSwitch | None = None,
 ) -> PlacedLayers:
     """Give a `LayeredPool` of SGLang's its driver.
 
@@ -88,10 +109,30 @@ def connect(
         clock: times copies.
         pace: of the emulated link; None for as fast as it goes.
         breaks_staging: for tests: stream wrongly.
+        agreement: with the other ranks; None where there are none.
+        faults: for tests: let copies fail.
     """
     layout = plan.layout
     copier = CpuLayerCopier(pool, layout, breaks_staging=breaks_staging)
-    mover = LayerMover(copier, layout.layer_page_bytes, clock, pace=pace)
+    moving = copier if faults is None else FaultyCopier(copier, faults)
+    guard = None
+    if agreement is None or not agreement.is_shared:
+        mover = LayerMover(moving, layout.layer_page_bytes, clock, pace=pace)
+    else:
+        guard = _guard(plan, pool, clock, agreement.num_ranks)
+        pages = SUB_UNIT_PAGES
+        if guard is not None:
+            short = sub_unit_pages(layout.layer_page_bytes, _COPY_BYTES_PER_S)
+            pages = min(pages, short)
+        mover = SharedMover(
+            agreement,
+            moving,
+            layout.layer_page_bytes,
+            clock,
+            pace=pace,
+            guard=guard,
+            sub_unit_pages=pages,
+        )
     # Page 0 of the tensor and logical page 0 are those of padding.
     binding = LayerBinding(
         layout.num_layers,
@@ -100,7 +141,7 @@ def connect(
         first_physical=1,
     )
     manager = LayerManager(binding, mover, layout.page_tokens, plan.half_pages)
-    driver = LayerDriver(manager, plan)
+    driver = LayerDriver(manager, plan, guard)
     pool.driver = driver
     return PlacedLayers(driver, LayeredDevicePool(copier, driver, layout))
 
@@ -112,13 +153,62 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
         # SGLang's own limits, which follow from logical pages, are further off.
         scheduler.max_req_input_len -= scheduler.max_req_len - longest
         scheduler.max_req_len = longest
-    driver = runtime.layers
-    admission = runtime.layer_admission = LayerAdmission(driver, runtime)
-    cost = StreamingCost(DecodeCost.guessed(runtime.cost.prefill))
-    turns = DecodeTurns(driver, runtime, admission, cost, runtime.clock)
+    driver, config = runtime.layers, runtime.config
+    agreement, manager = runtime.agreement, runtime.layers.manager
+    cost = StreamingCost(first_decode_cost(config, runtime.cost.prefill))
+
+    def link() -> float:
+        return runtime.cost.link_figures(TierId.HOST)[1]
+
+    def learn(batch: int, contexts: int, seconds: float, streamed: float) -> None:
+        cost.observe(batch, contexts, seconds, streamed, link())
+
     runtime.step_times = StepTimes(
-        turns.learn, lambda: (float(driver.manager.bytes_streamed),)
+        agreement.learned(learn), lambda: (float(manager.bytes_streamed),)
     )
+    decoders = Decoders(config, runtime.lengths, agreement)
+    forecast = LayerForecast(driver, decoders.tokens_left)
+    driver.decision_counters = forecast.counters
+    admission = LayerAdmission(driver, runtime, forecast)
+    policy = make_turns(driver.plan.settings.decode)
+    facts = LayerFacts(
+        manager, driver.plan, policy, decoders, cost, link, runtime.clock
+    )
+    runtime.attach(admission, decoders, facts)
+    turns = DecodeTurns(driver, admission, policy, facts, forecast)
+
+    def choose(reqs: Sequence[Any]) -> list[int]:
+        chosen = turns.choose(reqs)
+        agreement.note(chosen)
+        return chosen
+
     scheduler.update_running_batch = PausingDecode(
-        scheduler.update_running_batch, turns.choose
+        scheduler.update_running_batch, choose
     )
+    if agreement.is_shared:
+        # One that ran a forward again alone would wait for the others' collectives, and
+        # to clean up after it is to meet the others, who are in theirs.
+        return
+    worker = scheduler.tp_worker
+    worker.forward_batch_generation = RepeatedForward(
+        worker.forward_batch_generation, driver
+    )
+
+
+def _guard(
+    plan: LayerPlan, pool: Any, clock: Clock, num_ranks: int
+) -> ContentionGuard | None:
+    """Return what copies ask before each sub-unit; None where they need not."""
+    from sglang.srt.distributed import parallel_state
+
+    if not plan.settings.has_guard:
+        return None
+    guard = make_guard(
+        num_ranks,
+        pool.k_buffer[0].device.type,
+        clock,
+        nvlink=group_has_nvlink(parallel_state.get_tp_group()),
+    )
+    if guard is not None:
+        hook_collectives()
+    return guard

@@ -14,7 +14,9 @@ import torch
 
 from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
+from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.step_times import StepTimes
 
@@ -36,6 +38,29 @@ class LayeredRuntime(TieredRuntime):
         # Set where a scheduler is attached.
         self.layer_admission: Any = None
         self.step_times: StepTimes | None = None
+        self._decoders: Decoders | None = None
+        self._facts: LayerFacts | None = None
+
+    def attach(self, admission: object, decoders: Decoders, facts: LayerFacts) -> None:
+        """Take what a scheduler's decisions are made with."""
+        self.layer_admission = admission
+        self._decoders, self._facts = decoders, facts
+
+    def pace_s(self, num_running: float, context_tokens: float) -> float:
+        """Return the seconds of a token with so many running, paused ones included.
+
+        Args:
+            num_running: requests.
+            context_tokens: of all of them.
+        """
+        assert self._facts is not None, "no scheduler is attached"
+        return self._facts.pace_s(num_running, context_tokens)
+
+    def forget_request(self, rid: str) -> None:
+        """End what is known of a request, but for its report."""
+        super().forget_request(rid)
+        if self._decoders is not None:
+            self._decoders.forget(rid)
 
     def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
         """Queue an offload, its pages kept where they are until it has ended."""
@@ -58,6 +83,9 @@ class LayeredRuntime(TieredRuntime):
         told = self.layers.take_report(rid)
         if told is None:
             return report
+        if told["steps_paused"]:
+            paused = {"s": told["paused_s"], "steps": told["steps_paused"]}
+            self.ledger.note(rid, paused_between_tokens=paused)
         return {**(report or {"actual": {}}), "layerkv": told}
 
     def metrics_snapshot(self) -> dict[str, Any]:
@@ -114,6 +142,11 @@ class LayeredRadixCache(TieredRadixCache):
         consumer = super().ready_to_load_host_cache()
         self._layers.close_loads()
         return consumer
+
+    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
+        """End the loads of the batch; return requests that ended with an error."""
+        failed = super().finish_external_linker_loads(reqs)
+        return failed + [req for req in reqs if self._layers.is_lost(req.rid)]
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Forget the request; called once its slots are given back."""

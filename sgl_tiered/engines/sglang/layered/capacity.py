@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.engines.sglang.agreement import group_ranks
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.memory import available_memory_bytes
@@ -60,6 +61,8 @@ def plan_layers(
     device_tokens: int,
     context_tokens: int,
     settings: LayerKvSettings,
+    *,
+    available_bytes: int | None = None,
 ) -> LayerPlan:
     """Return the sizes for a device with room for ``device_tokens`` in all layers.
 
@@ -68,6 +71,7 @@ def plan_layers(
         device_tokens: of the device's pool, all layers.
         context_tokens: longest context of the model.
         settings: what the user asked for.
+        available_bytes: of memory, for this rank; None for all that is free.
 
     Raises:
         ConfigError: the host region is smaller than the device's pool, or more than
@@ -76,7 +80,9 @@ def plan_layers(
     device_pages = device_tokens // layout.page_tokens
     num_layer_pages = device_pages * layout.num_layers
     host_bytes = settings.host_bytes
-    available = available_memory_bytes()
+    available = available_bytes
+    if available is None:
+        available = available_memory_bytes()
     if not host_bytes:
         host_bytes = HOST_FACTOR * device_pages * layout.slot_bytes
         if available is not None:
@@ -139,6 +145,7 @@ def sized(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
         config.max_total_num_tokens,
         configurator.model_config.context_len,
         tiered.layerkv,
+        available_bytes=_rank_share_bytes(),
     )
     _planned.append(plan)
     config.max_total_num_tokens = plan.num_pages * layout.page_tokens
@@ -161,6 +168,20 @@ def allocator_class() -> type | None:
     from sgl_tiered.engines.sglang.layered.allocator import LayeredAllocator
 
     return LayeredAllocator
+
+
+def _rank_share_bytes() -> int | None:
+    """Return one rank's part of the free memory, alike on all; None where it is alone.
+
+    Each looks at another moment, and pools of several sizes would admit differently.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = group_ranks(get_parallel().world_group.cpu_group)
+    if ranks is None:
+        return None
+    told = ranks.gather(str(available_memory_bytes() or 0).encode())
+    return min(int(one) for one in told) // ranks.num_ranks or None
 
 
 def _layout(configurator: Any, page_size: int) -> PageLayout:

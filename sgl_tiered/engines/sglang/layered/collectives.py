@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sgl_tiered.core.clock import Clock
+from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.pipelines.contention import (
     CollectiveWatch,
     ContentionGuard,
@@ -26,6 +27,8 @@ __all__ = [
     "COLLECTIVES",
     "collective_hooks",
     "group_has_nvlink",
+    "guard_counters",
+    "hook_collectives",
     "link_is_shared",
     "make_guard",
     "make_watch",
@@ -87,6 +90,36 @@ def make_guard(
 def watch_collectives(watch: CollectiveWatch | None) -> None:
     """Tell ``watch`` of every collective of this process from now on; None: nobody."""
     _watches[:] = [] if watch is None else [watch]
+
+
+def guard_counters(guard: ContentionGuard) -> dict[str, float]:
+    """Return what a guard of this process was asked, and how often it waited."""
+    return {
+        "layerkv_guard_asked": guard.num_asked,
+        "layerkv_guard_waits": guard.num_waits,
+        "layerkv_guard_waited_s": guard.waited_s,
+        "layerkv_guard_expired": guard.num_expired,
+        "layerkv_guard_collectives": _watches[0].num_seen if _watches else 0,
+    }
+
+
+def hook_collectives() -> None:
+    """Put the hooks around SGLang's collectives, in the process of a rank.
+
+    Only where a guard was made: without one, nothing stands around them.
+
+    Raises:
+        EngineCompatibilityError: SGLang's collectives are elsewhere.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for target, hook, kind in collective_hooks():
+        if target in HookRegistry._patched:
+            continue
+        HookRegistry.register(target, hook, kind)
+        HookRegistry.apply_hooks()
+        if target not in HookRegistry._patched:
+            raise EngineCompatibilityError(f"no hook could be put around {target}")
 
 
 def collective_hooks() -> list[tuple[str, Any, Any]]:

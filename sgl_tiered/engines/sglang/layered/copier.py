@@ -10,8 +10,11 @@ from sgl_tiered_kernels import page_copy
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.cuda_ops import as_byte_pages
+from sgl_tiered.layered.base import LayerCopier
+from sgl_tiered.pipelines.base import Arrival
+from sgl_tiered.tiers.fault_switch import FaultSwitch
 
-__all__ = ["CpuLayerCopier"]
+__all__ = ["CpuLayerCopier", "FaultyCopier"]
 
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
@@ -117,3 +120,48 @@ class CpuLayerCopier:
         offset = self._layout.key_offset(layer)
         num_bytes = self._layout.layer_page_bytes
         page_copy.copy_rows(dst, dst_rows, offset, src, src_rows, offset, num_bytes)
+
+
+class FaultyCopier:
+    """A ``LayerCopier`` for tests, whose copies fail or hang when they are told to.
+
+    Args:
+        copier: does the copies.
+        switch: its ``error`` and ``hang`` strike copies, to the host as its ``store``.
+    """
+
+    def __init__(self, copier: LayerCopier, switch: FaultSwitch) -> None:
+        self._copier = copier
+        self._switch = switch
+
+    @property
+    def waiter_copies(self) -> bool:
+        """Whether the engine's thread copies what it would have to wait for."""
+        return self._copier.waiter_copies
+
+    def mark(self) -> object:
+        """Return a token for all work queued so far."""
+        return self._copier.mark()
+
+    def to_host(
+        self, layer: int, physical: Int32s, rows: Int64s, after: object
+    ) -> None:
+        """Copy layer-pages to one layer of host rows, or fail."""
+        self._strike(is_store=True)
+        self._copier.to_host(layer, physical, rows, after)
+
+    def to_device(
+        self, layer: int, rows: Int64s, physical: Int32s, after: object
+    ) -> Arrival | None:
+        """Copy one layer of host rows to layer-pages, or fail."""
+        self._strike(is_store=False)
+        return self._copier.to_device(layer, rows, physical, after)
+
+    def _strike(self, *, is_store: bool) -> None:
+        fault = self._switch.strike({"error", "hang"}, is_store=is_store)
+        if fault is None:
+            return
+        if fault.kind == "hang":
+            self._switch.hold(fault)
+        else:
+            raise OSError("injected error")

@@ -5,7 +5,8 @@ All of it runs on the scheduler's thread, which is the one that runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ import numpy.typing as npt
 import torch
 
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
+from sgl_tiered.engines.sglang.layered.collectives import guard_counters
+from sgl_tiered.engines.sglang.layered.pauses import PauseLog
 from sgl_tiered.errors import TieredError
 from sgl_tiered.layered.base import LayerReport, PassPlan, PassRequest
 from sgl_tiered.layered.manager import LayerManager
+from sgl_tiered.pipelines.contention import ContentionGuard
 
-__all__ = ["LayerDriver"]
+__all__ = ["LayerDriver", "NoRoomError"]
 
 Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
@@ -26,21 +30,47 @@ _MAX_REPORTS = 1024
 """Of requests that ended and were not asked for."""
 
 
+class NoRoomError(TieredError, RuntimeError):
+    """A forward cannot begin: some of its requests have no room for their layers.
+
+    Attributes:
+        keys: their ids.
+    """
+
+    def __init__(self, keys: Sequence[str], num_requests: int, room: object) -> None:
+        self.keys = tuple(keys)
+        super().__init__(
+            f"{len(keys)} of {num_requests} requests were admitted without room for "
+            f"their layers: {room}"
+        )
+
+
 class LayerDriver:
     """What a `LayeredPool` and the scheduler ask of the layers.
 
     Args:
         manager: places the layers.
         plan: sizes, and what the user asked for.
+        guard: asked by its copies; None where nobody is.
+
+    Attributes:
+        pauses: who waits between two tokens.
     """
 
-    def __init__(self, manager: LayerManager, plan: LayerPlan) -> None:
+    def __init__(
+        self,
+        manager: LayerManager,
+        plan: LayerPlan,
+        guard: ContentionGuard | None = None,
+    ) -> None:
         self.manager = manager
         self.plan = plan
+        self._guard = guard
         self.num_paused = 0
-        self.num_pauses = 0
+        self.pauses = PauseLog(manager.clock)
+        # Of whoever decides, set where a scheduler is attached.
+        self.decision_counters: Callable[[], dict[str, float]] = dict
         self._decided: dict[str, Bools] = {}
-        self._pauses: dict[str, int] = {}
         self._reports: dict[str, LayerReport] = {}
         self._totals: dict[str, float] = {
             "layerkv_bytes_streamed": 0,
@@ -48,7 +78,11 @@ class LayerDriver:
             "layerkv_bytes_pulled": 0,
             "layerkv_stall_s": 0.0,
             "layerkv_requests": 0,
+            "layerkv_forwards_repeated": 0,
+            "layerkv_requests_lost": 0,
         }
+        # In a batch still, but ended with an error: the others are computed.
+        self._lost: set[str] = set()
         # Had a forward, and still hold KV.
         self.known: set[str] = set()
         self._is_open = False
@@ -70,33 +104,57 @@ class LayerDriver:
         self._decided[rid] = retained
 
     def decided(self, rid: str) -> Bools | None:
-        """Return that once, for the pass; None for a request that had its first."""
-        return self._decided.pop(rid, None)
+        """Return that for the pass; None for a request that had its first."""
+        return self._decided.get(rid)
 
     def begin_pass(self, requests: Sequence[PassRequest]) -> PassPlan:
         """Begin a forward; its requests were checked to fit before.
 
         Raises:
-            TieredError: they do not, which nobody can repair any more.
+            NoRoomError: they do not, although all layers may leave; nothing has begun.
         """
-        if self._is_open:
-            # The forward before broke off.
-            self.manager.end_pass(ok=False)
+        self.broke_off()
         self._loc = None
+        if self._lost:
+            requests = [replace(r, is_lost=r.key in self._lost) for r in requests]
         plan = self.manager.begin_pass(requests)
         if plan.refused:
             # Admission counts before pages are given out, so it may be off by a few.
-            for rid in self.known:
+            # In one order: the ranks of a server have to let go alike.
+            for rid in sorted(self.known):
                 self.manager.release(rid, np.ones(len(self.transfers), np.bool_))
             plan = self.manager.begin_pass(requests)
         if plan.refused:
-            raise TieredError(
-                f"{len(plan.refused)} of {len(requests)} requests were admitted "
-                f"without room for their layers: {self.manager.room()}"
-            )
+            keys = [str(requests[n].key) for n in plan.refused]
+            raise NoRoomError(keys, len(requests), self.manager.room())
         self._is_open = True
-        self.known.update(str(one.key) for one in requests)
+        rids = []
+        for one in requests:
+            self._decided.pop(str(one.key), None)
+            if not one.is_lost:
+                rids.append(str(one.key))
+        self.known.update(rids)
+        self.pauses.takes_part(rids)
         return plan
+
+    def broke_off(self) -> None:
+        """Note that the forward, if one is under way, will not reach its end."""
+        if self._is_open:
+            self._is_open = False
+            self.manager.end_pass(ok=False)
+
+    def repeats(self) -> None:
+        """Note that a forward that broke off is run again."""
+        self._totals["layerkv_forwards_repeated"] += 1
+
+    def lose(self, rids: Collection[str]) -> None:
+        """Note requests that end with an error: forwards pass them over from now on."""
+        self._totals["layerkv_requests_lost"] += len(set(rids) - self._lost)
+        self._lost.update(rids)
+
+    def is_lost(self, rid: str) -> bool:
+        """Return whether a request is one of those."""
+        return rid in self._lost
 
     def slots_for_write(self, layer: int, loc: torch.Tensor) -> torch.Tensor:
         """Return where the new tokens of the forward go in a layer.
@@ -131,7 +189,9 @@ class LayerDriver:
     def finished(self, rid: str) -> None:
         """Note that a request holds no KV any more: ended, aborted or retracted."""
         self._decided.pop(rid, None)
+        self._lost.discard(rid)
         self.known.discard(rid)
+        self.pauses.ended(rid)
         report = self.manager.finished(rid)
         if not report.num_passes:
             return
@@ -139,7 +199,7 @@ class LayerDriver:
         if len(self._reports) > _MAX_REPORTS:
             oldest = next(iter(self._reports))
             del self._reports[oldest]
-            self._pauses.pop(oldest, None)
+            self.pauses.forget(oldest)
         totals = self._totals
         totals["layerkv_bytes_streamed"] += report.bytes_streamed
         totals["layerkv_bytes_offloaded"] += report.bytes_offloaded
@@ -158,14 +218,13 @@ class LayerDriver:
     def paused(self, rids: Sequence[str]) -> None:
         """Note who waits in this step."""
         self.num_paused = len(rids)
-        self.num_pauses += len(rids)
-        for rid in rids:
-            self._pauses[rid] = self._pauses.get(rid, 0) + 1
+        self.pauses.left_out(rids)
 
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what became of a request's layers, once; None if nothing."""
         report = self._reports.pop(rid, None) or self.manager.report(rid)
-        pauses = self._pauses.pop(rid, 0)
+        steps_paused, paused_s = self.pauses.of(rid)
+        self.pauses.forget(rid)
         if report is None or not report.num_passes:
             return None
         return {
@@ -175,7 +234,8 @@ class LayerDriver:
             "bytes_offloaded": report.bytes_offloaded,
             "bytes_pulled": report.bytes_pulled,
             "stall_s": report.stall_s,
-            "steps_paused": pauses,
+            "steps_paused": steps_paused,
+            "paused_s": round(paused_s, 6),
         }
 
     # -- Tiers below -----------------------------------------------------------
@@ -235,7 +295,19 @@ class LayerDriver:
 
     def counters(self) -> dict[str, float]:
         """Return what ended requests did, and who waits, for the metrics."""
-        return {**self._totals, "layerkv_steps_paused": self.num_pauses}
+        copies = {
+            f"layerkv_copies_{name}": count
+            for name, count in self.manager.failures().items()
+        }
+        asked = {} if self._guard is None else guard_counters(self._guard)
+        return {
+            **self._totals,
+            **copies,
+            "layerkv_steps_paused": self.pauses.num_steps,
+            "layerkv_paused_s": self.pauses.seconds,
+            **self.decision_counters(),
+            **asked,
+        }
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture, for ``GET /tiered/stats``."""

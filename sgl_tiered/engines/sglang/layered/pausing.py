@@ -61,8 +61,9 @@ class PausingDecode:
 
     def _chosen(self, batch: Any) -> list[int]:
         everyone = list(range(len(batch.reqs)))
-        if len(everyone) < 2 or not can_be_split(batch):
+        if not everyone or not can_be_split(batch):
             return everyone
+        # Of one alone as well: its layers may have to leave, or can come back.
         chosen = set(self._choose(batch.reqs))
         # An abort is carried out in a step, so nobody who is to end waits.
         chosen.update(n for n in everyone if batch.reqs[n].to_finish is not None)

@@ -20,6 +20,7 @@ __all__ = [
 LAYERKV_CHOICES: Mapping[str, tuple[str, ...]] = {
     "layerkv": ("off", "on"),
     "layerkv_decode": ("pause", "stream"),
+    "layerkv_guard": ("auto", "off"),
 }
 STAGING_FAULT = "staging"
 """Word of ``--tiered-fault-corrupt`` that breaks streaming."""
@@ -39,12 +40,14 @@ class LayerKvSettings:
             prefill cannot hide the copies of.
         staging_bytes: device memory through which layers are streamed, of the pool's
             own; 0 for one that holds one layer of the longest context, twice.
+        has_guard: copies give way to collectives, where both use one link.
     """
 
     host_bytes: int = 0
     decode: str = "pause"
     retain: int | None = None
     staging_bytes: int = 0
+    has_guard: bool = True
 
 
 def read_layerkv(settings: Mapping[str, Any]) -> LayerKvSettings | None:
@@ -68,6 +71,7 @@ def read_layerkv(settings: Mapping[str, Any]) -> LayerKvSettings | None:
         decode=_choice(settings, "layerkv_decode", "pause"),
         retain=_retain(settings.get("layerkv_retain", "auto")),
         staging_bytes=_size(settings, "layerkv_staging_size"),
+        has_guard=_choice(settings, "layerkv_guard", "auto") == "auto",
     )
 
 
@@ -103,6 +107,7 @@ def refuse_with_layerkv(server_args: Any) -> None:
 
 # What the tiers refuse altogether (HiCache, speculation, other modes) is not here.
 _NEEDED: dict[str, tuple[object, str]] = {
+    # Written, and tested on ranks without a server (TP.md); no server has run so yet.
     "tp_size": (1, "serve on one rank"),
     "enable_mixed_chunk": (False, "leave that out"),
     "enable_dynamic_chunking": (False, "leave that out"),

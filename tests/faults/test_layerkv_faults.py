@@ -1,0 +1,118 @@
+"""Layer-wise KV whose copies fail: the server serves on, and answers right again."""
+
+import contextlib
+
+import pytest
+from sgl_tiered_workloads.gate import check_equality
+from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
+
+from tests.e2e.e2e_support import (
+    REFERENCE_POOL_TOKENS,
+    Case,
+    open_loop,
+    sequential,
+    stats,
+    wait_until,
+)
+from tests.faults.fault_support import Prompts, faults
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+CASE = Case(16, chunk_tokens=256, overlap=False)
+POOL_TOKENS = 2_560
+FLAGS = (
+    "--tiered-layerkv=on",
+    "--tiered-layerkv-host-size=24MB",
+    "--tiered-layerkv-staging-size=327680",
+    "--tiered-layerkv-retain=0",
+    "--tiered-layerkv-decode=stream",
+    "--tiered-load-policy=never",
+)
+
+
+@pytest.fixture(scope="module")
+def asked(servers, model):
+    """Prompts, and plain SGLang's answers to them."""
+    requests = Prompts().take(8)
+    server = servers.get(plain_spec(CASE.device(model, REFERENCE_POOL_TOKENS), "plain"))
+    answers = sequential(server, requests)
+    servers.stop()
+    return requests, answers
+
+
+@pytest.fixture(scope="module")
+def spec(model):
+    env = {
+        "SGL_TIERED_ALLOW_FAULTS": "1",
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    }
+    device = CASE.device(model, POOL_TOKENS)
+    return tiered_spec(device, Tiers(32 * MB), "layerkv-faults", FLAGS, env)
+
+
+@pytest.fixture
+def server(servers, spec, asked):
+    server = servers.get(spec)
+    server.flush_cache()
+    return server
+
+
+def layerkv(server):
+    """Return the counters of layer-wise KV."""
+    return stats(server)["layerkv"]
+
+
+def answered_right(server, asked):
+    """Demand plain SGLang's answers of a crowd, none of them an error."""
+    requests, plain = asked
+    answers = open_loop(server, requests)
+    assert [record.error for record in answers] == [None] * len(answers)
+    result = check_equality(
+        plain, answers, page_size=CASE.page_size, forced=False, slack=2.0
+    )
+    assert result.passed, result.summary()
+
+
+def test_a_forward_that_broke_off_is_run_again(server, asked):
+    """A copy that fails in both attempts costs a repetition and no request."""
+    before = layerkv(server)
+    # Streams begin at once: with nothing retained each decode step reads the host.
+    with faults(server, "host:fault=error/load/after=40/times=2"):
+        answered_right(server, asked)
+    after = layerkv(server)
+    assert after["layerkv_copies_failed_to_device"] > 0
+    assert after["layerkv_forwards_repeated"] > before["layerkv_forwards_repeated"], (
+        after
+    )
+    assert after["layerkv_requests_lost"] == before["layerkv_requests_lost"]
+
+
+def test_requests_that_cannot_be_read_end_with_a_sentence(server, asked):
+    """Those that would be streamed; the server is asked again when all is well."""
+    before = layerkv(server)["layerkv_requests_lost"]
+    with faults(server, "host:fault=error/load"):
+        answers = open_loop(server, asked[0])
+        lost = layerkv(server)["layerkv_requests_lost"] - before
+        assert 0 < lost == sum(record.error is not None for record in answers)
+        told = next(record.error for record in answers if record.error)
+        assert "send the request again" in told, told
+        with contextlib.suppress(RuntimeError):
+            server.generate(asked[0][0].prompt, 4)
+        assert stats(server)["layerkv"]["paused"] == 0
+    answered_right(server, asked)
+
+
+def test_without_copies_to_the_host_it_serves_what_fits(server, asked):
+    """One after the other, like plain SGLang; then layers leave again."""
+    (first, *_), _ = asked
+    with faults(server, "host:fault=error/store"):
+        answer = server.generate(first.prompt, 8)
+        assert answer["text"]
+        open_loop(server, asked[0])
+        wait_until(
+            lambda: layerkv(server)["layerkv_copies_outages"] > 0, "an outage is told"
+        )
+    server.flush_cache()
+    moved = layerkv(server)["layerkv_bytes_offloaded"]
+    answered_right(server, asked)
+    assert layerkv(server)["layerkv_bytes_offloaded"] > moved

@@ -1,0 +1,109 @@
+"""Ranks with layers of their own decide alike, and without the agreement they part."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_tiered.engines.sglang.agreement import Agreement, RanksPartedError
+from tests.unit.engines.layered_ranks_support import OwnMover, OwnOutages, run_layered
+
+
+class OwnMeasures(Agreement):
+    """Each rank learns from the steps that it has measured itself."""
+
+    def learned(self, observe):
+        return observe
+
+
+class OwnClock(Agreement):
+    """Each rank reads its own clock."""
+
+    def now(self) -> float:
+        return self.own_clock.now()
+
+
+@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 1), (3, 2)])
+def test_ranks_place_layers_alike(num_ranks, seed):
+    """Copies end and fail on each in its own time; one log: who is admitted and keeps
+    what, who decodes, room, and where every layer of every page lies."""
+    num_passes = 400
+    ranks, errors, meeting = run_layered(num_ranks, num_passes, seed)
+    assert not errors
+    first = ranks[0]
+    for name in ("held", "paused", "streamed"):
+        assert first.counts[name] > 10, first.counts
+    for rank in ranks:
+        assert rank.copier.num_failed > 10
+        assert rank.log == first.log
+    # Some had to wait for room, and met for it.
+    assert meeting.num_messages > num_passes + 10
+
+
+def test_ranks_that_agree_on_nothing_part():
+    """The negative control: what the rigs see does differ."""
+    ranks, errors, _ = run_layered(2, 200, 1, meets=False, mover=OwnMover)
+    assert not errors
+    assert ranks[0].log != ranks[1].log
+
+
+@pytest.mark.parametrize("mover", [OwnMover, OwnOutages])
+def test_copies_that_are_one_ranks_own_part_them(mover):
+    """All else agreed on: they are told so, or place layers in different ways."""
+    ranks, errors, _ = run_layered(2, 400, 1, mover=mover)
+    if errors:
+        assert any(isinstance(error, RanksPartedError) for error in errors), errors
+    else:
+        assert ranks[0].log != ranks[1].log
+
+
+@pytest.mark.parametrize("kind", [OwnMeasures, OwnClock])
+def test_every_fact_is_needed(kind):
+    """Leave one out, and the ranks part; they are told so rather than go on."""
+    _, errors, _ = run_layered(2, 1_000, 1, kind=kind)
+    assert any(isinstance(error, RanksPartedError) for error in errors), errors
+
+
+PROGRAM = """
+import json, sys
+import torch.distributed as dist
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
+from tests.unit.engines.layered_ranks_support import LayeredRank
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2],
+                        rank=rank, world_size=2)
+ranks = group_ranks(dist.new_group(backend="gloo"))
+server = LayeredRank(rank, 4, Agreement(ManualClock(300.0 * rank), ranks))
+server.run(300)
+print(json.dumps([repr(server.log), server.counts]), flush=True)
+server.agreement.leave()
+server.manager.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.sglang
+def test_two_processes_over_gloo_place_layers_alike(tmp_path):
+    """Over a real group, with hash seeds of their own."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "meet")],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+            env={**os.environ, "PYTHONHASHSEED": str(rank + 1)},
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=300)[0].splitlines()[-1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert told[0] == told[1]
+    _, counts = json.loads(told[0])
+    assert counts["paused"] > 10
