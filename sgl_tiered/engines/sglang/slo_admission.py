@@ -110,9 +110,9 @@ class ServedAdmission:
             paused_s = self._paused_s(req.rid)
             if paused_s is None:
                 continue
-            running = self._decoders.running(req, now_s - paused_s)
-            if running is not None:
-                facts.append(running)
+            one = self._decoders.running(req, now_s - paused_s)
+            if one is not None:
+                facts.append(one)
         self.control.begin_pass(facts, step_s, now_s)
         queue = waiting if begun is None else [begun, *waiting]
         self.control.see_queue(
