@@ -421,7 +421,9 @@ def _target(settings: Mapping[str, Any], name: str) -> float:
     """Return a target in seconds; 0 where there is none."""
     if settings.get(name) is None:
         return 0.0
-    if settings.get("admission", NO_ADMISSION) == NO_ADMISSION:
+    # Turns of layer-wise KV go by TPOT targets as well.
+    is_read = name == "slo_tpot" and settings.get("layerkv") == "on"
+    if not is_read and settings.get("admission", NO_ADMISSION) == NO_ADMISSION:
         raise ConfigError(
             _flag(name),
             "has no effect without an admission",

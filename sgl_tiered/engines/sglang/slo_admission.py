@@ -56,6 +56,8 @@ class ServedAdmission:
         pace_s: seconds of a token with so many requests and so many tokens of context
             in all, where not all of them take part in each step; None for the step's
             (Eq. 1's T_future).
+        paused_s: how long a request was paused between its tokens, None for one that
+            is now: prefill delays nobody who waits for a turn. None for no pauses.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ServedAdmission:
         chunk_tokens: int | None,
         agreement: Agreement | None = None,
         pace_s: StepSeconds | None = None,
+        paused_s: Callable[[str], float | None] | None = None,
     ) -> None:
         self._agreement = agreement or Agreement(clock)
         self._steps = StepTimes(self._agreement.learned(decode.observe))
@@ -77,6 +80,7 @@ class ServedAdmission:
         self._clock = clock
         self._decode = decode
         self._pace_s = pace_s or decode.seconds
+        self._paused_s = paused_s or (lambda rid: 0.0)
         self._decoders = Decoders(config, lengths, self._agreement)
         least = int(max(chunk_tokens or 0, 0) * LEAST_PIECE_SHARE)
         self.control = AdmissionControl(
@@ -101,8 +105,14 @@ class ServedAdmission:
             grown = (batch + num_added) / max(batch, 1)
             return self._pace_s(batch + num_added, contexts * grown)
 
-        read = (self._decoders.running(req, now_s) for req in reqs)
-        facts = [one for one in read if one is not None]
+        facts = []
+        for req in reqs:
+            paused_s = self._paused_s(req.rid)
+            if paused_s is None:
+                continue
+            one = self._decoders.running(req, now_s - paused_s)
+            if one is not None:
+                facts.append(one)
         self.control.begin_pass(facts, step_s, now_s)
         queue = waiting if begun is None else [begun, *waiting]
         self.control.see_queue(
@@ -199,6 +209,7 @@ def _holding_adder_class(original: Any, scheduler: Any) -> Any:
 
 def _served(runtime: Any, scheduler: Any) -> ServedAdmission:
     config = runtime.config
+    is_layered = config.layerkv is not None
     return ServedAdmission(
         config,
         runtime,
@@ -208,7 +219,8 @@ def _served(runtime: Any, scheduler: Any) -> ServedAdmission:
         page_tokens=runtime.page_tokens,
         chunk_tokens=scheduler.chunked_prefill_size,
         agreement=runtime.agreement,
-        pace_s=None if config.layerkv is None else runtime.pace_s,
+        pace_s=runtime.pace_s if is_layered else None,
+        paused_s=runtime.paused_s if is_layered else None,
     )
 
 

@@ -358,6 +358,16 @@ def test_targets_are_seconds() -> None:
     assert (plain.admission, plain.length_predictor) == ("none", "none")
 
 
+def test_layer_wise_kv_reads_tpot_targets_and_lengths() -> None:
+    """Without an admission too; nobody would read a TTFT target."""
+    told = {**HOST, "layerkv": "on"}
+    config = read_config({**told, "slo_tpot": 0.05})
+    assert (config.slo_tpot_s, config.length_predictor) == (0.05, "online")
+    assert read_config({**told, "length_predictor": "none"}).length_predictor == "none"
+    with pytest.raises(ConfigError, match="--tiered-slo-ttft: has no effect"):
+        read_config({**told, "slo_ttft": 2.0})
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

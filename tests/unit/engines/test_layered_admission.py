@@ -121,7 +121,14 @@ class FakeRoom:
 class Both:
     """SLO admission and layers over one decoder that can spare ``slack_s``."""
 
-    def __init__(self, slack_s: float, *, pace_s: Any = None, slo: bool = True) -> None:
+    def __init__(
+        self,
+        slack_s: float,
+        *,
+        slo: bool = True,
+        pace_s: Any = None,
+        paused_s: Any = None,
+    ) -> None:
         self.clock = ManualClock(NOW_S)
         config: Any = SimpleNamespace(
             admission="slo", slo_ttft_s=150.0, slo_tpot_s=TPOT_S
@@ -138,6 +145,7 @@ class Both:
             page_tokens=16,
             chunk_tokens=512,
             pace_s=pace_s,
+            paused_s=paused_s,
         )
         decoder = request("d", 10, 11, 1_000)
         past_s = TPOT_S * 50 - STEP_S * 40 - slack_s
@@ -217,6 +225,14 @@ def test_eq_2_reckons_with_the_turns():
     assert Both(0.5).adder()._select_prefill_admission(request("a")).extend_len == 400
     both = Both(0.5, pace_s=lambda num, contexts: 1.5 * STEP_S)
     assert both.adder()._select_prefill_admission(request("a")).extend_len == 96
+
+
+def test_prefill_is_not_charged_for_pauses():
+    """One that waits for a turn holds nobody, and what it waited is not its past."""
+    for paused_s, new in ((None, 400), (0.3, 288), (0.0, 0)):
+        both = Both(0.0, paused_s=lambda rid, paused_s=paused_s: paused_s)
+        found = both.adder()._select_prefill_admission(request("a"))
+        assert getattr(found, "extend_len", 0) == new
 
 
 class Device:

@@ -30,7 +30,7 @@ from sgl_tiered.policies.length.constant import ConstantLength
 
 LAYERS, PAGE, LENGTH = 4, 16, 101
 LAYOUT = PageLayout(LAYERS, PAGE, token_bytes=8)
-PLAN = LayerPlan(LAYOUT, 1_000, 1_000, 10, LayerKvSettings())
+PLAN = LayerPlan(LAYOUT, 1_000, 1_020, 10, LayerKvSettings())
 NOW_S, STEP_S, LINK = 100.0, 0.02, 1e6
 PAGES = 6
 """Of each prompt, whole ones."""
@@ -62,7 +62,7 @@ class FakeLayers:
     def __init__(self, clock: ManualClock) -> None:
         self.manager = self
         self.plan = PLAN
-        self.facts = LayerRoom(free=500, spare=0, landing=0, cached=0, total=980)
+        self.facts = LayerRoom(free=500, spare=0, landing=0, cached=0, total=1_000)
         self.is_away: dict[str, int] = {}
         self.kept: dict[str, Any] = {}
         self.pauses = PauseLog(clock)
@@ -207,7 +207,7 @@ def test_who_must_not_wait_takes_the_place_of_who_can():
 def test_t_future_counts_the_turns_of_those_that_wait():
     """Four times the tokens that the device has: a token takes four steps."""
     rig = Rig()
-    tokens = (1_000 - 20) // LAYERS * PAGE
+    tokens = 1_000 // LAYERS * PAGE
     assert rig.facts.pace_s(8, tokens) == pytest.approx(STEP_S)
     assert rig.facts.pace_s(8, 4 * tokens) == pytest.approx(4 * STEP_S)
     assert rig.facts.pace_s(0, 0) == pytest.approx(STEP_S)

@@ -56,6 +56,11 @@ class LayeredRuntime(TieredRuntime):
         assert self._facts is not None, "no scheduler is attached"
         return self._facts.pace_s(num_running, context_tokens)
 
+    def paused_s(self, rid: str) -> float | None:
+        """Return how long a request was paused so far; None for one that is now."""
+        pauses = self.layers.pauses
+        return None if pauses.is_waiting(rid) else pauses.of(rid)[1]
+
     def forget_request(self, rid: str) -> None:
         """End what is known of a request, but for its report."""
         super().forget_request(rid)

@@ -44,14 +44,17 @@ class LayerPlan:
     settings: LayerKvSettings
 
     @property
+    def capacity(self) -> int:
+        """Return the layer-pages that requests may have: all but the staging ones."""
+        return self.num_layer_pages - 2 * self.half_pages
+
+    @property
     def longest_tokens(self) -> int:
         """Return the tokens of the longest request that can run at all.
 
         It is streamed, or has room with all its layers, a page to begin included.
         """
-        resident = (
-            self.num_layer_pages - 2 * self.half_pages
-        ) // self.layout.num_layers
+        resident = self.capacity // self.layout.num_layers
         pages = min(max(self.half_pages, resident - 1), self.num_pages)
         return pages * self.layout.page_tokens
 

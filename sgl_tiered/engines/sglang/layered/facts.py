@@ -81,7 +81,9 @@ class LayerFacts:
         layout = plan.layout
         self._manager = manager
         self._policy = policy
-        self._decoders = decoders
+        # A policy may say that it does not look at targets.
+        wants_targets = getattr(policy, "needs_targets", True)
+        self._decoders = decoders if wants_targets else None
         self._cost = cost
         self._link = link
         self._clock = clock
@@ -89,9 +91,8 @@ class LayerFacts:
         self._page_tokens = layout.page_tokens
         self._layer_page_bytes = layout.layer_page_bytes
         self._token_bytes = layout.page_bytes // layout.page_tokens
-        capacity = plan.num_layer_pages - 2 * plan.half_pages
-        self._device_tokens = capacity // layout.num_layers * layout.page_tokens
-        self._high = Pressure(layout.num_layers, plan.num_layer_pages).high
+        self._device_tokens = plan.capacity // layout.num_layers * layout.page_tokens
+        self._high = Pressure(layout.num_layers, plan.capacity).high
         self._known: dict[str, _Turn] = {}
 
     def read(self, reqs: Sequence[Any]) -> Reading:

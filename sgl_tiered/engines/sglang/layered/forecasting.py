@@ -42,7 +42,7 @@ class LayerForecast:
         self._tokens_left = tokens_left
         self._num_layers = layout.num_layers
         self._page_tokens = layout.page_tokens
-        self._pressure = Pressure(layout.num_layers, driver.plan.num_layer_pages)
+        self._pressure = Pressure(layout.num_layers, driver.plan.capacity)
         self.num_looks = self.num_below = 0
         self.num_releases = self.num_pushed = 0
 
