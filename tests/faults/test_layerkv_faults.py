@@ -16,7 +16,7 @@ from tests.e2e.e2e_support import (
 )
 from tests.faults.fault_support import Prompts, faults
 
-pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e, pytest.mark.faults_long]
 
 CASE = Case(16, chunk_tokens=256, overlap=False)
 POOL_TOKENS = 2_560
