@@ -5,7 +5,7 @@ All of it runs on the scheduler's thread, which is the one that runs the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class LayerDriver:
     def __init__(self, manager: LayerManager, plan: LayerPlan) -> None:
         self.manager = manager
         self.plan = plan
+        # Ends what copies besides the manager's threads.
+        self.on_close: Callable[[], None] | None = None
         self.num_paused = 0
         self.num_pauses = 0
         self._decided: dict[str, Bools] = {}
@@ -225,6 +227,12 @@ class LayerDriver:
     def _note_places(self, pages: Int64s) -> None:
         for layer in range(self.plan.layout.num_layers):
             self.transfers[layer, pages] = self.manager.where(layer, pages)
+
+    def close(self) -> None:
+        """End the threads that copy; what waits is not copied."""
+        self.manager.close()
+        if self.on_close is not None:
+            self.on_close()
 
     # -- Reports ---------------------------------------------------------------
 
