@@ -77,7 +77,15 @@ def test_the_pool_comes_in_on_cuda_where_layers_are_planned(told):
     assert "LayeredAllocator" in hooked["allocator"]
     assert "PagedTokenToKVPoolAllocator" in hooked["allocator"]
     assert hooked["base_is_untouched"] is True
+
+
+def test_flashinfer_is_registered_and_chosen_where_layers_are(told):
+    """The backend comes in with the pool; another pool gets SGLang's own."""
+    hooked = told["hooked"]
+    assert hooked["unregistered"]
+    assert hooked["registered_once"]
     assert hooked["plain"] == "plain"
+    assert hooked["defaults"] == [None, "flashinfer"]
 
 
 def test_methods_take_what_sglang_passes(told):
