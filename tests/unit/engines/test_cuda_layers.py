@@ -228,6 +228,52 @@ def test_layers_survive_the_device(pinned):
     memory.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pages_of_tiers_survive_the_device(pinned):
+    """Down from device and memory alike, and up to other places, bit for bit."""
+    pool = make_pool("cuda")
+    ours = MemoryRegion(8, LAYOUT.slot_bytes, register=_register)
+    tier = MemoryRegion(4, LAYOUT.slot_bytes, register=_register if pinned else None)
+    pool.region = ours
+    copies = cuda_copies(pool, LAYOUT, None)
+    ours.array[:] = np.random.default_rng(0).integers(0, 256, ours.array.shape)
+    transfers = np.full((NUM_LAYERS, 8), -1, np.int32)
+    transfers[0, 1], transfers[1, 3], transfers[2, 1] = 5, 7, 2
+    device = copies.device_pool(SimpleNamespace(transfers=transfers))
+    pages, rows = np.array([1, 3]), np.array([2, 0])
+    noise = make_pool("cpu")
+    torch.cuda._sleep(20_000_000)
+    pool.k_buffer[0].copy_(noise.k_buffer[0], non_blocking=True)
+    pool.v_buffer[0].copy_(noise.v_buffer[0], non_blocking=True)
+    device.store_pages(tier.array, rows, pages, device.mark())
+
+    def lie_right():
+        for layer in range(NUM_LAYERS):
+            for row, page in zip(rows, pages, strict=True):
+                place = transfers[layer, page]
+                held = (
+                    layer_pages(pool, np.array([place]))[0]
+                    if place >= 0
+                    else part(ours.array, layer, page)
+                )
+                np.testing.assert_array_equal(part(tier.array, layer, row), held)
+
+    lie_right()
+    transfers[:, pages] = [[9, -1], [-1, 8], [3, 11]]
+    ours.array[:] = 0
+    mark = device.mark()
+    for layer in range(NUM_LAYERS):
+        arrival = device.load_layer(layer, tier.array, rows, pages, after=mark)
+    arrival.finish()
+    lie_right()
+    device.close()
+    copies.close()
+    ours.close()
+    tier.close()
+
+
 def _register(address, num_bytes):
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(address, num_bytes, 0)) == 0
