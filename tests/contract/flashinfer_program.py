@@ -109,6 +109,48 @@ def cuda_hooks_seen(plan):
     }
 
 
+def joined_seen():
+    """Return what the plugin does where SGLang runs on CUDA, and on this platform."""
+    import sglang.srt.platforms as platforms
+    from sglang.srt.platforms.cuda import CudaSRTPlatform
+
+    from sgl_tiered.engines.sglang import plugin
+    from sgl_tiered.engines.sglang.args import TieredServerArgs, tiered_config
+    from sgl_tiered.errors import ConfigError
+
+    def said(**given):
+        args = TieredServerArgs(
+            model_path="dummy",
+            radix_cache_backend="tiered",
+            tiered_host_size="1MB",
+            page_size=16,
+            **given,
+        )
+        try:
+            tiered_config(args)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    on = {"tiered_layerkv": "on"}
+    eager = on | {"disable_cuda_graph": True}
+    synchronous = eager | {"disable_overlap_schedule": True}
+    here = [target for target, _, _ in plugin._device_hooks()]
+    on_this = said(**on)
+    platforms.current_platform = CudaSRTPlatform()
+    return {
+        "here": here,
+        "on_this": on_this,
+        "cuda": [target.rpartition(".")[2] for target, _, _ in plugin._device_hooks()],
+        "without_layers": said(),
+        "graphs": said(**on),
+        "overlap": said(**eager),
+        "backend": said(**synchronous, attention_backend="triton"),
+        "right": said(**synchronous),
+        "chosen": said(**synchronous, attention_backend="flashinfer"),
+    }
+
+
 def main() -> None:
     from sglang.srt.layers.attention import flashinfer_backend as theirs
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -212,6 +254,7 @@ def main() -> None:
                 "logged": records,
                 "parameters": parameters,
                 "hooked": hooked,
+                "joined": joined_seen(),
             }
         )
     )
