@@ -1,11 +1,12 @@
-"""All that has to be seen on a GPU: tests, copies, loads and layers under a forward.
+"""All that has to be seen on a GPU: tests, copies, layers under a forward, servers.
 
-    python benchmarks/gpu/run_all.py                  # about 5 minutes on one GPU
+    python benchmarks/gpu/run_all.py                  # about 10 minutes on one GPU
     python benchmarks/gpu/run_all.py --dry-run        # the same on a CPU, tiny
 
 Writes ``records.jsonl`` (a header with commit and machine, then raw seconds) and prints
-a table; the last line is one JSON object. Wrong bytes or a failed test end it with
-status 1 before a speed is reported.
+a table; the last line is one JSON object. Wrong bytes, wrong answers or a failed test
+end it with status 1 before a speed is reported. Servers are started where SGLang and
+FlashInfer are installed; what is missing is said.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from movement.copies import measure_copies
 from movement.layers import measure_layers
 from movement.overlap import measure_overlap
 from movement.place import Place
+from movement.servers import measure_servers, what_is_missing
 from movement.stack import StackShape
 from sgl_tiered_kernels import page_copy
 from sgl_tiered_workloads.records import make_header
+from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
 
 ROOT = Path(__file__).parents[2]
 TESTS = (
@@ -37,6 +40,7 @@ TESTS = (
         for name in ("cuda_ops", "cuda_layers", "layered_indices", "collectives")
     ),
 )
+SERVER_REPEATS = 3
 PIECES = [4 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20]
 DRY_STACK = StackShape(num_layers=4, hidden=64, intermediate=128, num_heads=2)
 
@@ -50,6 +54,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=2048)
     parser.add_argument("--page-tokens", type=int, default=16)
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
+    parser.add_argument(
+        "--servers",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="auto: where SGLang and FlashInfer are installed, and not in a dry run",
+    )
     args = parser.parse_args(argv)
     if not args.dry_run and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --dry-run shows the plumbing")
@@ -64,6 +74,14 @@ def main(argv: list[str] | None = None) -> int:
             print(_line(record), flush=True)
     except AssertionError as problem:
         print(f"WRONG BYTES, no figures: {problem}", file=sys.stderr)
+        return 1
+    try:
+        for record in _serve(args):
+            records.append(record)
+            print(_line(record), flush=True)
+    except (AssertionError, ServerStartError) as problem:
+        # What was seen before stands: it is about copies, and was compared.
+        print(f"SERVERS FAILED, no figures: {problem}", file=sys.stderr)
         return 1
     facts = {"dry_run": args.dry_run, "repeats": args.repeats, "torch_cuda": _cuda()}
     _write(args.out / "records.jsonl", facts, records)
@@ -88,6 +106,19 @@ def _measure(place: Place, args: argparse.Namespace) -> Iterable[dict[str, Any]]
         )
 
 
+def _serve(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    """Compare servers where they can run; a record says why they were not."""
+    is_cuda = not args.dry_run
+    if args.servers == "off" or (args.servers == "auto" and args.dry_run):
+        return
+    missing = what_is_missing(is_cuda=is_cuda)
+    if missing and args.servers == "auto":
+        yield {"kind": "servers", "way": "not run", "missing": missing}
+        return
+    repeats = SERVER_REPEATS if is_cuda else 1
+    yield from measure_servers(args.out, is_cuda=is_cuda, repeats=repeats)
+
+
 def _tests_pass() -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *TESTS]
     return subprocess.run(command, cwd=ROOT, check=False).returncode == 0
@@ -105,6 +136,15 @@ def _line(record: dict[str, Any]) -> str:
         return (
             f"layers in {record['way']:8} memory, efficiency {_streamed(record):.3f}, "
             f"down {_down_rate(record):.2f} GB/s"
+        )
+    if record["kind"] == "servers":
+        if "missing" in record:
+            return f"servers not run: {record['missing']} is not installed"
+        return (
+            f"servers: answers equal ({record['exact_fraction']:.0%} of the tokens bit "
+            f"for bit); at once, layer-wise over plain: time to first token "
+            f"{_over_plain(record, 'mean_ttft_s'):.3f}, all "
+            f"{_over_plain(record, 'total_s'):.3f}"
         )
     return (
         f"overlap by {record['way']:8} efficiency {_efficiency(record):.3f}, forward "
@@ -136,6 +176,15 @@ def _down_rate(record: dict[str, Any]) -> float:
     return float(record["stream_bytes"] / statistics.median(record["down_s"]) / 1e9)
 
 
+def _over_plain(record: dict[str, Any], name: str) -> float:
+    """Return a time of the server with layer-wise KV over that of the plain one."""
+    ours, theirs = (
+        statistics.median(one[name] for one in record[way])
+        for way in ("layered", "plain")
+    )
+    return ours / theirs
+
+
 def _offload_cost(record: dict[str, Any]) -> float:
     """Return the forward beside an offload over the forward alone; 1 is no cost."""
     beside = statistics.median(record["forward_beside_offload_s"])
@@ -156,6 +205,15 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
             streamed[way] = round(_streamed(record), 4)
             down = figures.setdefault("layers_down_gb_per_s", {})
             down[way] = round(_down_rate(record), 3)
+        elif record["kind"] == "servers":
+            if "missing" in record:
+                figures["servers_not_run"] = record["missing"]
+                continue
+            figures["servers_exact_fraction"] = record["exact_fraction"]
+            for name in ("mean_ttft_s", "total_s"):
+                figures[f"servers_{name}_over_plain"] = round(
+                    _over_plain(record, name), 4
+                )
         else:
             by_way = figures.setdefault("overlap_efficiency", {})
             by_way[record["way"]] = round(_efficiency(record), 4)
@@ -176,4 +234,5 @@ def _write(path: Path, facts: dict[str, Any], records: list[dict[str, Any]]) -> 
 
 
 if __name__ == "__main__":
+    exit_on_signals()
     sys.exit(main())

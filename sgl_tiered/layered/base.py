@@ -28,8 +28,8 @@ __all__ = [
 class LayerCopier(Protocol):
     """Copies layer-pages between the device tensor and the rows of the host region.
 
-    Called by worker threads, at most one call of each method at a time, or, where
-    ``waiter_copies``, ``to_device`` by the engine's thread as well.
+    Called by worker threads: ``to_host`` by one; ``to_device`` by two at once, units of
+    a forward and what returns to stay, and where ``waiter_copies`` by the engine's too.
     """
 
     @property

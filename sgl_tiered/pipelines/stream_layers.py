@@ -9,6 +9,8 @@ buffers, and on the way down a host thread does the second half.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +21,7 @@ from sgl_tiered.pipelines.host_copies import HostCopier, HostCopy
 from sgl_tiered.pipelines.stream_pool import CopyOps, StreamPool
 from sgl_tiered.pipelines.streams import Event, Stream
 
-__all__ = ["LayerCopyOps", "StreamLayerCopier"]
+__all__ = ["LayerCopyOps", "LayerStores", "StreamLayerCopier"]
 
 UInt8s = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
@@ -28,6 +30,7 @@ Int64s = npt.NDArray[np.int64]
 _NUM_BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
 """160 us of a link of 25 GB/s, against some 10 us to queue a copy or wake a thread."""
+_BREAKS_ONE_IN = 4
 
 
 class LayerCopyOps(CopyOps, Protocol):
@@ -55,6 +58,107 @@ class LayerCopyOps(CopyOps, Protocol):
         ...
 
 
+class LayerStores:
+    """The way down: one layer after the other, to rows of any region.
+
+    One thread at a time. Has a stream of its own, and a ring of pinned buffers with a
+    host thread as soon as a region needs them.
+
+    Args:
+        ops: the device's copies.
+        num_buffers: pinned buffers, where rows are not pinned.
+        buffer_bytes: of each; grows to hold one layer-page.
+    """
+
+    def __init__(
+        self,
+        ops: LayerCopyOps,
+        *,
+        num_buffers: int = _NUM_BUFFERS,
+        buffer_bytes: int = _BUFFER_BYTES,
+    ) -> None:
+        self._ops = ops
+        self._layout = ops.layout
+        self._stream = ops.new_stream(urgent=False)
+        self._num_buffers = num_buffers
+        self._buffer_bytes = max(buffer_bytes, ops.layout.layer_page_bytes)
+        self._host: HostCopier | None = None
+        self._copies: list[HostCopy] = []
+
+    def begin(self, after: object) -> None:
+        """Let what is stored from now on wait for a mark."""
+        assert isinstance(after, list), f"not a mark of this device: {after!r}"
+        for event in after:
+            self._stream.wait_event(event)
+
+    def queue(self, layer: int, region: UInt8s, rows: Int64s, pages: Int64s) -> None:
+        """Queue one layer; rows are whole after ``end``, which has to follow.
+
+        Args:
+            layer: which part of each row.
+            region: uint8 [num_rows, >= page_bytes].
+            rows: int64 [n].
+            pages: int64 [n], layer-pages.
+        """
+        offset = self._layout.key_offset(layer)
+        if self._ops.is_pinned(region):
+            self._ops.store_by_engines(self._stream, layer, region, rows, offset, pages)
+        else:
+            self._by_buffers(layer, region, rows, offset, pages)
+
+    def end(self) -> None:
+        """Block until all that was queued is in its rows; also after an error.
+
+        Raises:
+            RuntimeError: the device, or a copy on the host, failed.
+        """
+        copies, self._copies = self._copies, []
+        try:
+            self._stream.synchronize()
+        finally:
+            _end_all(copies)
+
+    def close(self) -> None:
+        """End the host thread, if there is one."""
+        if self._host is not None:
+            self._host.close()
+
+    def _by_buffers(
+        self, layer: int, region: UInt8s, rows: Int64s, offset: int, pages: Int64s
+    ) -> None:
+        host = self._host
+        if host is None:
+            host = self._host = HostCopier(
+                self._ops.pinned,
+                num_buffers=self._num_buffers,
+                num_bytes=self._buffer_bytes,
+            )
+        width = self._layout.layer_page_bytes
+        step = max(host.num_bytes // width, 1)
+        for begin in range(0, len(rows), step):
+            part = slice(begin, begin + step)
+            count = len(rows[part])
+
+            def queue(buffer: UInt8s, part: slice = part, count: int = count) -> Event:
+                event: Event
+                self._ops.store_by_engines(
+                    self._stream,
+                    layer,
+                    buffer.reshape(count, width),
+                    np.arange(count, dtype=np.int64),
+                    0,
+                    pages[part],
+                )
+                event = self._stream.record_event()
+                return event
+
+            def land(buffer: UInt8s, part: slice = part, count: int = count) -> None:
+                end = offset + width
+                region[rows[part], offset:end] = buffer.reshape(count, width)
+
+            self._copies.append(host.put(count * width, queue, land))
+
+
 class StreamLayerCopier:
     """The ``LayerCopier`` of a device with streams; see ``layered/base.py``.
 
@@ -66,6 +170,7 @@ class StreamLayerCopier:
             once its copy has ended, since what is queued cannot be held back.
         num_buffers: pinned buffers on the way down, where rows are not pinned.
         buffer_bytes: of each; grows to hold one layer-page.
+        breaks_staging: for tests: leave one page in four of what goes up as it was.
     """
 
     def __init__(
@@ -76,20 +181,17 @@ class StreamLayerCopier:
         ahead: bool = True,
         num_buffers: int = _NUM_BUFFERS,
         buffer_bytes: int = _BUFFER_BYTES,
+        breaks_staging: bool = False,
     ) -> None:
-        self._ops = ops
-        self._layout = ops.layout
         self._region = region
         self._ahead = ahead
+        self._breaks_staging = breaks_staging
         self._pool = StreamPool(ops)
-        self._down = ops.new_stream(urgent=False)
-        self._host: HostCopier | None = None
-        if not ops.is_pinned(region):
-            self._host = HostCopier(
-                ops.pinned,
-                num_buffers=num_buffers,
-                num_bytes=max(buffer_bytes, ops.layout.layer_page_bytes),
-            )
+        # Units of a forward and what returns to stay come from two threads.
+        self._up = threading.Lock()
+        self._stores = LayerStores(
+            ops, num_buffers=num_buffers, buffer_bytes=buffer_bytes
+        )
 
     @property
     def waiter_copies(self) -> bool:
@@ -109,8 +211,17 @@ class StreamLayerCopier:
         self, layer: int, rows: Int64s, physical: Int32s, after: object
     ) -> Arrival:
         """Queue one layer of host rows to layer-pages."""
+        if self._breaks_staging:
+            kept = np.arange(len(rows)) % _BREAKS_ONE_IN != 0
+            rows, physical = rows[kept], physical[kept]
+        if not len(rows):
+            with self._up:
+                return self._pool.fence()
         pages = physical.astype(np.int64)
-        arrival = self._pool.load_layer(layer, self._region, rows, pages, after=after)
+        with self._up:
+            arrival = self._pool.load_layer(
+                layer, self._region, rows, pages, after=after
+            )
         if not self._ahead:
             arrival.finish()
         return arrival
@@ -125,63 +236,19 @@ class StreamLayerCopier:
         """
         if not len(rows):
             return
-        assert isinstance(after, list), f"not a mark of this copier: {after!r}"
-        for event in after:
-            self._down.wait_event(event)
-        pages = physical.astype(np.int64)
-        offset = self._layout.key_offset(layer)
-        copies: list[HostCopy] = []
+        self._stores.begin(after)
         try:
-            if self._host is None:
-                self._ops.store_by_engines(
-                    self._down, layer, self._region, rows, offset, pages
-                )
-            else:
-                copies = self._by_buffers(self._host, layer, rows, offset, pages)
+            self._stores.queue(layer, self._region, rows, physical.astype(np.int64))
         finally:
             # Also after an error: the caller may write to rows and pages then.
-            try:
-                self._down.synchronize()
-            finally:
-                _end_all(copies)
+            self._stores.end()
 
     def close(self) -> None:
         """End the host thread, if there is one."""
-        if self._host is not None:
-            self._host.close()
-
-    def _by_buffers(
-        self, host: HostCopier, layer: int, rows: Int64s, offset: int, pages: Int64s
-    ) -> list[HostCopy]:
-        width = self._layout.layer_page_bytes
-        step = max(host.num_bytes // width, 1)
-        copies = []
-        for begin in range(0, len(rows), step):
-            part = slice(begin, begin + step)
-            count = len(rows[part])
-
-            def queue(buffer: UInt8s, part: slice = part, count: int = count) -> Event:
-                event: Event
-                self._ops.store_by_engines(
-                    self._down,
-                    layer,
-                    buffer.reshape(count, width),
-                    np.arange(count, dtype=np.int64),
-                    0,
-                    pages[part],
-                )
-                event = self._down.record_event()
-                return event
-
-            def land(buffer: UInt8s, part: slice = part, count: int = count) -> None:
-                end = offset + width
-                self._region[rows[part], offset:end] = buffer.reshape(count, width)
-
-            copies.append(host.put(count * width, queue, land))
-        return copies
+        self._stores.close()
 
 
-def _end_all(copies: list[HostCopy]) -> None:
+def _end_all(copies: Sequence[HostCopy]) -> None:
     """Wait for all of them; raise what the first that failed says."""
     error: RuntimeError | None = None
     for copy in copies:

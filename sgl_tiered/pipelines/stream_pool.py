@@ -201,6 +201,14 @@ class StreamPool:
         keep = (region, rows, device_pages)
         return StreamArrival(begin, end, ops.current_stream, ops.new_event, keep)
 
+    def fence(self) -> StreamArrival:
+        """Return an arrival that ends once all loads queued so far have."""
+        ops, stream = self._ops, self._load_stream
+        begin, end = ops.new_event(), ops.new_event()
+        stream.record_event(begin)
+        stream.record_event(end)
+        return StreamArrival(begin, end, ops.current_stream, ops.new_event, None)
+
     def store_pages(
         self, region: UInt8s, rows: Int64s, device_pages: Int64s, after: object
     ) -> None:

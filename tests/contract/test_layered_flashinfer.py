@@ -77,7 +77,37 @@ def test_the_pool_comes_in_on_cuda_where_layers_are_planned(told):
     assert "LayeredAllocator" in hooked["allocator"]
     assert "PagedTokenToKVPoolAllocator" in hooked["allocator"]
     assert hooked["base_is_untouched"] is True
+
+
+def test_flashinfer_is_registered_and_chosen_where_layers_are(told):
+    """The backend comes in with the pool; another pool gets SGLang's own."""
+    hooked = told["hooked"]
+    assert hooked["unregistered"]
+    assert hooked["registered_once"]
     assert hooked["plain"] == "plain"
+    assert hooked["defaults"] == [None, "flashinfer"]
+
+
+def test_the_plugin_joins_it_where_sglang_runs_on_cuda(told):
+    """Nothing stands around SGLang's platform anywhere else."""
+    joined = told["joined"]
+    assert joined["here"] == []
+    assert set(joined["cuda"]) == {
+        "apply_server_args_defaults",
+        "get_kv_pool_cls",
+        "get_paged_allocator_cls",
+    }
+
+
+def test_a_cuda_server_is_asked_for_what_it_needs(told):
+    """One sentence with the flag to add, on CUDA and with layers only."""
+    joined = told["joined"]
+    assert "--cuda-graph-backend-decode disabled" in joined["graphs"]
+    assert "--disable-overlap-schedule" in joined["overlap"]
+    assert "--attention-backend flashinfer" in joined["backend"]
+    for name in ("on_this", "without_layers", "right", "chosen"):
+        assert joined[name] == "", name
+    assert not any("\n" in str(sentence) for sentence in joined.values())
 
 
 def test_methods_take_what_sglang_passes(told):

@@ -20,7 +20,7 @@ from movement.stack import Stack, StackShape
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
-from sgl_tiered.engines.sglang.layered.cuda import cuda_layer_copier
+from sgl_tiered.engines.sglang.layered.cuda import cuda_copies
 from sgl_tiered.engines.sglang.layered.indices import (
     fill_slots,
     page_positions,
@@ -102,7 +102,7 @@ class _Run:
             region=self._memory,
         )
         self._copier: Any = (
-            cuda_layer_copier(self._buffers, self._layout, None)
+            cuda_copies(self._buffers, self._layout, None).copier
             if place.is_cuda
             else CpuLayerCopier(self._buffers, self._layout)
         )

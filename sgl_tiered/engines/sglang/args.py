@@ -19,7 +19,10 @@ from sgl_tiered.engines.sglang.config import (
     TieredConfig,
     read_config,
 )
-from sgl_tiered.engines.sglang.layered.settings import refuse_with_layerkv
+from sgl_tiered.engines.sglang.layered.settings import (
+    refuse_on_cuda,
+    refuse_with_layerkv,
+)
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["TieredServerArgs", "flag_values", "tiered_config"]
@@ -390,9 +393,19 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
             )
     if config.layerkv is not None:
         refuse_with_layerkv(server_args)
+        _refuse_on_cuda(server_args)
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _refuse_for_one_rank(config)
     return config
+
+
+def _refuse_on_cuda(server_args: Any) -> None:
+    """Ask for what a CUDA device needs, where SGLang runs on one."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.platforms import current_platform
+
+    if current_platform.is_cuda():
+        refuse_on_cuda(resolving_view(server_args))
 
 
 def _refuse_for_one_rank(config: TieredConfig) -> None:

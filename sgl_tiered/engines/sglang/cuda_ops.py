@@ -6,7 +6,7 @@ Triton form of the page copies, which reads pinned host memory in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,9 @@ from sgl_tiered_kernels.page_copy.dma import (
 )
 
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.errors import ConfigError
 
-__all__ = ["CudaOps", "as_byte_pages"]
+__all__ = ["CudaOps", "as_byte_pages", "cuda_register"]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -202,3 +203,28 @@ def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     rows = buffer.view(buffer.shape[0], -1).view(torch.uint8)
     num_pages = buffer.shape[0] // layout.page_tokens
     return rows[: num_pages * layout.page_tokens].view(num_pages, layout.part_bytes)
+
+
+def cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
+    """Return a function that pins memory for CUDA and gives back how to unpin it.
+
+    Args:
+        setting: the flag that says how much, for the sentence of its ``ConfigError``.
+    """
+    cudart = torch.cuda.cudart()
+
+    def register(address: int, num_bytes: int) -> Callable[[], None]:
+        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
+        if status != 0:
+            raise ConfigError(
+                setting,
+                f"CUDA cannot pin {num_bytes} bytes (error {status})",
+                "give less, or raise the locked-memory limit (ulimit -l)",
+            )
+
+        def unregister() -> None:
+            cudart.cudaHostUnregister(address)
+
+        return unregister
+
+    return register

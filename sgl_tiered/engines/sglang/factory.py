@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
+from sgl_tiered.engines.sglang.cuda_ops import cuda_register
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
@@ -151,22 +151,23 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         f"0/{agreement.num_ranks}",
     )
     is_cuda = bool(pool.k_buffer[0].is_cuda)
-    register = _cuda_register("--tiered-host-size") if is_cuda else None
+    register = cuda_register("--tiered-host-size") if is_cuda else None
     metrics = MetricsRegistry()
     emulator = Emulator(
         config.emulate, switchable=config.switchable_faults, clock=clock
     )
+    forward_stream = getattr(runner, "forward_stream", None)
     placed = None
     if config.layerkv is not None:
         from sgl_tiered.engines.sglang.layered.build import place_layers
 
-        placed = place_layers(pool, config, clock, emulator, agreement)
+        placed = place_layers(pool, config, clock, emulator, agreement, forward_stream)
         device: DevicePool = placed.device
     else:
-        device = make_device_pool(pool, layout, getattr(runner, "forward_stream", None))
+        device = make_device_pool(pool, layout, forward_stream)
     host = emulator.wrap(_open_host(config, layout, register))
     cxl = _open_cxl(
-        config, layout, _cuda_register("--tiered-cxl-size") if is_cuda else None
+        config, layout, cuda_register("--tiered-cxl-size") if is_cuda else None
     )
     if cxl is not None:
         cxl = emulator.wrap(cxl)
@@ -401,27 +402,6 @@ def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
                     "does not have",
                     "leave it out, or give the server that tier",
                 )
-
-
-def _cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
-    """Return a function that pins memory for CUDA and gives back how to unpin it."""
-    cudart = torch.cuda.cudart()
-
-    def register(address: int, num_bytes: int) -> Callable[[], None]:
-        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
-        if status != 0:
-            raise ConfigError(
-                setting,
-                f"CUDA cannot pin {num_bytes} bytes (error {status})",
-                "give less, or raise the locked-memory limit (ulimit -l)",
-            )
-
-        def unregister() -> None:
-            cudart.cudaHostUnregister(address)
-
-        return unregister
-
-    return register
 
 
 def _forward_skips_layers(ctx: Any, pool: Any) -> bool:

@@ -53,6 +53,7 @@ def _attach() -> None:
             HookType.AROUND,
         ),
     ]
+    hooks += _device_hooks()
     in_scheduler = multiprocessing.parent_process() is not None
     if _SCHEDULER_MODULE in sys.modules:
         from sgl_tiered.engines.sglang.reporting import scheduler_hooks
@@ -80,6 +81,17 @@ def _attach() -> None:
         return build_cache(ctx)
 
     register_radix_cache_backend(BACKEND_NAME, factory)
+
+
+def _device_hooks() -> list[tuple[str, Any, Any]]:
+    """Return the hooks that only a CUDA device needs."""
+    from sglang.srt.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return []
+    from sgl_tiered.engines.sglang.layered.cuda import cuda_hooks
+
+    return cuda_hooks()
 
 
 def _refuse_in_one_sentence(original: Any, argv: list[str]) -> Any:

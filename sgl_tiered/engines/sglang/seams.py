@@ -165,7 +165,12 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "class of the KV pool",
         _SRT + "platforms.interface.SRTPlatform",
-        attributes=("get_kv_pool_cls", "get_paged_allocator_cls"),
+        attributes=(
+            "get_kv_pool_cls",
+            "get_paged_allocator_cls",
+            "apply_server_args_defaults",
+            "is_cuda",
+        ),
     ),
     Seam(
         "layer-wise KV pool",

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,3 +94,68 @@ def test_efficiency_counts_what_cannot_overlap(script):
     }
     assert script._efficiency(record) == pytest.approx(2.75 / 2.5)
     assert script._offload_cost(record) == pytest.approx(1.05)
+
+
+def test_servers_that_cannot_run_are_named(script, monkeypatch):
+    """A machine without SGLang or FlashInfer gets a record that says so."""
+    monkeypatch.setattr(script, "what_is_missing", lambda is_cuda: "flashinfer")
+    args = SimpleNamespace(dry_run=False, servers="auto", out=None)
+    (record,) = script._serve(args)
+    assert "flashinfer is not installed" in script._line(record)
+    assert script._summary([record]) == {"servers_not_run": "flashinfer"}
+    for dry_run, servers in ((True, "auto"), (False, "off")):
+        args = SimpleNamespace(dry_run=dry_run, servers=servers, out=None)
+        assert list(script._serve(args)) == []
+
+
+def test_wrong_answers_end_it_without_figures(script, tmp_path, capsys, monkeypatch):
+    """A gate that is red reports no speed and writes no record."""
+
+    def differ(out, *, is_cuda, repeats):
+        raise AssertionError("an answer differs")
+        yield
+
+    monkeypatch.setattr(script, "_measure", lambda place, args: [])
+    monkeypatch.setattr(script, "measure_servers", differ)
+    monkeypatch.setattr(script, "what_is_missing", lambda is_cuda: "")
+    told = ["--dry-run", "--servers", "on", "--out", str(tmp_path)]
+    assert script.main(told) == 1
+    assert "an answer differs" in capsys.readouterr().err
+    assert not (tmp_path / "records.jsonl").exists()
+
+
+def test_times_of_servers_are_told_over_plain(script):
+    """Medians, and what was compared stands before them."""
+    record = {
+        "kind": "servers",
+        "exact_fraction": 1.0,
+        "layered": [{"mean_ttft_s": s, "total_s": 4.0} for s in (1.0, 2.0, 9.0)],
+        "plain": [{"mean_ttft_s": 4.0, "total_s": 2.0}],
+    }
+    assert script._summary([record]) == {
+        "servers_exact_fraction": 1.0,
+        "servers_mean_ttft_s_over_plain": 0.5,
+        "servers_total_s_over_plain": 2.0,
+    }
+    assert "100%" in script._line(record)
+
+
+def test_a_layered_server_is_started_with_what_cuda_asks_for(script):
+    """The flags of the benchmark pass the check that a CUDA server makes."""
+    from movement.servers import CUDA_FLAGS, layered_flags
+
+    from sgl_tiered.engines.sglang.layered.settings import read_layerkv, refuse_on_cuda
+
+    given = dict(zip(*[iter(CUDA_FLAGS[:2] + CUDA_FLAGS[3:])] * 2, strict=True))
+    names = {flag[2:].replace("-", "_"): value for flag, value in given.items()}
+    refuse_on_cuda(SimpleNamespace(disable_overlap_schedule=True, **names))
+    flags = dict(flag.split("=") for flag in layered_flags())
+    settings = {
+        flag.removeprefix("--tiered-").replace("-", "_"): value
+        for flag, value in flags.items()
+    }
+    del settings["load_policy"]
+    told = read_layerkv(settings)
+    assert told is not None
+    assert told.retain == 0
+    assert told.staging_bytes * 4 < told.host_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,8 +20,7 @@ from sgl_tiered.engines.sglang.layered import cuda  # noqa: E402
 from sgl_tiered.engines.sglang.layered.cuda import (  # noqa: E402
     CudaLayerOps,
     CudaPlaces,
-    cuda_layer_copier,
-    refuse_on_cuda,
+    cuda_copies,
 )
 from sgl_tiered.errors import ConfigError  # noqa: E402
 from sgl_tiered.tiers.memory import MemoryRegion  # noqa: E402
@@ -90,10 +90,9 @@ class Planned:
     """What ``capacity.pool_class`` returns, as far as the places go."""
 
     def __init__(self):
-        self.page_size = PAGE_TOKENS
+        self.page_size, self.device = PAGE_TOKENS, "cpu"
         pool = make_pool()
         self.k_buffer, self.v_buffer = pool.k_buffer, pool.v_buffer
-        self.region = MemoryRegion(2, 4096)
         self.written = []
         manager = SimpleNamespace(layer_written=self.written.append)
         self.driver = SimpleNamespace(manager=manager)
@@ -117,7 +116,7 @@ def test_new_tokens_go_where_the_backend_says_and_padding_to_page_0():
     assert pool.written == [2]
 
 
-def test_the_host_region_is_pinned_or_left_as_it_was():
+def test_the_host_region_is_pinned_or_ordinary(monkeypatch, caplog):
     """Where CUDA cannot pin so much, pageable memory and the host thread serve."""
     pool, pinned = OnCuda(), []
 
@@ -126,22 +125,28 @@ def test_the_host_region_is_pinned_or_left_as_it_was():
         return lambda: pinned.remove((address, num_bytes))
 
     def refuse(address, num_bytes):
-        raise ConfigError("--tiered-layerkv", "cannot pin", "give less")
+        raise ConfigError("--tiered-layerkv-host-size", "cannot be pinned", "give less")
 
-    before = pool.region
-    with pytest.raises(ConfigError):
-        pool.pin(refuse)
-    assert pool.region is before
-    pool.pin(register)
-    assert pinned == [(pool.region.array.ctypes.data, 2 * 4096)]
-    assert pool.region.array.shape == (2, 4096)
-    pool.region.close()
+    monkeypatch.setattr(cuda, "cuda_register", lambda setting: register)
+    region = pool._host_region(2, 4096)
+    assert pinned == [(region.array.ctypes.data, 2 * 4096)]
+    region.close()
     assert pinned == []
+    assert not caplog.records
+    monkeypatch.setattr(cuda, "cuda_register", lambda setting: refuse)
+    region = pool._host_region(2, 4096)
+    assert region.array.shape == (2, 4096)
+    region.close()
+    (record,) = caplog.records
+    assert "--tiered-layerkv-host-size: cannot be pinned" in record.getMessage()
 
 
 def test_the_hooks_answer_as_before_where_nothing_is_planned(monkeypatch):
     """And for kinds of pool that layers are not placed in."""
-    kinds = []
+    kinds, registered = [], []
+    ours = SimpleNamespace(register_layered_flashinfer=lambda: registered.append(1))
+    name = "sgl_tiered.engines.sglang.layered.flashinfer"
+    monkeypatch.setitem(sys.modules, name, ours)
 
     def original(platform, *, kind):
         kinds.append(kind)
@@ -153,42 +158,39 @@ def test_the_hooks_answer_as_before_where_nothing_is_planned(monkeypatch):
     monkeypatch.setattr(cuda, "pool_class", lambda: Planned)
     monkeypatch.setattr(cuda, "allocator_class", lambda: str)
     assert cuda._pool_class(original, "platform", kind="mla") is None
+    assert registered == []
     assert kinds == ["mha", "mla"]
     made = cuda._pool_class(original, "platform", kind="mha")
     assert made.__mro__[1:3] == (CudaPlaces, Planned)
+    # The backend that reads it comes in with it.
+    assert registered == [1]
     assert cuda._allocator_class(lambda platform: int, "platform") is str
 
 
-def eager(**changed):
-    phases = {
-        name: SimpleNamespace(backend=changed.pop(name, "disabled"))
-        for name in ("decode", "prefill")
-    }
-    given = {
-        "cuda_graph_config": SimpleNamespace(**phases),
-        "disable_overlap_schedule": True,
-        "attention_backend": "flashinfer",
-    }
-    return SimpleNamespace(**(given | changed))
-
-
 @pytest.mark.parametrize(
-    ("changed", "flag"),
+    ("given", "chosen"),
     [
-        ({"decode": "full"}, "--cuda-graph-backend-decode disabled"),
-        ({"prefill": "breakable"}, "--cuda-graph-backend-prefill disabled"),
-        ({"disable_overlap_schedule": False}, "--disable-overlap-schedule"),
-        ({"attention_backend": "triton"}, "--attention-backend flashinfer"),
-        ({"decode_attention_backend": "fa3"}, "--attention-backend flashinfer"),
+        ({}, "flashinfer"),
+        ({"attention_backend": None, "page_size": 16}, "flashinfer"),
+        ({"attention_backend": "fa3"}, None),
+        ({"decode_attention_backend": "fa3"}, None),
     ],
 )
-def test_what_cuda_cannot_do_yet_is_refused_in_one_sentence(changed, flag):
-    """The sentence says what to add."""
-    refuse_on_cuda(eager())
-    with pytest.raises(ConfigError) as refused:
-        refuse_on_cuda(eager(**changed))
-    assert flag in str(refused.value)
-    assert "\n" not in str(refused.value)
+def test_flashinfer_is_chosen_where_nobody_has_chosen(given, chosen):
+    """And only where layers are asked for."""
+    asked = []
+
+    def original(platform, server_args):
+        asked.append(platform)
+
+    args = {"_raw_input": given, "attention_backend": None}
+    on = SimpleNamespace(tiered_layerkv="on", **args)
+    off = SimpleNamespace(tiered_layerkv=None, **args)
+    cuda._defaults(original, "platform", on)
+    cuda._defaults(original, "platform", off)
+    assert on.attention_backend == chosen
+    assert off.attention_backend is None
+    assert asked == ["platform", "platform"]
 
 
 @pytest.mark.gpu
@@ -199,7 +201,7 @@ def test_layers_survive_the_device(pinned):
     pool = make_pool("cuda")
     memory = MemoryRegion(8, LAYOUT.slot_bytes, register=_register if pinned else None)
     pool.region = memory
-    copier = cuda_layer_copier(pool, LAYOUT, None)
+    copier = cuda_copies(pool, LAYOUT, None).copier
     rows, pages = np.array([4, 0, 2]), np.array([1, 5, 12], np.int32)
     halves = (np.array([7, 3, 2], np.int32), np.array([8, 4, 9], np.int32))
     index = torch.from_numpy(pages.astype(np.int64)).cuda()
@@ -224,6 +226,52 @@ def test_layers_survive_the_device(pinned):
         np.testing.assert_array_equal(read[layer].cpu().numpy(), wanted[layer])
     copier.close()
     memory.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pages_of_tiers_survive_the_device(pinned):
+    """Down from device and memory alike, and up to other places, bit for bit."""
+    pool = make_pool("cuda")
+    ours = MemoryRegion(8, LAYOUT.slot_bytes, register=_register)
+    tier = MemoryRegion(4, LAYOUT.slot_bytes, register=_register if pinned else None)
+    pool.region = ours
+    copies = cuda_copies(pool, LAYOUT, None)
+    ours.array[:] = np.random.default_rng(0).integers(0, 256, ours.array.shape)
+    transfers = np.full((NUM_LAYERS, 8), -1, np.int32)
+    transfers[0, 1], transfers[1, 3], transfers[2, 1] = 5, 7, 2
+    device = copies.device_pool(SimpleNamespace(transfers=transfers))
+    pages, rows = np.array([1, 3]), np.array([2, 0])
+    noise = make_pool("cpu")
+    torch.cuda._sleep(20_000_000)
+    pool.k_buffer[0].copy_(noise.k_buffer[0], non_blocking=True)
+    pool.v_buffer[0].copy_(noise.v_buffer[0], non_blocking=True)
+    device.store_pages(tier.array, rows, pages, device.mark())
+
+    def lie_right():
+        for layer in range(NUM_LAYERS):
+            for row, page in zip(rows, pages, strict=True):
+                place = transfers[layer, page]
+                held = (
+                    layer_pages(pool, np.array([place]))[0]
+                    if place >= 0
+                    else part(ours.array, layer, page)
+                )
+                np.testing.assert_array_equal(part(tier.array, layer, row), held)
+
+    lie_right()
+    transfers[:, pages] = [[9, -1], [-1, 8], [3, 11]]
+    ours.array[:] = 0
+    mark = device.mark()
+    for layer in range(NUM_LAYERS):
+        arrival = device.load_layer(layer, tier.array, rows, pages, after=mark)
+    arrival.finish()
+    lie_right()
+    device.close()
+    copies.close()
+    ours.close()
+    tier.close()
 
 
 def _register(address, num_bytes):

@@ -10,6 +10,7 @@ from sgl_tiered.engines.sglang.layered.capacity import HOST_FACTOR, plan_layers
 from sgl_tiered.engines.sglang.layered.settings import (
     LayerKvSettings,
     read_layerkv,
+    refuse_on_cuda,
     refuse_with_layerkv,
 )
 from sgl_tiered.errors import ConfigError
@@ -80,6 +81,81 @@ def test_what_it_was_not_shown_to_work_with_is_refused(changed, word):
     refuse_with_layerkv(SimpleNamespace(**ARGS))
     with pytest.raises(ConfigError, match=word):
         refuse_with_layerkv(SimpleNamespace(**{**ARGS, **changed}))
+
+
+def resolved(**changed):
+    """Return what SGLang makes of flags that go with CUDA."""
+    phases = {
+        name: SimpleNamespace(backend=changed.pop(name, "disabled"))
+        for name in ("decode", "prefill")
+    }
+    told = {
+        "device": "cuda",
+        "cuda_graph_config": SimpleNamespace(**phases),
+        "disable_overlap_schedule": True,
+        "attention_backend": "flashinfer",
+    }
+    return SimpleNamespace(**(told | changed))
+
+
+def as_given(**changed):
+    """Return flags as they were given; what nobody has named is None."""
+    told = {"cuda_graph_config": None, "disable_cuda_graph": True}
+    return SimpleNamespace(**(told | {"disable_overlap_schedule": True} | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "flag"),
+    [
+        ({"decode": "full"}, "--cuda-graph-backend-decode disabled"),
+        ({"prefill": "breakable"}, "--cuda-graph-backend-prefill disabled"),
+        ({"disable_overlap_schedule": False}, "--disable-overlap-schedule"),
+        ({"attention_backend": "triton"}, "--attention-backend flashinfer"),
+        ({"decode_attention_backend": "fa3"}, "--attention-backend flashinfer"),
+        ({"device": "cpu"}, "--device cpu"),
+    ],
+)
+def test_what_cuda_cannot_do_yet_is_refused_in_one_sentence(changed, flag):
+    """The sentence says what to add."""
+    refuse_on_cuda(resolved())
+    with pytest.raises(ConfigError) as refused:
+        refuse_on_cuda(resolved(**changed))
+    assert flag in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"attention_backend": "flashinfer"},
+        {"disable_cuda_graph": False, "cuda_graph_config": '{"decode": {}}'},
+        {
+            "disable_cuda_graph": False,
+            "disable_decode_cuda_graph": True,
+            "cuda_graph_backend_prefill": "disabled",
+        },
+    ],
+)
+def test_flags_that_nobody_has_resolved_may_still_go_with_cuda(changed):
+    """What is left open is looked at again once SGLang has filled it in."""
+    refuse_on_cuda(as_given(**changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "flag"),
+    [
+        ({"disable_cuda_graph": False}, "--cuda-graph-backend-decode disabled"),
+        ({"cuda_graph_backend_decode": "full"}, "--cuda-graph-backend-decode disabled"),
+        ({"disable_overlap_schedule": False}, "--disable-overlap-schedule"),
+        ({"prefill_attention_backend": "fa3"}, "--attention-backend flashinfer"),
+    ],
+)
+def test_flags_are_refused_before_anything_is_resolved(changed, flag):
+    """So that the command line ends with the sentence, and nothing is loaded."""
+    with pytest.raises(ConfigError) as refused:
+        refuse_on_cuda(as_given(**changed))
+    assert flag in str(refused.value)
 
 
 def test_the_host_region_says_how_many_tokens_are_admitted():

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.streaming import StreamingCost
@@ -21,8 +23,8 @@ from sgl_tiered.engines.sglang.layered.collectives import (
     hook_collectives,
     make_guard,
 )
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier, FaultyCopier
-from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
+from sgl_tiered.engines.sglang.layered.copier import FaultyCopier
+from sgl_tiered.engines.sglang.layered.copies import layer_copies
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
@@ -32,9 +34,11 @@ from sgl_tiered.engines.sglang.layered.recovery import RepeatedForward
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.step_times import StepTimes, first_decode_cost
 from sgl_tiered.errors import EngineCompatibilityError
+from sgl_tiered.layered.base import LayerCopier
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
+from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
 from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.tiers.emulator import Emulator
@@ -55,7 +59,7 @@ class PlacedLayers:
     """What the factory goes on with."""
 
     driver: LayerDriver
-    device: LayeredDevicePool
+    device: DevicePool
 
 
 def place_layers(
@@ -64,31 +68,43 @@ def place_layers(
     clock: Clock,
     emulator: Emulator,
     agreement: Agreement,
+    forward_stream: Any = None,
 ) -> PlacedLayers:
     """Make what places the layers of a `LayeredPool`, and give it to the pool.
+
+    Args:
+        pool: of SGLang's model runner, on a CPU or on CUDA.
+        config: of the server.
+        clock: times copies.
+        emulator: of the tiers; copies of layers go over the host tier's link.
+        forward_stream: on which SGLang's overlap scheduler runs the model; or None.
 
     Raises:
         EngineCompatibilityError: SGLang has made a pool of another kind.
     """
     plan = getattr(pool, "plan", None)
-    if plan is None or pool.k_buffer[0].device.type != "cpu":
+    if plan is None:
         raise EngineCompatibilityError(
-            f"--tiered-layerkv does not work with SGLang's {type(pool).__name__} on "
-            f"{pool.k_buffer[0].device.type!r}: leave it out."
+            f"--tiered-layerkv does not work with SGLang's {type(pool).__name__}: "
+            "leave it out."
         )
-    logger.warning(
-        "sgl-tiered: layer-wise KV (--tiered-layerkv) is experimental: its answers are "
-        "tested on a CPU, its speed is not measured yet."
-    )
-    return connect(
+    placed = connect(
         pool,
         plan,
         clock,
         emulator.pace(TierId.HOST),
+        forward_stream=forward_stream,
         breaks_staging=config.breaks_staging,
         agreement=agreement,
         faults=emulator.faults(TierId.HOST),
     )
+    if placed.device.waiter_copies:
+        # On a device with streams, the attention backend has said something stronger.
+        logger.warning(
+            "sgl-tiered: layer-wise KV (--tiered-layerkv) is experimental: its answers "
+            "are tested on a CPU, its speed on an emulated link only."
+        )
+    return placed
 
 
 def connect(
@@ -97,6 +113,8 @@ def connect(
     clock: Clock,
     pace: Pace | None,
     *,
+    forward_stream: Any = None,
+    guard: ContentionGuard | None = None,
     breaks_staging: bool = False,
     agreement: Agreement | None = None,
     faults: FaultSwitch | None = None,
@@ -104,26 +122,46 @@ def connect(
     """Give a `LayeredPool` of SGLang's its driver.
 
     Args:
-        pool: on the CPU.
+        pool: on a CPU or on CUDA.
         plan: that it was made by.
         clock: times copies.
         pace: of the emulated link; None for as fast as it goes.
+        forward_stream: see ``place_layers``.
+        guard: asked before each sub-unit of a copy; None where links are not shared.
         breaks_staging: for tests: stream wrongly.
         agreement: with the other ranks; None where there are none.
         faults: for tests: let copies fail.
+
+    Raises:
+        EngineCompatibilityError: see ``layer_copies``.
     """
     layout = plan.layout
-    copier = CpuLayerCopier(pool, layout, breaks_staging=breaks_staging)
-    moving = copier if faults is None else FaultyCopier(copier, faults)
-    guard = None
-    if agreement is None or not agreement.is_shared:
-        mover = LayerMover(moving, layout.layer_page_bytes, clock, pace=pace)
-    else:
+    is_shared = agreement is not None and agreement.is_shared
+    if guard is None and agreement is not None and is_shared:
         guard = _guard(plan, pool, clock, agreement.num_ranks)
-        pages = SUB_UNIT_PAGES
-        if guard is not None:
-            short = sub_unit_pages(layout.layer_page_bytes, _COPY_BYTES_PER_S)
-            pages = min(pages, short)
+    copies = layer_copies(
+        pool,
+        layout,
+        forward_stream,
+        guarded=guard is not None,
+        breaks_staging=breaks_staging,
+    )
+    copier: LayerCopier = copies.copier
+    moving = copier if faults is None else FaultyCopier(copier, faults)
+    pages = SUB_UNIT_PAGES
+    if guard is not None:
+        short = sub_unit_pages(layout.layer_page_bytes, _COPY_BYTES_PER_S)
+        pages = min(pages, short)
+    if agreement is None or not is_shared:
+        mover = LayerMover(
+            moving,
+            layout.layer_page_bytes,
+            clock,
+            pace=pace,
+            guard=guard,
+            sub_unit_pages=pages,
+        )
+    else:
         mover = SharedMover(
             agreement,
             moving,
@@ -142,8 +180,14 @@ def connect(
     )
     manager = LayerManager(binding, mover, layout.page_tokens, plan.half_pages)
     driver = LayerDriver(manager, plan, guard)
+    driver.on_close = copies.close
+    if not copier.waiter_copies:
+        # Nothing is placed yet, and the start measures loads to the first pages: they
+        # are to cross the link, and not to stay in memory.
+        end = min(plan.num_pages, plan.num_layer_pages) + 1
+        driver.transfers[:, :end] = np.arange(end)
     pool.driver = driver
-    return PlacedLayers(driver, LayeredDevicePool(copier, driver, layout))
+    return PlacedLayers(driver, copies.device_pool(driver))
 
 
 def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:

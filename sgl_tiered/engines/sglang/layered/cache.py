@@ -106,7 +106,7 @@ class LayeredRuntime(TieredRuntime):
     def close(self, pump: Any) -> None:
         """Close the tiers, then stop moving layers."""
         super().close(pump)
-        self.layers.manager.close()
+        self.layers.close()
 
 
 class LayeredRadixCache(TieredRadixCache):
@@ -136,7 +136,8 @@ class LayeredRadixCache(TieredRadixCache):
         slots = super()._take_slots(num_tokens)
         if slots is None:
             return None
-        pages = slots[:: self.page_size].numpy().astype(np.int64) // self.page_size
+        firsts = slots[:: self.page_size].cpu().numpy().astype(np.int64)
+        pages = firsts // self.page_size
         if self._layers.open_load(self._loading_rid, pages):
             return slots
         self.token_to_kv_pool_allocator.free(slots)

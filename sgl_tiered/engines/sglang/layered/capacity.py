@@ -142,7 +142,7 @@ def sized(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
     tiered = tiered_config(get_server_args())
     if tiered is None or tiered.layerkv is None:
         return config
-    layout = _layout(configurator, get_server_args().page_size)
+    layout = _layout(configurator, get_server_args().page_size or 1)
     plan = plan_layers(
         layout,
         config.max_total_num_tokens,

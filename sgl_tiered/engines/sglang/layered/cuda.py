@@ -1,10 +1,10 @@
 """Layer-wise KV on CUDA: how its pool comes into SGLang, and how its layers move.
 
-SGLang asks its platform for the classes of pool and allocator. On CUDA we stand around
-those two questions, instead of bringing a platform of our own: SGLang picks the
-platform before it has read a flag, and refuses to start where two distributions offer
-one. Both hooks answer as before unless the pool's sizing (``capacity.sized``) has
-planned layers.
+SGLang asks its platform for defaults and for the classes of pool and allocator. On CUDA
+we stand around those questions, instead of bringing a platform of our own: SGLang picks
+the platform before it has read a flag, and refuses to start where two distributions
+offer one. The hooks answer as before unless ``--tiered-layerkv`` is on, and the pool's
+sizing (``capacity.sized``) has planned layers.
 
 Not validated on a GPU: see ``flashinfer.py``. What runs here was tested with streams
 that are played by a CPU, and is marked ``gpu`` in the tests.
@@ -12,6 +12,8 @@ that are played by a CPU, and is marked ``gpu`` in the tests.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,25 +23,30 @@ import torch
 from sgl_tiered_kernels.page_copy.dma import CopyEngines, part_addresses
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps
+from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register
 from sgl_tiered.engines.sglang.layered.capacity import allocator_class, pool_class
+from sgl_tiered.engines.sglang.layered.copies import LayerCopies
+from sgl_tiered.engines.sglang.layered.settings import CUDA_ATTENTION, names_attention
+from sgl_tiered.engines.sglang.layered.stream_device_pool import LayeredStreamPool
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
-from sgl_tiered.tiers.memory import MemoryRegion, Register
+from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = [
     "CudaLayerOps",
     "CudaPlaces",
+    "cuda_copies",
     "cuda_hooks",
-    "cuda_layer_copier",
-    "refuse_on_cuda",
 ]
+
+logger = logging.getLogger(__name__)
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
+_TUNE_PAGES = 33
+"""One of them is page 0: as many as the start measures of the tiers' links."""
 _PLATFORM = "sglang.srt.platforms.cuda.CudaSRTPlatform."
-_FLAG = "--tiered-layerkv"
 
 
 class CudaPlaces:
@@ -52,21 +59,26 @@ class CudaPlaces:
 
     write_slots: Callable[[int], torch.Tensor | None] | None = None
     page_size: int
+    device: str
     k_buffer: list[torch.Tensor]
     v_buffer: list[torch.Tensor]
-    region: MemoryRegion
     driver: Any
 
-    def pin(self, register: Register) -> None:
-        """Change the host region, which nobody has used yet, for a pinned one.
-
-        Raises:
-            ConfigError: as ``register`` raises it; the region then stays as it was.
-        """
-        rows, row_bytes = self.region.array.shape
-        pinned = MemoryRegion(rows, row_bytes, register=register)
-        self.region.close()
-        self.region = pinned
+    def _host_region(self, num_rows: int, row_bytes: int) -> MemoryRegion:
+        """Return pinned memory; ordinary one where CUDA cannot pin so much."""
+        try:
+            register = cuda_register("--tiered-layerkv-host-size")
+            return MemoryRegion(num_rows, row_bytes, register=register)
+        except ConfigError as error:
+            logger.warning(
+                "sgl-tiered: %s Until then layers go by way of pinned buffers, and a "
+                "thread copies them once more.",
+                error,
+            )
+            # CUDA tells of it once more, to whoever launches the next kernel.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self.device).add_(1)
+            return MemoryRegion(num_rows, row_bytes)
 
     def _store_kv_layer(
         self,
@@ -109,6 +121,11 @@ class CudaLayerOps(CudaOps):
         if len({address for layer in self._addresses for address in layer[:1]}) != 1:
             raise ValueError("the layers of this pool do not share one tensor")
 
+    @property
+    def num_pages(self) -> int:
+        """Layer-pages of the tensor, page 0 included."""
+        return len(self._parts[0][0])
+
     def store_by_engines(
         self,
         stream: Any,
@@ -136,19 +153,40 @@ class CudaLayerOps(CudaOps):
         )
 
 
-def cuda_layer_copier(
-    pool: Any, layout: PageLayout, forward_stream: Any, *, guarded: bool = False
-) -> StreamLayerCopier:
-    """Return the copies between a `LayeredPool` on CUDA and its host region.
+def cuda_copies(
+    pool: Any,
+    layout: PageLayout,
+    forward_stream: Any,
+    *,
+    guarded: bool = False,
+    breaks_staging: bool = False,
+) -> LayerCopies:
+    """Return the copies of a `LayeredPool` on CUDA; its layer-pages hold nothing yet.
 
     Args:
         pool: on CUDA.
         layout: shape of a page.
         forward_stream: see `CudaLayerOps`.
         guarded: the mover asks a guard before each copy.
+        breaks_staging: for tests: stream wrongly.
     """
     ops = CudaLayerOps(pool, layout, forward_stream)
-    return StreamLayerCopier(ops, pool.region.array, ahead=not guarded)
+    region: UInt8s = pool.region.array
+    copier = StreamLayerCopier(
+        ops, region, ahead=not guarded, breaks_staging=breaks_staging
+    )
+    numbers = np.arange(1, min(len(region), ops.num_pages, _TUNE_PAGES))
+    if len(numbers) and ops.is_pinned(region):
+        logger.info(
+            "sgl-tiered: layers up from memory: %s",
+            copier.pool.tune(region, numbers, numbers),
+        )
+    by_kernel = copier.pool.loads_by_kernel
+    return LayerCopies(
+        copier,
+        lambda driver: LayeredStreamPool(ops, region, driver, by_kernel=by_kernel),
+        copier.close,
+    )
 
 
 def cuda_hooks() -> list[tuple[str, Any, Any]]:
@@ -156,41 +194,19 @@ def cuda_hooks() -> list[tuple[str, Any, Any]]:
     from sglang.srt.plugins.hook_registry import HookType
 
     return [
+        (_PLATFORM + "apply_server_args_defaults", _defaults, HookType.AROUND),
         (_PLATFORM + "get_kv_pool_cls", _pool_class, HookType.AROUND),
         (_PLATFORM + "get_paged_allocator_cls", _allocator_class, HookType.AROUND),
     ]
 
 
-def refuse_on_cuda(server_args: Any) -> None:
-    """Refuse what layer-wise KV on CUDA was not made for.
-
-    Raises:
-        ConfigError: one sentence that says what to add.
-    """
-    config = getattr(server_args, "cuda_graph_config", None)
-    for phase in ("decode", "prefill"):
-        backend = getattr(getattr(config, phase, None), "backend", None)
-        if backend is not None and backend != "disabled":
-            raise ConfigError(
-                _FLAG,
-                f"runs without CUDA graphs, and {phase} has {backend!r} ones",
-                "add --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill "
-                "disabled",
-            )
-    if not getattr(server_args, "disable_overlap_schedule", False):
-        raise ConfigError(
-            _FLAG,
-            "does not go with the overlap schedule yet",
-            "add --disable-overlap-schedule",
-        )
-    for name in ("prefill_attention_backend", "decode_attention_backend"):
-        backend = getattr(server_args, name, None)
-        if (backend or getattr(server_args, "attention_backend", None)) != "flashinfer":
-            raise ConfigError(
-                _FLAG,
-                "is made for FlashInfer on CUDA",
-                "add --attention-backend flashinfer",
-            )
+def _defaults(original: Any, platform: Any, server_args: Any) -> None:
+    """Choose FlashInfer where layers are asked for, and nothing else is."""
+    original(platform, server_args)
+    given = getattr(server_args, "_raw_input", None) or {}
+    is_on = getattr(server_args, "tiered_layerkv", None) == "on"
+    if is_on and not names_attention(given):
+        server_args.attention_backend = CUDA_ATTENTION
 
 
 def _pool_class(original: Any, platform: Any, *, kind: str) -> type | None:
@@ -199,6 +215,10 @@ def _pool_class(original: Any, platform: Any, *, kind: str) -> type | None:
     if planned is None:
         answer: type | None = original(platform, kind=kind)
         return answer
+    from sgl_tiered.engines.sglang.layered.flashinfer import register_layered_flashinfer
+
+    # Before the backend is built, which reads this pool.
+    register_layered_flashinfer()
     return type("CudaLayeredPool", (CudaPlaces, planned), {})
 
 

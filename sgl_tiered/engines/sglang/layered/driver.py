@@ -66,6 +66,8 @@ class LayerDriver:
         self.manager = manager
         self.plan = plan
         self._guard = guard
+        # Ends what copies besides the manager's threads.
+        self.on_close: Callable[[], None] | None = None
         self.num_paused = 0
         self.pauses = PauseLog(manager.clock)
         # Of whoever decides, set where a scheduler is attached.
@@ -290,6 +292,12 @@ class LayerDriver:
     def _note_places(self, pages: Int64s) -> None:
         for layer in range(self.plan.layout.num_layers):
             self.transfers[layer, pages] = self.manager.where(layer, pages)
+
+    def close(self) -> None:
+        """End the threads that copy; what waits is not copied."""
+        self.manager.close()
+        if self.on_close is not None:
+            self.on_close()
 
     # -- Reports ---------------------------------------------------------------
 

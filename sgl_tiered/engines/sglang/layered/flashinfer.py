@@ -477,16 +477,26 @@ def create_layered_flashinfer(plain: Callable[[Any], Any], runner: Any) -> Any:
 
 
 def register_layered_flashinfer() -> None:
-    """Let ``--attention-backend flashinfer`` serve a `LayeredPool`."""
+    """Let ``--attention-backend flashinfer`` serve a `LayeredPool`; once is enough."""
     from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
         register_attention_backend,
     )
 
     plain = ATTENTION_BACKENDS["flashinfer"]
-    register_attention_backend("flashinfer")(
-        lambda runner: create_layered_flashinfer(plain, runner)
-    )
+    if isinstance(plain, _Backends):
+        return
+    register_attention_backend("flashinfer")(_Backends(plain))
+
+
+class _Backends:
+    """What SGLang calls for a backend of that name."""
+
+    def __init__(self, plain: Callable[[Any], Any]) -> None:
+        self._plain = plain
+
+    def __call__(self, runner: Any) -> Any:
+        return create_layered_flashinfer(self._plain, runner)
 
 
 def _on_host(on_host: torch.Tensor | None, on_device: torch.Tensor) -> Int64s:

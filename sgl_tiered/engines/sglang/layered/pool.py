@@ -37,6 +37,11 @@ class LayeredPool(MHATokenToKVPool):
                 "layer-wise KV needs keys and values of one size in all layers; leave "
                 "--tiered-layerkv out."
             )
+        if self.kv_cache_layout != "nhd":
+            raise EngineCompatibilityError(
+                "layer-wise KV needs KV in rows of tokens, not as "
+                f"{self.kv_cache_layout!r}; leave --tiered-layerkv out."
+            )
         # Page 0 takes what padding writes, as in SGLang's pool.
         rows = (plan.num_layer_pages + 1) * self.page_size
         both = torch.zeros(
@@ -46,9 +51,12 @@ class LayeredPool(MHATokenToKVPool):
         )
         self.k_buffer = [both[0]] * self.layer_num
         self.v_buffer = [both[1]] * self.layer_num
-        self.region = MemoryRegion(plan.num_pages + 1, layout.slot_bytes)
+        self.region = self._host_region(plan.num_pages + 1, layout.slot_bytes)
         # Places the layers; set once the cache is built, before anything runs.
         self.driver: Any = None
+
+    def _host_region(self, num_rows: int, row_bytes: int) -> MemoryRegion:
+        return MemoryRegion(num_rows, row_bytes)
 
     def forget(self, pages: torch.Tensor) -> None:
         """Take back what logical pages have, for SGLang has freed them."""

@@ -10,10 +10,13 @@ from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.errors import ConfigError
 
 __all__ = [
+    "CUDA_ATTENTION",
     "LAYERKV_CHOICES",
     "STAGING_FAULT",
     "LayerKvSettings",
+    "names_attention",
     "read_layerkv",
+    "refuse_on_cuda",
     "refuse_with_layerkv",
 ]
 
@@ -25,6 +28,12 @@ LAYERKV_CHOICES: Mapping[str, tuple[str, ...]] = {
 STAGING_FAULT = "staging"
 """Word of ``--tiered-fault-corrupt`` that breaks streaming."""
 _MAX_LAYERS = 1024
+CUDA_ATTENTION = "flashinfer"
+_ATTENTION_FIELDS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,69 @@ def refuse_with_layerkv(server_args: Any) -> None:
             "does not go with the overlap schedule yet",
             "add --disable-overlap-schedule",
         )
+
+
+def refuse_on_cuda(server_args: Any) -> None:
+    """Refuse what layer-wise KV on CUDA was not made for.
+
+    Args:
+        server_args: as given, or SGLang's view of what it has made of them; what
+            nobody has named yet is not refused.
+
+    Raises:
+        ConfigError: one sentence that says what to add.
+    """
+    device = getattr(server_args, "device", None)
+    if device not in (None, "cuda"):
+        raise ConfigError(
+            "--tiered-layerkv",
+            f"does not go with --device {device} where there is CUDA",
+            "leave that out",
+        )
+    for phase in ("decode", "prefill"):
+        backend = _graphs(server_args, phase)
+        if backend != "disabled":
+            raise ConfigError(
+                "--tiered-layerkv",
+                f"runs without CUDA graphs, and {phase} has {backend!r} ones",
+                "add --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill "
+                "disabled",
+            )
+    if not getattr(server_args, "disable_overlap_schedule", False):
+        raise ConfigError(
+            "--tiered-layerkv",
+            "does not go with the overlap schedule yet",
+            "add --disable-overlap-schedule",
+        )
+    for name in _ATTENTION_FIELDS:
+        if getattr(server_args, name, None) not in (None, CUDA_ATTENTION):
+            raise ConfigError(
+                "--tiered-layerkv",
+                "is made for FlashInfer on CUDA",
+                f"add --attention-backend {CUDA_ATTENTION}",
+            )
+
+
+def names_attention(given: Mapping[str, Any]) -> bool:
+    """Return whether the user has chosen an attention backend."""
+    return any(given.get(name) is not None for name in _ATTENTION_FIELDS)
+
+
+def _graphs(server_args: Any, phase: str) -> str:
+    """Return which CUDA graphs a phase has: SGLang's word, or what the flags ask."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    resolved = getattr(getattr(config, phase, None), "backend", None)
+    if resolved is not None:
+        return str(resolved)
+    if config is not None:
+        # Not read by SGLang yet, which overrules the flags below by it.
+        return "disabled"
+    named = getattr(server_args, f"cuda_graph_backend_{phase}", None)
+    if named is not None:
+        return str(named)
+    switches = ("disable_cuda_graph", f"disable_{phase}_cuda_graph")
+    is_off = any(getattr(server_args, name, False) for name in switches)
+    return "disabled" if is_off else "default"
 
 
 # What the tiers refuse altogether (HiCache, speculation, other modes) is not here.

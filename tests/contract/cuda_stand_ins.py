@@ -1,0 +1,118 @@
+"""A CUDA device that is played by a CPU, under the product's own addresses and calls.
+
+The tensors are real, in the CPU's memory, and so are the addresses that `CudaLayerOps`
+works out. Copies are queued on streams of a ``FakeDevice``, which run them late and in
+any order that streams and events allow. The engine's own stream is torch on the CPU:
+its work is done at once, so it stands still until what it waits for has passed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from sgl_tiered_kernels.page_copy.dma import CopyEngines
+
+from sgl_tiered.engines.sglang.layered.cuda import CudaLayerOps
+from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent, FakeStream
+
+
+class EngineStream(FakeStream):
+    """A stream whose work has ended as soon as it is queued."""
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """Stand still until it has passed."""
+        event.synchronize()
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        """Record an event, which passes at once."""
+        recorded = FakeEvent(self._device) if event is None else event
+        recorded.num_recorded += 1
+        recorded.num_passed = recorded.num_recorded
+        recorded.at_ms = self._device.now_ms
+        return recorded
+
+
+class PlayedCuda:
+    """The device: its streams, and what of the host it can reach."""
+
+    def __init__(self, seed: int, *, pins: bool = True) -> None:
+        self.device = FakeDevice(np.random.default_rng(seed))
+        self.engine = EngineStream(self.device, "engine")
+        self.device.engine = self.engine
+        self.pins = pins
+        self.pinned: set[int] = set()
+        self.num_copies = 0
+        self.breaks_order = False
+        self.streams: list[FakeStream] = []
+
+    def register(self, setting: str) -> Any:
+        """Stand in for ``cuda_register``."""
+        from sgl_tiered.errors import ConfigError
+
+        def pin(address: int, num_bytes: int) -> Any:
+            if not self.pins:
+                raise ConfigError(setting, f"CUDA cannot pin {num_bytes}", "give less")
+            self.pinned.add(address)
+            return lambda: self.pinned.discard(address)
+
+        return pin
+
+    def new_stream(self, name: str) -> FakeStream:
+        """Return a stream with a handle."""
+        stream: Any = self.device.new_stream(name)
+        self.streams.append(stream)
+        stream.cuda_stream = len(self.streams)
+        return stream
+
+    def copy(self, to: int, frm: int, num_bytes: int, handle: int) -> int:
+        """Queue one copy, as the driver does."""
+        self.num_copies += 1
+
+        def work() -> None:
+            ctypes.memmove(to, frm, num_bytes)
+
+        self.streams[handle - 1].run(work, cost_ms=0.01)
+        return 0
+
+    def ops_class(self) -> type[CudaLayerOps]:
+        """Return the product's copies, on this device."""
+        played = self
+
+        class PlayedOps(CudaLayerOps):
+            def __init__(self, pool: Any, layout: Any, forward_stream: Any) -> None:
+                engines = CopyEngines(None, played.copy)
+                super().__init__(pool, layout, forward_stream, engines=engines)
+
+            def new_stream(self, *, urgent: bool) -> Any:
+                return played.new_stream("load" if urgent else "store")
+
+            def new_event(self) -> Any:
+                return FakeEvent(played.device)
+
+            def current_stream(self) -> Any:
+                return played.engine
+
+            def pinned(self, num_bytes: int) -> Any:
+                buffer = np.full(num_bytes, 0xEE, np.uint8)
+                played.pinned.add(buffer.ctypes.data)
+                return buffer
+
+            def is_pinned(self, memory: Any) -> bool:
+                return memory.ctypes.data in played.pinned
+
+            def upload(self, stream: Any, numbers: Any) -> torch.Tensor:
+                del stream
+                return torch.from_numpy(numbers.copy())
+
+            def load_by_kernel(
+                self, stream: Any, layer: int, memory: Any, rows: Any, *rest: Any
+            ) -> None:
+                first_byte, pages = rest
+                self.load_by_engines(
+                    stream, layer, memory, rows.numpy(), first_byte, pages.numpy()
+                )
+
+        return PlayedOps

@@ -1,0 +1,83 @@
+"""Layer-wise KV built as on CUDA: hooks, pool, placing, copies, attention, tiers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sglang
+
+PROGRAM = Path(__file__).parent / "cuda_build_program.py"
+STORIES = ["pinned 0", "pinned 1", "pinned 2", "pageable", "guarded"]
+ROUNDING = 1e-4
+"""float32; a wrong page holds numbers of another request."""
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What the program saw."""
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_every_layer_is_read_where_it_lies(told, name):
+    """Prefills, chunks, decode steps, a prefix from the tiers; copies in any order."""
+    assert told[name]["worst"]["extend"] < ROUNDING
+    assert told[name]["worst"]["decode"] < ROUNDING
+    assert told[name]["copies"] > 100
+    assert max(told[name]["groups"]["decode"]) > 1
+
+
+def test_broken_staging_is_seen(told):
+    """The negative control: the fault that the flag asks for changes answers."""
+    assert told["broken"] > 100 * ROUNDING
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_pages_go_down_from_where_their_layers_lie(told, name):
+    """Some layers on the device, some in memory; all are in the tier's rows."""
+    assert told[name]["mixed"]
+    assert told[name]["stored"]
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_nothing_is_lost(told, name):
+    """All ended, every layer-page and every slot is free again."""
+    assert told[name]["free"] == told[name]["total"]
+    assert told[name]["free_slots"] == told[name]["slots"]
+
+
+def test_the_host_region_is_pinned_where_it_can_be(told):
+    """Where it cannot, the log says so, and answers are the same."""
+    assert told["pinned 0"]["pinned"]
+    assert not told["pageable"]["pinned"]
+    assert told["warnings where it is pinned"] == []
+    (sentence,) = told["warnings where it is not"]
+    assert "cannot pin" in sentence
+
+
+def test_the_parts_are_those_of_cuda(told):
+    """The start measures the link to the device, and not memory."""
+    assert told["pinned 0"]["pool"] == "CudaLayeredPool"
+    assert told["pinned 0"]["device"] == "LayeredStreamPool"
+    assert told["pinned 0"]["measured_over_the_link"]
+
+
+def test_copies_are_not_queued_ahead_of_a_guard(told):
+    """What it has let go has ended before it is asked again."""
+    assert told["pinned 0"]["ahead"]
+    assert not told["guarded"]["ahead"]
+    assert told["asked"] > 10
+
+
+def test_another_attention_backend_is_refused(told):
+    """A pool that no backend of ours has attached to is not placed."""
+    for name in STORIES:
+        assert told[name]["too_early"].startswith("EngineCompatibilityError")
+        assert "FlashInfer" in told[name]["too_early"]
