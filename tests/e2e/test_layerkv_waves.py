@@ -1,0 +1,190 @@
+"""Layer-wise KV with many requests in flight: the batches of plain SGLang, its bits.
+
+Prompts join while others decode, in waves whose batches are the same on both servers
+(``waves.py``), on a device that holds a fraction of them. Layers are pushed out, pulled
+back, and streamed for whole batches. First of all a broken staging, in such batches.
+"""
+
+import asyncio
+
+import numpy as np
+import pytest
+from sgl_tiered_workloads.client import StreamingClient
+from sgl_tiered_workloads.gate import Spread, measure_spread, negative_control
+from sgl_tiered_workloads.sessions import replay
+from sgl_tiered_workloads.steps import STEP_FLAGS, StepLog
+from sgl_tiered_workloads.systems import (
+    CPU_FLAGS,
+    MB,
+    Device,
+    Tiers,
+    plain_spec,
+    tiered_spec,
+)
+from sgl_tiered_workloads.waves import (
+    Mix,
+    compare_waves,
+    draw_episode,
+    run_planned,
+    run_waves,
+)
+
+from tests.e2e.e2e_support import PATIENCE_S, drop, sequential, stats
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+PAGE, CHUNK = 16, 256
+POOL_TOKENS, REFERENCE_POOL_TOKENS = 1_280, 32_768
+HALF_TOKENS = 320
+"""Of one layer, in each half of the staging memory."""
+FLAGS = (
+    *CPU_FLAGS,
+    "--chunked-prefill-size",
+    str(CHUNK),
+    "--max-running-requests=8",
+    *STEP_FLAGS,
+)
+LAYERKV = (
+    "--tiered-layerkv=on",
+    # Few logical pages, so that much comes back from the tier below.
+    "--tiered-layerkv-host-size=8MB",
+    # Keys and values of two heads of 32, two bytes each, two halves.
+    f"--tiered-layerkv-staging-size={HALF_TOKENS * 2 * 2 * 32 * 2 * 2}",
+    "--tiered-load-policy=always",
+    # So that other threads copy than the one that computes.
+    "--tiered-emulate=host:bandwidth=100MB",
+)
+STREAM = ("--tiered-layerkv-decode=stream", "--tiered-layerkv-retain=1")
+PAUSE = ("--tiered-layerkv-decode=pause", "--tiered-layerkv-retain=auto")
+MIX = Mix(PAGE, CHUNK, HALF_TOKENS, (HALF_TOKENS + 1, HALF_TOKENS + 160))
+DOOMED = Mix(
+    PAGE, CHUNK, HALF_TOKENS, (HALF_TOKENS + 1, HALF_TOKENS + 160), num_doomed=3
+)
+NUM_FORCED, NUM_FREE = 2, 2
+LEAST_EXACT = 0.9
+"""Of the output tokens: a copy that comes late may hold a prompt for a step."""
+
+
+@pytest.fixture(scope="module")
+def episodes():
+    """Episodes whose batches are forced, then those with requests to be aborted."""
+    generator = np.random.default_rng(62)
+    mixes = [MIX] * NUM_FORCED + [DOOMED] * NUM_FREE
+    return [draw_episode(mix, generator, f"e{n}") for n, mix in enumerate(mixes)]
+
+
+@pytest.fixture(scope="module")
+def plain(servers, model, episodes):
+    """Plain SGLang's answers to each episode, and its spread against itself."""
+    device = Device(model, REFERENCE_POOL_TOKENS, PAGE, FLAGS)
+    server = servers.get(plain_spec(device, "plain-waves"))
+    log = StepLog(server.log_path)
+
+    async def play():
+        order, runs = 0, []
+        async with StreamingClient(server.url, timeout_s=PATIENCE_S) as client:
+            for episode in episodes:
+                runs.append(await run_waves(server, client, episode, order, log))
+                order += len(runs[-1])
+        return runs
+
+    runs = asyncio.run(play())
+    together = [record for one in runs for run in one for record in run.records][::4]
+    alone = []
+    for request in replay(together):
+        server.flush_cache()
+        alone += sequential(server, [request])
+    servers.stop()
+    return runs, measure_spread(together, alone)
+
+
+def played(server, episodes, reference):
+    """Send episodes to a server with layer-wise KV."""
+    log = StepLog(server.log_path)
+
+    async def forget():
+        await asyncio.to_thread(drop, server, "device")
+
+    async def play():
+        async with StreamingClient(server.url, timeout_s=PATIENCE_S) as client:
+            return [
+                await run_planned(server, client, episode, known, log, forget)
+                for episode, known in zip(episodes, reference, strict=True)
+            ]
+
+    return asyncio.run(play())
+
+
+def compared(reference, answers, spread: Spread, *, forced: bool):
+    """Return what the gate says of episodes."""
+    return compare_waves(
+        [run for one in reference for run in one],
+        [run for one in answers for run in one],
+        page_size=PAGE,
+        spread=spread,
+        forced=forced,
+        min_exact_fraction=LEAST_EXACT,
+    )
+
+
+def layered(model, name, *flags, env=None):
+    """Return a server with layer-wise KV."""
+    device = Device(model, POOL_TOKENS, PAGE, FLAGS)
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **(env or {})}
+    return tiered_spec(device, Tiers(32 * MB), name, (*LAYERKV, *flags), env)
+
+
+def moved(server):
+    """Return what the layers of a server did; none of it may be nothing."""
+    layers = stats(server)["layerkv"]
+    for name in ("offloaded", "streamed", "pulled"):
+        assert layers[f"layerkv_bytes_{name}"] > 0, name
+    return layers
+
+
+def test_broken_staging_is_caught_in_full_batches(servers, model, episodes, plain):
+    """The gate is red where one page in four is left out of what batches stream."""
+    reference, spread = plain
+    server = servers.get(
+        layered(
+            model,
+            "waves-broken",
+            *STREAM,
+            "--tiered-fault-corrupt=staging",
+            env={"SGL_TIERED_ALLOW_FAULTS": "1"},
+        )
+    )
+    answers = played(server, episodes[:1], reference[:1])
+    result = compared(reference[:1], answers, spread, forced=True)
+    negative_control({"staging": result})
+
+
+def test_streaming_gives_equal_bits_in_equal_batches(servers, model, episodes, plain):
+    """Under pressure every step is plain's, and so is every bit of the answers."""
+    reference, spread = plain
+    server = servers.get(layered(model, "waves-stream", *STREAM))
+    answers = played(server, episodes[:NUM_FORCED], reference[:NUM_FORCED])
+    result = compared(reference[:NUM_FORCED], answers, spread, forced=True)
+    assert result.passed, result.summary()
+    moved(server)
+
+
+def test_aborts_in_full_batches_harm_nobody(servers, model, episodes, plain):
+    """Those that share pages with what is aborted go on as if nothing had been."""
+    reference, spread = plain
+    server = servers.get(layered(model, "waves-stream", *STREAM))
+    answers = played(server, episodes[NUM_FORCED:], reference[NUM_FORCED:])
+    result = compared(reference[NUM_FORCED:], answers, spread, forced=False)
+    assert result.passed, result.summary()
+    gone = [one for runs in answers for run in runs for one in run.doomed]
+    assert any(record.error is not None for record in gone)
+
+
+def test_pausing_differs_no_more_than_plain_does(servers, model, episodes, plain):
+    """Who waits is computed in other batches: by the spread of plain SGLang's own."""
+    reference, spread = plain
+    server = servers.get(layered(model, "waves-pause", *PAUSE))
+    answers = played(server, episodes, reference)
+    result = compared(reference, answers, spread, forced=False)
+    assert result.passed, result.summary()
+    assert moved(server)["layerkv_steps_paused"] > 0
