@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
 
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.gate import GateResult, Spread, check_equality
+from sgl_tiered_workloads.lineage import page_keys
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens
@@ -35,6 +36,7 @@ __all__ = [
     "Wave",
     "WaveRequest",
     "WaveRun",
+    "compare_singly",
     "compare_waves",
     "draw_episode",
     "run_planned",
@@ -283,6 +285,57 @@ def compare_waves(
         forced=forced,
         min_exact_fraction=min_exact_fraction,
         unlike=unlike_waves(reference, answers) if forced else (),
+    )
+
+
+def compare_singly(
+    reference: Sequence[WaveRun],
+    answers: Sequence[WaveRun],
+    *,
+    page_size: int,
+    spread: Spread,
+    min_exact_fraction: float = 0.0,
+) -> GateResult:
+    """Compare waves request by request, whatever batches each was in.
+
+    Bits are asked for where a request found equally much in the cache and reads pages
+    that were computed once. That is right on machines where a row of a matrix product
+    does not depend on the others (compare plain SGLang with itself first, one at a
+    time), and where no budget cuts prompts: so large a ``--chunked-prefill-size`` that
+    a pass takes all that waits.
+
+    Args:
+        reference: of plain SGLang.
+        answers: the same waves on the server to judge.
+        page_size: tokens per page, on both.
+        spread: of plain SGLang against itself, for the other requests.
+        min_exact_fraction: least share of output tokens to compare exactly.
+    """
+    ours: list[RequestRecord] = []
+    theirs: list[RequestRecord] = []
+    unlike: set[int] = set()
+    seen: set[bytes] = set()
+    touched: set[bytes] = set()
+    for run, other in zip(reference, answers, strict=True):
+        for record in other.doomed:
+            touched.update(page_keys(record, page_size))
+        for one, again in zip(run.records, other.records, strict=True):
+            pages = page_keys(one, page_size)
+            # A page computed beside another copy of it may be exchanged for that one.
+            hit = min(one.cached_tokens, again.cached_tokens) // page_size
+            whole = len(one.prompt) // page_size
+            if not seen.isdisjoint(pages[hit:whole]) or not touched.isdisjoint(pages):
+                unlike.add(len(ours))
+            seen.update(pages[hit:])
+            ours.append(replace(one, order=len(ours)))
+            theirs.append(again)
+    return check_equality(
+        ours,
+        theirs,
+        page_size=page_size,
+        spread=spread,
+        min_exact_fraction=min_exact_fraction,
+        unlike=unlike,
     )
 
 

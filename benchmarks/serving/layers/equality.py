@@ -8,10 +8,10 @@ device, from the host region and from the tier below.
 
 Where everybody decodes (``stream``), plain SGLang and the arm compute the same batches:
 their logs are compared step by step, and answers of equal steps bit by bit. Where some
-wait (``pause``), or requests are aborted in between, batches differ by intention. Then
-an answer may differ by what plain SGLang differs from itself, alone on an empty cache
-against in flight. With the tiny model that is nothing on CPUs whose matrix products do
-not depend on the number of rows, and bits have to be equal there too.
+wait (``pause``), or requests are aborted beside, batches differ by intention. Bits then
+have to be equal where a request found equally much in the cache, no chunk cut its
+prompt, and plain SGLang gives the same bits to it alone and in flight, which is tried
+first; elsewhere answers may differ by what plain SGLang differs from itself.
 
 A server that leaves one page in four out of what it streams has to be caught."""
 
@@ -34,6 +34,7 @@ from sgl_tiered_workloads.gate import (
     Spread,
     measure_spread,
     negative_control,
+    widest_spread,
 )
 from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.records import RequestRecord
@@ -52,6 +53,7 @@ from sgl_tiered_workloads.waves import (
     Episode,
     Mix,
     WaveRun,
+    compare_singly,
     compare_waves,
     draw_episode,
     run_planned,
@@ -61,26 +63,19 @@ from sgl_tiered_workloads.waves import (
 
 __all__ = ["ARMS", "Arm", "compare_answers", "draw"]
 
-PAGE, CHUNK = 16, 256
+PAGE, CHUNK, WHOLE = 16, 256, 8_192
 LAYER_PAGE_BYTES = PAGE * 2 * 2 * 2 * 32
 """Of the tiny model: keys and values, two heads of 32, two bytes."""
 REFERENCE_POOL_TOKENS = 65_536
 RUNNING = 8
 """Requests in a decode step at most; waves are larger, so that later ones join."""
-FLAGS = (
-    *CPU_FLAGS,
-    "--chunked-prefill-size",
-    str(CHUNK),
-    "--max-running-requests",
-    str(RUNNING),
-    *STEP_FLAGS,
-)
+FLAGS = (*CPU_FLAGS, "--max-running-requests", str(RUNNING), *STEP_FLAGS)
 LEAST_EXACT = 0.9
 """Of the output tokens of forced episodes: a copy that is late may hold a prompt."""
 LEAST_PER_ARM = 40
 """Requests that are worth starting a server for."""
-COLD_EVERY = 4
-"""Of plain's requests, one in so many is asked again alone, on an empty cache."""
+FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
+"""Of plain against itself: a small sample may show less than there is."""
 SETTLED_S = 0.1
 LAYER_FACTS = (
     "requests",
@@ -102,6 +97,7 @@ class Arm:
         flags: of LayerKV and the tiers.
         decode: ``stream`` or ``pause``.
         host_mb: of the region with a row for each logical page.
+        chunk: tokens of a chunk; ``WHOLE`` cuts no prompt.
         num_doomed: requests to be aborted beside a wave, at most.
     """
 
@@ -111,6 +107,7 @@ class Arm:
     flags: tuple[str, ...]
     decode: str = "stream"
     host_mb: int = 24
+    chunk: int = CHUNK
     num_doomed: int = 3
 
     @property
@@ -123,7 +120,7 @@ class Arm:
     def mix(self) -> Mix:
         """Return what its forced episodes are drawn from."""
         half = self.half_pages * PAGE
-        return Mix(PAGE, CHUNK, half, (half + 1, half + 10 * PAGE))
+        return Mix(PAGE, min(CHUNK, half // 2), half, (half + 1, half + 10 * PAGE))
 
     def spec(
         self,
@@ -135,7 +132,7 @@ class Arm:
         """Return how to start it."""
         staging = 2 * self.half_pages * LAYER_PAGE_BYTES
         return tiered_spec(
-            Device(model, self.pool_tokens, PAGE, FLAGS),
+            _device(model, self.pool_tokens, self.chunk),
             Tiers(32 * MB),
             name,
             (
@@ -155,13 +152,33 @@ def _link(mb_per_s: int) -> str:
     return f"--tiered-emulate=host:bandwidth={mb_per_s}MB"
 
 
+def _device(model: Path, pool_tokens: int, chunk: int) -> Device:
+    flags = (*FLAGS, "--chunked-prefill-size", str(chunk))
+    return Device(model, pool_tokens, PAGE, flags)
+
+
 ARMS = (
     # The smallest pool, and few logical pages: much comes from the tier below.
     Arm("stream-1", 1_280, 20, ("--tiered-layerkv-retain=1", _link(100)), host_mb=8),
-    Arm("pause-0", 1_280, 20, ("--tiered-layerkv-retain=0", _link(40)), "pause", 8),
+    Arm(
+        "pause-0",
+        1_280,
+        20,
+        ("--tiered-layerkv-retain=0", _link(40)),
+        "pause",
+        host_mb=8,
+        chunk=WHOLE,
+    ),
     # No link: the model's thread copies what it reads.
-    Arm("stream-0", 2_560, 40, ("--tiered-layerkv-retain=0",)),
-    Arm("pause-auto", 2_560, 40, ("--tiered-layerkv-retain=auto", _link(20)), "pause"),
+    Arm("stream-0", 2_560, 40, ("--tiered-layerkv-retain=0",), chunk=WHOLE),
+    Arm(
+        "pause-auto",
+        2_560,
+        40,
+        ("--tiered-layerkv-retain=auto", _link(20)),
+        "pause",
+        chunk=WHOLE,
+    ),
     Arm("stream-auto", 2_560, 40, ("--tiered-layerkv-retain=auto", _link(60))),
     # All is retained until there is no room.
     Arm("stream-4", 1_600, 20, ("--tiered-layerkv-retain=4", _link(200))),
@@ -203,22 +220,34 @@ async def compare_answers(
     arms = ARMS[: max(num // LEAST_PER_ARM, 1)]
     share = -(-num // len(arms))
     drawn = [draw(arm, share, seed + place) for place, arm in enumerate(arms)]
-    works, spread = await runner.plain(drawn)
-    say(
-        f"  plain against itself, alone and in flight: {spread.num_tokens} tokens, "
-        f"logprobs move by {spread.max_logprob:.4f} at most"
-    )
+    works: list[list[Work]] = [[] for _ in arms]
+    spread = FLOOR
+    has_equal_rows = True
+    for chunk in sorted({arm.chunk for arm in arms}):
+        mine = [n for n, arm in enumerate(arms) if arm.chunk == chunk]
+        answered, alone = await runner.plain(chunk, [drawn[n] for n in mine])
+        for n, some in zip(mine, answered, strict=True):
+            works[n] = some
+        together = _runs([work for some in answered for work in some])
+        spread = widest_spread([spread, measure_spread(_flat(together), _flat(alone))])
+        result = compare_singly(together, alone, page_size=PAGE, spread=spread)
+        say(f"  plain alone and in flight, chunks of {chunk}: {result.summary()}")
+        if chunk == WHOLE:
+            has_equal_rows = result.passed and result.num_exact > 0
     caught = await runner.broken(arms[0], works[0], spread)
     say(f"  broken staging is caught: {caught.differences[0].reason}")
     found: dict[str, Any] = {
         "plain_spread": spread.max_logprob,
+        "plain_rows_are_equal": has_equal_rows,
         "requests": 0,
         "exact": 0,
         "unlike_waves": 0,
         "differences": 0,
     }
-    for arm, mine in zip(arms, works, strict=True):
-        results, facts = await runner.arm(arm, mine, spread)
+    for arm, some in zip(arms, works, strict=True):
+        results, facts = await runner.arm(
+            arm, some, spread, singly=has_equal_rows and arm.chunk == WHOLE
+        )
         for kind, result in results.items():
             found["requests"] += result.num_requests
             found["exact"] += result.num_exact
@@ -268,14 +297,13 @@ class _Runner:
         self._say = say
 
     async def plain(
-        self, drawn: Sequence[Sequence[Episode]]
-    ) -> tuple[list[list[Work]], Spread]:
-        """Return all episodes with plain SGLang's answers, and its spread."""
-        spec = plain_spec(
-            Device(self._model, REFERENCE_POOL_TOKENS, PAGE, FLAGS), "equal-plain"
-        )
+        self, chunk: int, drawn: Sequence[Sequence[Episode]]
+    ) -> tuple[list[list[Work]], list[WaveRun]]:
+        """Return episodes with plain SGLang's answers, and all of it one at a time."""
+        device = _device(self._model, REFERENCE_POOL_TOKENS, chunk)
+        spec = plain_spec(device, f"equal-plain-{chunk}")
         works: list[list[Work]] = []
-        alone: list[RequestRecord] = []
+        alone: list[WaveRun] = []
         order = 0
         async with self._served(spec) as (server, client, log):
             for episodes in drawn:
@@ -284,17 +312,12 @@ class _Runner:
                     runs = await run_waves(server, client, episode, order, log)
                     order += len(runs)
                     works[-1].append(Work(episode, tuple(runs)))
-            records = [
-                record
-                for mine in works
-                for work in mine
-                for run in work.reference
-                for record in run.records
-            ][::COLD_EVERY]
-            for request in replay(records):
-                await asyncio.to_thread(server.flush_cache)
-                alone += await client.run_sequential([request])
-        return works, measure_spread(records, alone)
+                    await asyncio.to_thread(server.flush_cache)
+                    for run in runs:
+                        requests = replay(run.records)
+                        records = await client.run_sequential(requests)
+                        alone.append(WaveRun(tuple(records)))
+        return works, alone
 
     async def broken(
         self, arm: Arm, works: Sequence[Work], spread: Spread
@@ -308,32 +331,44 @@ class _Runner:
             {"SGL_TIERED_ALLOW_FAULTS": "1"},
         )
         answers, _ = await self._play(spec, some)
-        result = _compare(some, answers, spread)
+        result = _forced(_runs(some), [run for one in answers for run in one], spread)
         negative_control({"broken staging": result})
         return result
 
     async def arm(
-        self, arm: Arm, works: Sequence[Work], spread: Spread
+        self, arm: Arm, works: Sequence[Work], spread: Spread, *, singly: bool
     ) -> tuple[dict[str, GateResult], dict[str, Any]]:
-        """Return what the gate says of an arm, and what its layers did."""
+        """Return what the gate says of an arm, and what its layers did.
+
+        Args:
+            arm: whose server is started.
+            works: what it is sent.
+            spread: of plain SGLang.
+            singly: ask for equal bits in other batches than plain's as well.
+        """
         spec = arm.spec(self._model, f"equal-{arm.name}")
         answers, facts = await self._play(spec, works)
+        forced: tuple[list[WaveRun], list[WaveRun]] = ([], [])
+        free: tuple[list[WaveRun], list[WaveRun]] = ([], [])
+        for work, runs in zip(works, answers, strict=True):
+            is_forced = work.episode.is_forced and arm.decode == "stream"
+            ours, theirs = forced if is_forced else free
+            ours += work.reference
+            theirs += runs
         results: dict[str, GateResult] = {}
         facts["unlike_waves"] = []
-        for kind in ("forced", "free"):
-            is_forced = kind == "forced"
-            chosen = [
-                n
-                for n, work in enumerate(works)
-                if (work.episode.is_forced and arm.decode == "stream") == is_forced
-            ]
-            if chosen:
-                mine = [works[n] for n in chosen]
-                theirs = [answers[n] for n in chosen]
-                results[kind] = _compare(mine, theirs, spread, forced=is_forced)
-                if is_forced:
-                    unlike = unlike_waves(_runs(mine), _flat(theirs))
-                    facts["unlike_waves"] = [f"{n}, {w}" for n, w in unlike.items()]
+        if forced[0]:
+            results["forced"] = _forced(*forced, spread)
+            unlike = unlike_waves(*forced)
+            facts["unlike_waves"] = [f"{n}, {where}" for n, where in unlike.items()]
+        if free[0] and singly:
+            results["free, by request"] = compare_singly(
+                *free, page_size=PAGE, spread=spread
+            )
+        elif free[0]:
+            results["free, near ties"] = compare_waves(
+                *free, page_size=PAGE, spread=spread, forced=False
+            )
         return results, facts
 
     async def _play(
@@ -389,22 +424,17 @@ def _runs(works: Sequence[Work]) -> list[WaveRun]:
     return [run for work in works for run in work.reference]
 
 
-def _flat(answers: Sequence[Sequence[WaveRun]]) -> list[WaveRun]:
-    return [run for runs in answers for run in runs]
+def _flat(runs: Sequence[WaveRun]) -> list[RequestRecord]:
+    return [record for run in runs for record in run.records]
 
 
-def _compare(
-    works: Sequence[Work],
-    answers: Sequence[Sequence[WaveRun]],
-    spread: Spread,
-    *,
-    forced: bool = True,
+def _forced(
+    reference: Sequence[WaveRun], answers: Sequence[WaveRun], spread: Spread
 ) -> GateResult:
     return compare_waves(
-        _runs(works),
-        _flat(answers),
+        reference,
+        answers,
         page_size=PAGE,
         spread=spread,
-        forced=forced,
         min_exact_fraction=LEAST_EXACT,
     )

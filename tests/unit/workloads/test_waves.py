@@ -21,6 +21,7 @@ from sgl_tiered_workloads.waves import (
     Wave,
     WaveRequest,
     WaveRun,
+    compare_singly,
     compare_waves,
     draw_episode,
     run_planned,
@@ -178,6 +179,8 @@ STEPS = (
     Step("Prefill", (("new-seq", 1), ("new-token", 2))),
     Step("Decode", (("running-req", 1), ("queue-req", 0))),
 )
+PAGE = 2
+SOME = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=1)
 ALL_EQUAL = Spread(max_logprob=0.0, mean_logprob=0.0, max_gap=0.0, num_tokens=1)
 
 
@@ -237,6 +240,39 @@ def test_only_waves_of_equal_batches_count_as_exact() -> None:
     for answers in ([wave_run(0), wave_run(1, STEPS[:1], -1.0001)],):
         assert not judge(answers).passed
         assert not judge(answers, forced=False).passed
+
+
+def test_by_request_bits_count_where_the_cache_gave_as_much() -> None:
+    """Neither the wave's other requests nor its steps matter then."""
+    reference = [wave_run(0), wave_run(1)]
+
+    def judge(
+        other: RequestRecord, doomed: tuple[RequestRecord, ...] = ()
+    ) -> GateResult:
+        answers = [wave_run(0, ()), WaveRun((other,), doomed)]
+        return compare_singly(
+            reference, answers, page_size=PAGE, spread=SOME, min_exact_fraction=0.1
+        )
+
+    same = reference[1].records[0]
+    moved = replace(same, top_logprobs=(((-1.01, 5),),))
+    assert (judge(same).num_exact, judge(same).passed) == (2, True)
+    assert not judge(moved).passed
+    # It found more there, or shares pages with what was aborted: rounding may differ.
+    for result in (
+        judge(replace(moved, cached_tokens=1)),
+        judge(moved, (replace(same, key="doomed"),)),
+    ):
+        assert (result.num_exact, result.num_near, result.passed) == (1, 1, True)
+
+
+def test_by_request_a_page_computed_beside_its_copy_is_not_exact() -> None:
+    """The cache may give the later request the earlier one's page."""
+    first = wave_run(0).records[0]
+    second = replace(first, key="again", order=0)
+    wave = WaveRun((first, second))
+    result = compare_singly([wave], [wave], page_size=PAGE, spread=SOME)
+    assert (result.num_exact, result.num_near) == (1, 1)
 
 
 def test_a_failed_request_ends_the_first_run() -> None:
