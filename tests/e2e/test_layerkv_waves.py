@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
 PAGE, CHUNK = 16, 8_192
 """No prompt is cut by so large a chunk: its bits follow from what the cache gives."""
-POOL_TOKENS, REFERENCE_POOL_TOKENS = 1_280, 32_768
+POOL_TOKENS, REFERENCE_POOL_TOKENS = 1_440, 32_768
 HALF_TOKENS = 320
 """Of one layer, in each half of the staging memory."""
 FLAGS = (
@@ -70,8 +70,8 @@ MIX = Mix(PAGE, 128, HALF_TOKENS, (HALF_TOKENS + 1, HALF_TOKENS + 160))
 DOOMED = replace(MIX, num_doomed=3)
 NUM_FORCED, NUM_FREE = 2, 2
 FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
-LEAST_EXACT = 0.9
-"""Of the output tokens: a copy that comes late may hold a prompt for a step."""
+LEAST_EXACT = 0.75
+"""Of the output tokens: a prompt may be held for a step, where others lack room."""
 
 
 @pytest.fixture(scope="module")

@@ -70,8 +70,8 @@ REFERENCE_POOL_TOKENS = 65_536
 RUNNING = 8
 """Requests in a decode step at most; waves are larger, so that later ones join."""
 FLAGS = (*CPU_FLAGS, "--max-running-requests", str(RUNNING), *STEP_FLAGS)
-LEAST_EXACT = 0.9
-"""Of the output tokens of forced episodes: a copy that is late may hold a prompt."""
+LEAST_EXACT = 0.75
+"""Of the output tokens of forced episodes: one that lacks room is held for a step."""
 LEAST_PER_ARM = 40
 """Requests that are worth starting a server for."""
 FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
@@ -159,7 +159,7 @@ def _device(model: Path, pool_tokens: int, chunk: int) -> Device:
 
 ARMS = (
     # The smallest pool, and few logical pages: much comes from the tier below.
-    Arm("stream-1", 1_280, 20, ("--tiered-layerkv-retain=1", _link(100)), host_mb=8),
+    Arm("stream-1", 1_440, 20, ("--tiered-layerkv-retain=1", _link(100)), host_mb=8),
     Arm(
         "pause-0",
         1_280,
