@@ -90,17 +90,26 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
         return (await self.send_batch([request], order))[0]
 
     async def send_batch(
-        self, requests: Sequence[PlannedRequest], order: int = 0
+        self, requests: Sequence[PlannedRequest], order: int = 0, *, named: bool = False
     ) -> list[RequestRecord]:
         """Send requests as one HTTP request and return their records.
 
         SGLang's scheduler receives them in one message and so plans them together.
+
+        Args:
+            requests: at least one.
+            order: of their records.
+            named: their keys are their names on the server, by which to abort them.
         """
         answers = [_Answer() for _ in requests]
         started_s = self.now_s()
         error: str | None = None
         try:
-            async for event in self._events(self._body(requests)):
+            body = self._body(requests)
+            if named:
+                keys = [request.key for request in requests]
+                body["rid"] = keys[0] if len(keys) == 1 else keys
+            async for event in self._events(body):
                 answers[event.get("index", 0)].take(event, self.now_s())
         except (aiohttp.ClientError, TimeoutError, _ServerSaidNoError) as failure:
             error = f"{type(failure).__name__}: {failure}"

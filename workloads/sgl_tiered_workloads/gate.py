@@ -36,7 +36,7 @@ swapped page.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sgl_tiered_workloads.lineage import exact_orders
@@ -221,6 +221,7 @@ def check_equality(
     min_exact_fraction: float = 1.0,
     must_cover: Iterable[str] = (),
     slack: float = 1.5,
+    unlike: Collection[int] = (),
 ) -> GateResult:
     """Compare a candidate's answers with the reference's.
 
@@ -236,12 +237,14 @@ def check_equality(
         must_cover: tiers (as in ``cached_by_tier``) that must be behind at least
             one exact answer.
         slack: factor on the spread.
+        unlike: ``order`` of forced batches that turned out other than the reference's;
+            they, and what reuses their pages, come under the near-tie rule.
     """
     pairs, problems = _pair(reference, candidate)
     differences = list(problems)
     if not forced and spread is None:
         differences.append(Difference("*", -1, "free concurrency needs a spread"))
-    exact = exact_orders(pairs, page_size) if forced else frozenset[int]()
+    exact = exact_orders(pairs, page_size, unlike) if forced else frozenset[int]()
     covered: Counter[str] = Counter()
     near_ties = num_exact = num_near = exact_tokens = 0
     moves: list[float] = []

@@ -8,7 +8,7 @@ differ between the two servers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -20,7 +20,9 @@ __all__ = ["exact_orders", "page_keys"]
 Pair = tuple[RequestRecord, RequestRecord]
 
 
-def exact_orders(pairs: Sequence[Pair], page_size: int) -> frozenset[int]:
+def exact_orders(
+    pairs: Sequence[Pair], page_size: int, unlike: Collection[int] = ()
+) -> frozenset[int]:
     """Return the schedule places whose answers must agree bit for bit.
 
     Args:
@@ -28,13 +30,15 @@ def exact_orders(pairs: Sequence[Pair], page_size: int) -> frozenset[int]:
             order; records that share an ``order`` ran as one forced batch, and
             stand or fall together.
         page_size: tokens per page, on both servers.
+        unlike: places whose batches are known to have differed.
     """
     exact: set[int] = set()
     tainted: set[bytes] = set()
     computed: tuple[set[bytes], set[bytes]] = (set(), set())
     for order, grouped in groupby(pairs, key=lambda pair: pair[0].order):
         batch = list(grouped)
-        alike = all(_alike(pair, page_size, tainted) for pair in batch)
+        alike = order not in unlike
+        alike = alike and all(_alike(pair, page_size, tainted) for pair in batch)
         if alike:
             exact.add(order)
         # Within one batch the same new page may be computed by several requests;

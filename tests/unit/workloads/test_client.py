@@ -120,6 +120,18 @@ def test_a_batch_is_one_http_request_with_its_answers_told_apart() -> None:
     ]
 
 
+def test_requests_have_their_keys_as_names_only_if_asked() -> None:
+    """A named request can be aborted by its key; one alone is sent as one."""
+    events = [event([7], 1, True, index=1), event([9], 1, True, index=0)]
+    pair = [PlannedRequest("a", (1,), 1), PlannedRequest("b", (2,), 1)]
+    _, plain = play(lambda _: events, lambda c: c.send_batch(pair))
+    _, named = play(lambda _: events, lambda c: c.send_batch(pair, named=True))
+    _, single = play(lambda _: events[1:], lambda c: c.send_batch(pair[:1], named=True))
+    assert "rid" not in plain[0]
+    assert named[0]["rid"] == ["a", "b"]
+    assert single[0]["rid"] == "a"
+
+
 def test_failures_are_values() -> None:
     """Refusal, a cut stream, an error event and an abort all give a record."""
     aborted = event([7], 1, True)

@@ -186,6 +186,17 @@ def test_one_member_of_a_forced_batch_takes_the_others_out_of_exactness() -> Non
     assert (result.num_exact, result.num_near) == (1, 2)
 
 
+def test_a_batch_known_to_have_differed_and_its_pages_are_not_exact() -> None:
+    """What a log says of batches counts, though every length is the same."""
+    reference = [COLD, HIT, record("c", 2, prompt=tuple(range(200, 213)))]
+    result = check_equality(
+        reference, reference, page_size=PAGE, spread=SPREAD, unlike={0}
+    )
+    # The third shares nothing with the first, whose pages the second reuses.
+    assert (result.num_exact, result.num_near) == (1, 2)
+    assert not result.passed
+
+
 def test_batch_mates_that_share_new_pages_do_not_spoil_them() -> None:
     """Of two copies made in one batch the tree keeps one, on both servers alike."""
     mates = [record("a", 0), record("b", 0), record("c", 1, cached=12)]
