@@ -42,6 +42,8 @@ __all__ = [
     "TurnPlan",
     "TurnRoom",
     "Turns",
+    "outlook",
+    "paced_s",
 ]
 
 WAIT_LIMIT_S = 15.0
@@ -86,13 +88,8 @@ class TurnFacts:
 
     def with_target(self, facts: RunningFacts, step_s: float) -> TurnFacts:
         """Return them with what Eq. 1 says, if its steps take ``step_s`` each."""
-        if facts.tpot_slo_s == NO_TARGET:
-            return self
-        return replace(
-            self,
-            allowance_s=allowance_s(facts, step_s),
-            is_hopeless=is_hopeless(facts, step_s),
-        )
+        allowance, hopeless = outlook(facts, step_s)
+        return replace(self, allowance_s=allowance, is_hopeless=hopeless)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +102,7 @@ class TurnRoom:
         free_bytes: of the device, for layers that come back.
         device_tokens: whose layers all are on the device at most.
         token_bytes: keys and values of a token over all layers.
+        coming_bytes: that have room on the device and wait for the link.
     """
 
     step_s: BatchTime
@@ -112,6 +110,7 @@ class TurnRoom:
     free_bytes: int = 0
     device_tokens: int = 0
     token_bytes: int = 0
+    coming_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +142,11 @@ class Turns(Protocol):
         """The word used in flags and reports."""
         ...
 
+    @property
+    def needs_targets(self) -> bool:
+        """Whether it looks at Eq. 1; without, it need not be worked out."""
+        ...
+
     def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
         """Return who decodes; somebody does where anybody runs.
 
@@ -163,10 +167,26 @@ class Turns(Protocol):
         ...
 
 
+def outlook(facts: RunningFacts, step_s: float) -> tuple[float, bool]:
+    """Return Eq. 1's allowance and whether it is hopeless, with steps of ``step_s``."""
+    if facts.tpot_slo_s == NO_TARGET:
+        return NO_TARGET, False
+    return allowance_s(facts, step_s), is_hopeless(facts, step_s)
+
+
+def paced_s(num_running: int, context_tokens: int, room: TurnRoom) -> float:
+    """Return the step of those that have room, times the turns until all had one."""
+    share = min(room.device_tokens / max(context_tokens, 1), 1.0)
+    decoding = max(int(num_running * share), 1)
+    batch_s = room.step_s(decoding, int(context_tokens * share))
+    return batch_s * num_running / decoding
+
+
 class StreamTurns:
     """The paper's: everybody decodes, and layers on the host are streamed."""
 
     name = "stream"
+    needs_targets = False
 
     def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
         """Return all of them."""
@@ -191,6 +211,7 @@ class PauseTurns:
     """
 
     name = "pause"
+    needs_targets = True
 
     def __init__(
         self,
@@ -218,7 +239,11 @@ class PauseTurns:
         decode = self._with_streamed(running, resident, away, room)
         paused = [n for n in away if n not in decode]
         yields: list[int] = []
-        if paused and self._is_pressing(running[paused[0]], turn_s):
+        # Who yields while the link is behind leaves room that nobody uses.
+        step_s = room.step_s(max(len(decode), 1), contexts)
+        is_behind = room.coming_bytes > step_s * room.bytes_per_s
+        is_pressing = paused and self._is_pressing(running[paused[0]], turn_s)
+        if is_pressing and not is_behind:
             yields = self._yielding(running, resident, running[paused[0]], room)
             decode.difference_update(yields)
         if not decode and away:
@@ -231,10 +256,7 @@ class PauseTurns:
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
         """Return the step of those that have room, times the turns that it takes."""
-        share = min(room.device_tokens / max(context_tokens, 1), 1.0)
-        decoding = max(int(num_running * share), 1)
-        batch_s = room.step_s(decoding, int(context_tokens * share))
-        return batch_s * num_running / decoding
+        return paced_s(num_running, context_tokens, room)
 
     def _rank(
         self, position: int, facts: TurnFacts, turn_s: float
@@ -267,7 +289,8 @@ class PauseTurns:
         """Return the residents, and of the others those that stream in time."""
         decode = set(resident)
         contexts = sum(running[n].context_tokens for n in resident)
-        link_s = 0.0
+        # Layers that have room come first: until they are there it serves nobody.
+        link_s = room.coming_bytes / room.bytes_per_s
         for n in away:
             facts = running[n]
             contexts_then = contexts + facts.context_tokens

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
+from sgl_tiered.policies.layers.join import JoinTurns
 from sgl_tiered.policies.layers.registry import TURNS, make_turns
 from sgl_tiered.policies.layers.turns import (
     LINK_SHARE,
@@ -101,6 +102,29 @@ def test_nobody_makes_room_in_vain() -> None:
     assert PauseTurns().choose([*here, wanted], enough).yields == ()
 
 
+def test_what_has_room_goes_over_the_link_first() -> None:
+    """Streaming gets what returns leave, and nobody yields while they are behind."""
+    part = replace(AWAY, host_bytes=IN_TIME // 2)
+    some = replace(ROOM, coming_bytes=IN_TIME // 2)
+    assert PauseTurns().choose([HERE, part, part], some).decode == (0, 1)
+    wanted = paused(0.1)
+    in_step = replace(ROOM, coming_bytes=int(STEP_S * RATE))
+    assert PauseTurns().choose([HERE, wanted], in_step).yields == (0,)
+    behind = replace(ROOM, coming_bytes=int(STEP_S * RATE * 1.1))
+    assert PauseTurns().choose([HERE, wanted], behind) == TurnPlan((0,), (0, 1), (1,))
+
+
+def test_those_with_room_join_in_order() -> None:
+    """As many as come within a step; nobody passes, nobody yields."""
+    part = replace(AWAY, host_bytes=int(STEP_S * RATE) // 2, allowance_s=-1.0)
+    plan = JoinTurns().choose([part, HERE, part, part], ROOM)
+    assert plan == TurnPlan((0, 1, 2), (0, 1, 2, 3), (3,))
+    small = replace(AWAY, host_bytes=1)
+    late = replace(AWAY, waited_s=1e6, allowance_s=0.0)
+    assert JoinTurns().choose([HERE, late, small], ROOM).paused == (1, 2)
+    assert JoinTurns().choose([late, late], ROOM) == TurnPlan((0,), (0, 1), (1,))
+
+
 def test_who_can_wait_less_does_not_yield() -> None:
     """Two that press do not take the device from each other."""
     here = replace(HERE, allowance_s=0.05)
@@ -143,7 +167,8 @@ def test_paces_by_hand() -> None:
     )
     # The 1,500 tokens without room stream for 1.5 s; or 5 decode, a quarter each.
     assert StreamTurns().pace_s(20, 2_000, room) == pytest.approx(1.5)
-    assert PauseTurns().pace_s(20, 2_000, room) == pytest.approx(4 * 0.02)
+    for turns in (PauseTurns(), JoinTurns()):
+        assert turns.pace_s(20, 2_000, room) == pytest.approx(4 * 0.02)
     for turns in (StreamTurns(), PauseTurns()):
         assert turns.pace_s(4, 400, room) == pytest.approx(0.018)
 
