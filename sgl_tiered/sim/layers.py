@@ -30,7 +30,7 @@ from sgl_tiered.policies.layers.retention import (
     prefill_layer_pages,
     retained_in_room,
 )
-from sgl_tiered.policies.layers.turns import TurnFacts, TurnPlan, TurnRoom, outlook
+from sgl_tiered.policies.layers.turns import TurnFacts, TurnPlan, TurnRoom
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.sim.config import ServerConfig
 from sgl_tiered.sim.events import EventQueue, Priority
@@ -468,10 +468,15 @@ class LayerMemory:
     def _facts(self, seq: Sequence, now_s: float, batch_s: float) -> TurnFacts:
         layers = self._of[seq.index]
         on_device = layers.num_layers * layers.num_pages * self._layer_page_bytes
-        waited_s = max(now_s - layers.last_token_s, 0.0)
-        held = seq.kv_tokens, self._host_bytes(layers), int(on_device), waited_s
+        facts = TurnFacts(
+            seq.kv_tokens,
+            self._host_bytes(layers),
+            int(on_device),
+            max(now_s - layers.last_token_s, 0.0),
+            layers.turn_tokens,
+        )
         if self._book is None or not self._turns.needs_targets:
-            return TurnFacts(*held, layers.turn_tokens)
+            return facts
         prediction = self._book.prediction(seq.index, seq.outputs)
         assert prediction is not None, "every request that is queued enters the book"
         running = RunningFacts.at(
@@ -482,5 +487,4 @@ class LayerMemory:
             self._tpot_slo_s,
             prediction,
         )
-        allowance_s, is_hopeless = outlook(running, batch_s)
-        return TurnFacts(*held, layers.turn_tokens, allowance_s, is_hopeless)
+        return facts.with_target(running, batch_s)
