@@ -65,6 +65,7 @@ class _Layers:
         coming: of ``num_layers``, those on their way.
         on_host_s: when all whole pages are on the host.
         turn_tokens, last_token_s: see ``TurnFacts``.
+        paused_s: in all, but for the pause that it is in.
     """
 
     num_layers: int
@@ -75,6 +76,7 @@ class _Layers:
     turn_tokens: int = _NEVER_PAUSED
     last_token_s: float = -1.0
     is_paused: bool = False
+    paused_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -247,6 +249,8 @@ class LayerMemory:
             self.counts.num_pauses += is_paused and not layers.is_paused
             if is_paused:
                 layers.turn_tokens = 0
+            elif layers.is_paused:
+                layers.paused_s += now_s - layers.last_token_s
             layers.is_paused = is_paused
         return [seq for seq in running if seq.index in chosen]
 
@@ -305,6 +309,11 @@ class LayerMemory:
             return
         self._returns = deque(one for one in self._returns if one.layers is not layers)
         self.free += self._held(layers)
+
+    def paused_s(self, seq: Sequence) -> float | None:
+        """Return how long it has been paused so far; None for one that is now."""
+        layers = self._of[seq.index]
+        return None if layers.is_paused else layers.paused_s
 
     def pace_s(self, num_running: int, context_tokens: int) -> float:
         """Return the seconds of a token with so many running, for Eq. 1."""

@@ -16,7 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_tiered.policies.layers.turns import TurnFacts, TurnPlan, TurnRoom, paced_s
+from sgl_tiered.policies.layers.turns import (
+    TurnFacts,
+    TurnPlan,
+    TurnRoom,
+    device_step_s,
+)
 
 __all__ = ["JoinTurns"]
 
@@ -45,5 +50,5 @@ class JoinTurns:
         return TurnPlan(now, (*now, *waiting), waiting)
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
-        """Return a step of those that have room, times how often the rest waits it."""
-        return paced_s(num_running, context_tokens, room)
+        """Return the step of those that have room."""
+        return device_step_s(num_running, context_tokens, room)

@@ -17,9 +17,13 @@ First come, first decoded, with three exceptions:
 - Who has waited for ``wait_limit_s`` goes first, and others yield to it; if it is not
   back after as long again, one such request a step is streamed at any cost.
 
-Bound: with n requests running, none waits longer between two tokens than
-``2 * wait_limit_s`` and n steps: then each step serves the one that has waited longest,
-and nobody else can come to have waited longer. Somebody always decodes.
+The limit is not below two rounds of turns: a round is a turn for as many as have room
+at a time, after each other, and the moves of their layers. With more requests than can
+have a turn within ``wait_limit_s`` all would be due at once, and streamed one a step.
+
+Bound: with n requests running, none waits longer between two tokens than twice the
+limit and n steps: then each step serves the one that has waited longest, and nobody
+else can come to have waited longer. Somebody always decodes.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ __all__ = [
     "TurnPlan",
     "TurnRoom",
     "Turns",
-    "paced_s",
+    "device_step_s",
 ]
 
 WAIT_LIMIT_S = 15.0
@@ -164,22 +168,26 @@ class Turns(Protocol):
         ...
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
-        """Return what a token takes each of so many, on the average (Eq. 1's T_future).
+        """Return what a token takes each that takes part (Eq. 1's T_future).
+
+        In turns a request has two clocks. Prefill is charged to the time in which it
+        takes part: ``RunningFacts.past_s`` without its pauses, and this. How long it
+        waits for a turn, and who waits, is up to ``choose``; to hold a prompt gives a
+        turn to nobody. Where nobody is paused, that is Eq. 1 as it stands.
 
         Args:
-            num_running: 1 or more.
+            num_running: 1 or more, paused ones included.
             context_tokens: of all of them.
             room: what they share.
         """
         ...
 
 
-def paced_s(num_running: int, context_tokens: int, room: TurnRoom) -> float:
-    """Return the step of those that have room, times the turns until all had one."""
+def device_step_s(num_running: int, context_tokens: int, room: TurnRoom) -> float:
+    """Return the step of those of so many that have room on the device."""
     share = min(room.device_tokens / max(context_tokens, 1), 1.0)
     decoding = max(int(num_running * share), 1)
-    batch_s = room.step_s(decoding, int(context_tokens * share))
-    return batch_s * num_running / decoding
+    return room.step_s(decoding, int(context_tokens * share))
 
 
 class StreamTurns:
@@ -205,7 +213,8 @@ class PauseTurns:
     """Decodes who is on the device, or streams in time; pauses the others.
 
     Args:
-        wait_limit_s: half of the bound on the wait between two tokens.
+        wait_limit_s: half of the bound on the wait between two tokens, for a crowd
+            whose turns fit into it.
         turn_tokens: tokens before one on the device may be made to yield.
         link_share: of the step's time, for streaming; the rest is for pulling back.
     """
@@ -232,19 +241,22 @@ class PauseTurns:
         contexts = sum(running[n].context_tokens for n in resident)
         turn_s = self._turn_tokens * room.step_s(max(len(resident), 1), contexts)
 
+        limit_s = self._limit_s(running, len(resident), away, turn_s, room)
+
         def rank(position: int) -> tuple[int, float]:
-            return self._rank(position, running[position], turn_s)
+            return self._rank(position, running[position], turn_s, limit_s)
 
         away.sort(key=rank)
-        decode = self._with_streamed(running, resident, away, room)
+        decode = self._with_streamed(running, resident, away, room, limit_s)
         paused = [n for n in away if n not in decode]
         yields: list[int] = []
         # Who yields while the link is behind leaves room that nobody uses.
         step_s = room.step_s(max(len(decode), 1), contexts)
         is_behind = room.coming_bytes > step_s * room.bytes_per_s
-        is_pressing = paused and self._is_pressing(running[paused[0]], turn_s)
-        if is_pressing and not is_behind:
-            yields = self._yielding(running, resident, running[paused[0]], room)
+        first = running[paused[0]] if paused else None
+        if first and not is_behind and self._is_pressing(first, turn_s, limit_s):
+            is_due = first.waited_s >= limit_s
+            yields = self._yielding(running, resident, first, room, is_due=is_due)
             decode.difference_update(yields)
         if not decode and away:
             # Never all of them.
@@ -255,27 +267,40 @@ class PauseTurns:
         return TurnPlan(tuple(sorted(decode)), order, waiting, tuple(yields))
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
-        """Return the step of those that have room, times the turns that it takes."""
-        return paced_s(num_running, context_tokens, room)
+        """Return the step of those that have room."""
+        return device_step_s(num_running, context_tokens, room)
+
+    def _limit_s(
+        self,
+        running: Sequence[TurnFacts],
+        num_resident: int,
+        away: Sequence[int],
+        turn_s: float,
+        room: TurnRoom,
+    ) -> float:
+        """Return the wait limit: not below two rounds of turns, moves included."""
+        moved_s = sum(running[n].host_bytes for n in away) / room.bytes_per_s
+        round_s = turn_s * (1.0 + len(away) / max(num_resident, 1)) + moved_s
+        return max(self._wait_limit_s, 2.0 * round_s)
 
     def _rank(
-        self, position: int, facts: TurnFacts, turn_s: float
+        self, position: int, facts: TurnFacts, turn_s: float, limit_s: float
     ) -> tuple[int, float]:
         """Return a sort key: whose claim to the device is the best."""
-        if facts.waited_s >= self._wait_limit_s:
+        if facts.waited_s >= limit_s:
             return 0, -facts.waited_s
         if not facts.host_bytes and facts.turn_tokens < self._turn_tokens:
             # It was pulled back for a turn, so it has it.
             return 1, -NO_TARGET
         if facts.is_hopeless:
             return 3, float(position)
-        if self._is_pressing(facts, turn_s):
+        if self._is_pressing(facts, turn_s, limit_s):
             return 1, facts.allowance_s
         return 2, float(position)
 
-    def _is_pressing(self, facts: TurnFacts, turn_s: float) -> bool:
+    def _is_pressing(self, facts: TurnFacts, turn_s: float, limit_s: float) -> bool:
         """Return whether it must not wait for a turn of another."""
-        if facts.waited_s >= self._wait_limit_s:
+        if facts.waited_s >= limit_s:
             return True
         return not facts.is_hopeless and facts.allowance_s < turn_s
 
@@ -285,6 +310,7 @@ class PauseTurns:
         resident: Sequence[int],
         away: Sequence[int],
         room: TurnRoom,
+        wait_limit_s: float,
     ) -> set[int]:
         """Return the residents, and of the others those that stream in time."""
         decode = set(resident)
@@ -298,7 +324,7 @@ class PauseTurns:
             limit_s = self._link_share * room.step_s(len(decode) + 1, contexts_then)
             # The one that has waited longest, in the end whatever it costs: a step
             # that waits for a whole request is several times as long.
-            is_due = n == away[0] and facts.waited_s >= 2.0 * self._wait_limit_s
+            is_due = n == away[0] and facts.waited_s >= 2.0 * wait_limit_s
             if is_due or link_then_s <= limit_s:
                 decode.add(n)
                 contexts, link_s = contexts_then, link_then_s
@@ -310,13 +336,14 @@ class PauseTurns:
         resident: Sequence[int],
         wanted: TurnFacts,
         room: TurnRoom,
+        *,
+        is_due: bool,
     ) -> list[int]:
         """Return residents that make room for one, those that can wait longest first.
 
         None where all that may yield are too few: they would wait for nothing.
         """
         missing = wanted.host_bytes - room.free_bytes
-        is_due = wanted.waited_s >= self._wait_limit_s
         able = [
             n
             for n in resident

@@ -134,7 +134,7 @@ def test_who_can_wait_less_does_not_yield() -> None:
 
 def test_who_waited_too_long_decodes_at_any_cost() -> None:
     """One a step, the longest wait first; and somebody makes room for the next."""
-    turns = PauseTurns(wait_limit_s=2.0)
+    turns = PauseTurns(wait_limit_s=2.0, turn_tokens=1)
     here = replace(HERE, allowance_s=-5.0)
     waits = [paused(NO_TARGET, waited_s=value) for value in (2.5, 3.9)]
     plan = turns.choose([here, *waits], ROOM)
@@ -144,6 +144,21 @@ def test_who_waited_too_long_decodes_at_any_cost() -> None:
     late = [paused(NO_TARGET, waited_s=value) for value in (4.5, 6.0)]
     plan = turns.choose([here, *late], ROOM)
     assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
+
+
+def test_a_crowd_is_due_later() -> None:
+    """8 that are away need 9 turns of 0.64 s and 8 moves of 50 ms: 6.16 s a round."""
+    turns = PauseTurns(wait_limit_s=2.0)
+    here = replace(HERE, allowance_s=-5.0)
+    crowd = [paused(NO_TARGET, waited_s=value) for value in (12.3, *[1.0] * 7)]
+    assert turns.choose([here, *crowd], ROOM).yields == ()
+    crowd[0] = replace(crowd[0], waited_s=12.4)
+    assert turns.choose([here, *crowd], ROOM).yields == (0,)
+    busy = replace(here, turn_tokens=3)
+    crowd[0] = replace(crowd[0], waited_s=24.6)
+    assert turns.choose([busy, *crowd], ROOM).decode == (0,)
+    crowd[0] = replace(crowd[0], waited_s=24.7)
+    assert turns.choose([busy, *crowd], ROOM).decode == (0, 1)
 
 
 def test_a_claim_to_the_device() -> None:
@@ -165,10 +180,10 @@ def test_paces_by_hand() -> None:
         device_tokens=500,
         token_bytes=1_000_000,
     )
-    # The 1,500 tokens without room stream for 1.5 s; or 5 decode, a quarter each.
+    # The 1,500 tokens without room stream for 1.5 s; or 5 decode, and 15 wait.
     assert StreamTurns().pace_s(20, 2_000, room) == pytest.approx(1.5)
     for turns in (PauseTurns(), JoinTurns()):
-        assert turns.pace_s(20, 2_000, room) == pytest.approx(4 * 0.02)
+        assert turns.pace_s(20, 2_000, room) == pytest.approx(0.02)
     for turns in (StreamTurns(), PauseTurns()):
         assert turns.pace_s(4, 400, room) == pytest.approx(0.018)
 

@@ -13,6 +13,7 @@ from sgl_tiered.policies.layers.registry import TURNS
 from sgl_tiered.policies.layers.turns import PauseTurns, TurnFacts, TurnPlan, TurnRoom
 from sgl_tiered.sim.config import LayerSetup, SchedulerConfig, ServerConfig
 from sgl_tiered.sim.hardware import LinkSpeed
+from sgl_tiered.sim.layers import LayerMemory
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
 from sgl_tiered.sim.server import SimServer, simulate
@@ -110,6 +111,28 @@ def test_turns_are_told_what_is_on_its_way(
     # A request has 160 tokens at most, and the last one is returned before the end.
     assert 0 < max(seen) < 40 * 160 * TOKEN_BYTES
     assert seen[-1] == 0
+
+
+def test_pauses_are_not_charged_to_prefill(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eq. 2 looks at those that decode, and at the time in which they do.
+
+    Else it holds prompts because others wait for their turns, and gives those nothing.
+    """
+    config = make_config(
+        device=250,
+        device_reuse=False,
+        length_predictor="oracle",
+        scheduler=SchedulerConfig(tpot_slo_s=0.02, ttft_slo_s=3.0),
+    )
+    held = replace(config, scheduler=replace(config.scheduler, slo_admission="slo"))
+    free = summarize(ran(layered(config), crowd(120)))
+    found = summarize(ran(layered(held), crowd(120)))
+    assert found.ttft.mean < 1.5 * free.ttft.mean
+    monkeypatch.setattr(LayerMemory, "paused_s", lambda self, seq: 0.0)
+    charged = summarize(ran(layered(held), crowd(120)))
+    assert charged.ttft.mean > 3.0 * free.ttft.mean
 
 
 def test_a_streamed_step_by_hand(make_config: Make) -> None:
