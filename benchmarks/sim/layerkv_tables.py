@@ -17,6 +17,7 @@ import layerkv
 from layerkv import SYSTEMS, LengthPoint, RatePoint, System
 
 LLAMA, YI, LARGE = ("Llama-2-7B", 1), ("Yi-34B-200K", 2), ("Llama-3.1-70B", 4)
+WIDER = ("Yi-34B-200K", 4), ("Yi-34B-200K", 8)
 RATES_8 = (4.0, 5.0, 5.5, 6.0, 7.0)
 RATES_6 = (1.0, 2.0, 3.0, 4.0, 5.0)
 VLLM = SYSTEMS[0]
@@ -178,10 +179,7 @@ def main() -> None:
                 found |= {f"{model[0]}, {name}": peak for name, peak in one.items()}
             beside({k: PAPER[k] for k in list(PAPER)[:3]}, found)
         else:
-            models = (LLAMA, YI, LARGE)
-            if figure == "5":
-                models = (("Yi-34B-200K", 4), ("Yi-34B-200K", 8))
-            found = lengths(models)
+            found = lengths((LLAMA, YI, LARGE) if figure == "4" else WIDER)
             beside(PAPER_LENGTHS, found)
         report[figure] = found
     print(json.dumps(report))

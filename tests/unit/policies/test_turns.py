@@ -182,8 +182,8 @@ def test_paces_by_hand() -> None:
     )
     # The 1,500 tokens without room stream for 1.5 s; or 5 decode, and 15 wait.
     assert StreamTurns().pace_s(20, 2_000, room) == pytest.approx(1.5)
-    for turns in (PauseTurns(), JoinTurns()):
-        assert turns.pace_s(20, 2_000, room) == pytest.approx(0.02)
+    for waiting in (PauseTurns(), JoinTurns()):
+        assert waiting.pace_s(20, 2_000, room) == pytest.approx(0.02)
     for turns in (StreamTurns(), PauseTurns()):
         assert turns.pace_s(4, 400, room) == pytest.approx(0.018)
 
