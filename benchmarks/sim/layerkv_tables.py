@@ -21,9 +21,8 @@ WIDER = ("Yi-34B-200K", 4), ("Yi-34B-200K", 8)
 RATES_8 = (4.0, 5.0, 5.5, 6.0, 7.0)
 RATES_6 = (1.0, 2.0, 3.0, 4.0, 5.0)
 VLLM = SYSTEMS[0]
-BRIEF = tuple(one for one in SYSTEMS if one.name in ("vLLM", "join", "pause"))
-"""Those with the SLO admission, as in the paper's figures."""
-NUM_SEEDS = 4
+BRIEF = tuple(one for one in SYSTEMS if one.name != "stream")
+NUM_SEEDS = 2
 NUM_LENGTH_REQUESTS = 100
 """The paper's Figure 1 says so of its own; of Figures 4 and 5 it says nothing."""
 PAPER = {
@@ -42,28 +41,29 @@ PAPER_LENGTHS = {
 
 def lengths(models: tuple[tuple[str, int], ...]) -> dict[str, dict[str, float]]:
     """Print Figure 4, or 5: 1 request/s over context lengths."""
-    print("| model (TP) | prompt | system | TTFT s | vLLM's / it | TPOT s | tokens/s |")
-    print("|---|---|---|---|---|---|---|")
+    names = " / ".join(one.name for one in BRIEF)
+    print(f"TTFT s, TPOT ms and output tokens/s: {names}\n")
+    print("| model (TP) | prompt | TTFT | TPOT | tokens/s |\n|---|---|---|---|---|")
     found: dict[str, dict[str, float]] = {}
     for model, ranks in models:
         points: dict[str, list[LengthPoint]] = {one.name: [] for one in BRIEF}
         for length in layerkv.LENGTHS:
             for system in BRIEF:
-                one = layerkv.length_sweep(
+                points[system.name] += layerkv.length_sweep(
                     model,
                     ranks,
                     (length,),
                     system=system,
                     num_requests=NUM_LENGTH_REQUESTS,
-                )[0]
-                points[system.name].append(one)
-                base = points[VLLM.name][-1]
-                print(
-                    f"| {model} ({ranks}) | {length} | {system.name} "
-                    f"| {one.ttft_s:.2f} | {base.ttft_s / one.ttft_s:.1f} "
-                    f"| {one.tpot_s:.3f} | {one.output_tokens_per_s:.0f} |",
-                    flush=True,
                 )
+            row = [mine[-1] for mine in points.values()]
+            print(
+                f"| {model} ({ranks}) | {length} "
+                f"| {' / '.join(f'{one.ttft_s:.2f}' for one in row)} "
+                f"| {' / '.join(f'{one.tpot_s * 1e3:.0f}' for one in row)} "
+                f"| {' / '.join(f'{one.output_tokens_per_s:.0f}' for one in row)} |",
+                flush=True,
+            )
         for name, mine in points.items():
             pairs = list(zip(points[VLLM.name], mine, strict=True))
             found[f"{model} ({ranks}), {name}"] = {
