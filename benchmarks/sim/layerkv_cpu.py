@@ -128,6 +128,8 @@ def main() -> None:
         "stream, SLO": server("stream", "slo"),
         "pause": server("pause"),
         "pause, SLO": server("pause", "slo"),
+        "join": server("join"),
+        "join, SLO": server("join", "slo"),
     }
     for rate in RATES:
         for name, config in systems.items():

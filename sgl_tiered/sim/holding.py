@@ -66,7 +66,8 @@ class Holding:
                 return self._layers.pace_s(batch + num_added, int(contexts * grown))
             return self._times.decode_step_s(batch + num_added, int(contexts * grown))
 
-        facts = [self._facts(seq, now_s) for seq in running]
+        read = (self._facts(seq, now_s) for seq in running)
+        facts = [one for one in read if one is not None]
         self.control.begin_pass(facts, step_s, now_s)
         queue = [*waiting] if begun is None else [begun, *waiting]
         self.control.see_queue(
@@ -101,11 +102,15 @@ class Holding:
             is_resumed=seq.first_token_s >= 0,
         )
 
-    def _facts(self, seq: Sequence, now_s: float) -> RunningFacts:
+    def _facts(self, seq: Sequence, now_s: float) -> RunningFacts | None:
+        """Return what it is like without its pauses; None for one that is paused."""
+        paused_s = 0.0 if self._layers is None else self._layers.paused_s(seq)
+        if paused_s is None:
+            return None
         prediction = self._book.prediction(seq.index, seq.outputs)
         assert prediction is not None, "every request that is queued enters the book"
         return RunningFacts.at(
-            now_s,
+            now_s - paused_s,
             str(seq.index),
             seq.outputs,
             seq.first_token_s,

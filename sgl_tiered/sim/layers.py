@@ -63,6 +63,7 @@ class _Layers:
         coming: of ``num_layers``, those on their way.
         on_host_s: when all whole pages are on the host.
         turn_tokens, last_token_s: see ``TurnFacts``.
+        paused_s: in all, but for the pause that it is in.
     """
 
     num_layers: int
@@ -73,6 +74,7 @@ class _Layers:
     turn_tokens: int = _NEVER_PAUSED
     last_token_s: float = -1.0
     is_paused: bool = False
+    paused_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -245,6 +247,8 @@ class LayerMemory:
             self.counts.num_pauses += is_paused and not layers.is_paused
             if is_paused:
                 layers.turn_tokens = 0
+            elif layers.is_paused:
+                layers.paused_s += now_s - layers.last_token_s
             layers.is_paused = is_paused
         return [seq for seq in running if seq.index in chosen]
 
@@ -303,6 +307,11 @@ class LayerMemory:
             return
         self._returns = deque(one for one in self._returns if one.layers is not layers)
         self.free += self._held(layers)
+
+    def paused_s(self, seq: Sequence) -> float | None:
+        """Return how long it has been paused so far; None for one that is now."""
+        layers = self._of[seq.index]
+        return None if layers.is_paused else layers.paused_s
 
     def pace_s(self, num_running: int, context_tokens: int) -> float:
         """Return the seconds of a token with so many running, for Eq. 1."""
@@ -460,6 +469,7 @@ class LayerMemory:
             int(max(spare, 0) * self._layer_page_bytes),
             self.capacity // self._num_layers * self._page,
             self._config.kv_token_bytes,
+            coming_bytes=int(sum(one.bytes_left for one in self._returns)),
         )
 
     def _facts(self, seq: Sequence, now_s: float, batch_s: float) -> TurnFacts:
@@ -472,7 +482,7 @@ class LayerMemory:
             max(now_s - layers.last_token_s, 0.0),
             layers.turn_tokens,
         )
-        if self._book is None:
+        if self._book is None or not self._turns.needs_targets:
             return facts
         prediction = self._book.prediction(seq.index, seq.outputs)
         assert prediction is not None, "every request that is queued enters the book"

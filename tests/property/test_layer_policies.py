@@ -172,15 +172,17 @@ def test_nobody_waits_longer_than_the_bound(
 ):
     """Between two tokens: twice the limit and a step per request; some decode always.
 
+    The limit is not below two rounds of turns of 4, and of moves of 10 steps at most.
     Nothing ever comes back to the device, and who yields never returns: the worst case.
     """
     limit_s = limit_steps * STEP_S
     turns = PauseTurns(limit_s, turn_tokens=4, link_share=share)
     room = TurnRoom(lambda batch, contexts: STEP_S, 1e9, free_bytes)
     num = len(drawn)
+    least_steps = max(limit_steps, 2 * (4 * (1 + num) + 10 * num))
     host = [bytes_ for _, bytes_, _, _ in drawn]
     waited, turn = [0] * num, [0] * num
-    for _ in range(8 * limit_steps):
+    for _ in range(4 * least_steps):
         facts = [
             TurnFacts(
                 context, host[n], 10**8, waited[n] * STEP_S, turn[n], allowed, hopeless
@@ -199,4 +201,4 @@ def test_nobody_waits_longer_than_the_bound(
             decodes = n in plan.decode
             waited[n] = 0 if decodes else waited[n] + 1
             turn[n] = turn[n] + 1 if decodes else 0
-        assert max(waited) <= 2 * limit_steps + num
+        assert max(waited) <= 2 * least_steps + num

@@ -47,7 +47,8 @@ class RunningFacts:
         rid: its name.
         num_past_tokens: tokens that decode steps gave it; the first token, which the
             prefill gives, is not one of them.
-        past_s: time since its first token, waiting included.
+        past_s: time since its first token, waiting included. Where requests decode in
+            turns, an admission is shown those that take part, without their pauses.
         tpot_slo_s: wanted mean time per token after the first; ``NO_TARGET`` for none.
         prediction: tokens of the answer in all, the first one included.
     """

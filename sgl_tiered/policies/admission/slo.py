@@ -26,6 +26,11 @@ Three things are added:
   admitted whatever Eq. 2 says. Prefill admitted so takes ``due_share`` of the time at
   most: after s seconds of it the next one waits for s * (1 / due_share - 1).
 
+With layer-wise memory some requests are paused (``layers/turns.py``). Prefill delays
+none of them, so they do not count, and of the others only the time in which they took
+part: a pause is charged to the turns, which give those it made late their room. To
+hold prompts gives them none, and would hold all for whoever waited longest.
+
 Bound: with W seconds of prefill due before a request (its own included), it has its
 first token at most W / due_share + (one pass and one step) after it became due, if the
 pool has room for it; a later arrival never becomes due before it. A request without a

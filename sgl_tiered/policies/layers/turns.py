@@ -18,15 +18,19 @@ First come, first decoded, with three exceptions:
 - Who has waited for ``wait_limit_s`` goes first, and others yield to it; if it is not
   back after as long again, one such request a step is streamed at any cost.
 
-Bound: with n requests running, none waits longer between two tokens than
-``2 * wait_limit_s`` and n steps: then each step serves the one that has waited longest,
-and nobody else can come to have waited longer. Somebody always decodes.
+The limit is not below two rounds of turns: a round is a turn for as many as have room
+at a time, after each other, and the moves of their layers. With more requests than can
+have a turn within ``wait_limit_s`` all would be due at once, and streamed one a step.
+
+Bound: with n requests running, none waits longer between two tokens than twice the
+limit and n steps: then each step serves the one that has waited longest, and nobody
+else can come to have waited longer. Somebody always decodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
@@ -43,6 +47,7 @@ __all__ = [
     "TurnPlan",
     "TurnRoom",
     "Turns",
+    "device_step_s",
 ]
 
 WAIT_LIMIT_S = 15.0
@@ -113,6 +118,7 @@ class TurnRoom:
         token_bytes: keys and values of a token over all layers.
         byte_s: that a step takes longer for each byte streamed under it, though the
             link keeps up: copies share memory, and on a CPU the cores.
+        coming_bytes: that have room on the device and wait for the link.
     """
 
     step_s: BatchTime
@@ -121,6 +127,7 @@ class TurnRoom:
     device_tokens: int = 0
     token_bytes: int = 0
     byte_s: float = 0.0
+    coming_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +137,20 @@ class TurnPlan:
     Attributes:
         decode: ascending; who takes part in the next step. Those of them with layers
             on the host are streamed.
-        order: all, by their claim to the device, those that yield last: layers are
-            pulled back from the front of it, and leave from its end (``allotment.py``,
-            ``pressure.py``).
+        order: all, those that decode first: layers are pulled back from the front of
+            it, and leave from its end (``pressure.py``).
         paused: those that do not decode, in that order.
         yields: of the paused, those whose layers are to leave the device for the first
             of ``paused``.
+        claims: all, by their claim to the device, whether they are on it now or not;
+            those that yield last (``allotment.py``).
     """
 
     decode: tuple[int, ...]
     order: tuple[int, ...]
     paused: tuple[int, ...] = ()
     yields: tuple[int, ...] = ()
+    claims: tuple[int, ...] = field(default=(), compare=False)
 
 
 @runtime_checkable
@@ -151,6 +160,11 @@ class Turns(Protocol):
     @property
     def name(self) -> str:
         """The word used in flags and reports."""
+        ...
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether it looks at Eq. 1; without, it need not be worked out."""
         ...
 
     def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
@@ -163,26 +177,39 @@ class Turns(Protocol):
         ...
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
-        """Return what a token takes each of so many, on the average (Eq. 1's T_future).
+        """Return what a token takes each that takes part (Eq. 1's T_future).
+
+        In turns a request has two clocks. Prefill is charged to the time in which it
+        takes part: ``RunningFacts.past_s`` without its pauses, and this. How long it
+        waits for a turn, and who waits, is up to ``choose``; to hold a prompt gives a
+        turn to nobody. Where nobody is paused, that is Eq. 1 as it stands.
 
         Args:
-            num_running: 1 or more.
+            num_running: 1 or more, paused ones included.
             context_tokens: of all of them.
             room: what they share.
         """
         ...
 
 
+def device_step_s(num_running: int, context_tokens: int, room: TurnRoom) -> float:
+    """Return the step of those of so many that have room on the device."""
+    share = min(room.device_tokens / max(context_tokens, 1), 1.0)
+    decoding = max(int(num_running * share), 1)
+    return room.step_s(decoding, int(context_tokens * share))
+
+
 class StreamTurns:
     """The paper's: everybody decodes, and layers on the host are streamed."""
 
     name = "stream"
+    needs_targets = False
 
     def choose(self, running: Sequence[TurnFacts], room: TurnRoom) -> TurnPlan:
         """Return all of them."""
         del room
         everybody = tuple(range(len(running)))
-        return TurnPlan(everybody, everybody)
+        return TurnPlan(everybody, everybody, claims=everybody)
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
         """Return a step that waits for what the device has no room for."""
@@ -195,12 +222,14 @@ class PauseTurns:
     """Decodes who is on the device, or streams in time; pauses the others.
 
     Args:
-        wait_limit_s: half of the bound on the wait between two tokens.
+        wait_limit_s: half of the bound on the wait between two tokens, for a crowd
+            whose turns fit into it.
         turn_tokens: tokens before one on the device may be made to yield.
         link_share: of the step's time, for streaming; the rest is for pulling back.
     """
 
     name = "pause"
+    needs_targets = True
 
     def __init__(
         self,
@@ -221,50 +250,68 @@ class PauseTurns:
         contexts = sum(running[n].context_tokens for n in resident)
         turn_s = self._turn_tokens * room.step_s(max(len(resident), 1), contexts)
 
+        limit_s = self._limit_s(running, len(resident), away, turn_s, room)
+
         def rank(position: int) -> tuple[int, float]:
-            return self._rank(position, running[position], turn_s)
+            return self._rank(position, running[position], turn_s, limit_s)
 
         away.sort(key=rank)
-        decode = self._with_streamed(running, resident, away, room)
+        decode = self._with_streamed(running, resident, away, room, limit_s)
         paused = [n for n in away if n not in decode]
         yields: list[int] = []
-        if paused and self._is_pressing(running[paused[0]], turn_s):
-            yields = self._yielding(running, resident, running[paused[0]], room)
+        # Who yields while the link is behind leaves room that nobody uses.
+        step_s = room.step_s(max(len(decode), 1), contexts)
+        is_behind = room.coming_bytes > step_s * room.bytes_per_s
+        first = running[paused[0]] if paused else None
+        if first and not is_behind and self._is_pressing(first, turn_s, limit_s):
+            is_due = first.waited_s >= limit_s
+            yields = self._yielding(running, resident, first, room, is_due=is_due)
             decode.difference_update(yields)
         if not decode and away:
             # Never all of them.
             decode.add(away[0])
             paused.remove(away[0])
-        staying = (n for n in range(len(running)) if n not in yields)
-        order = (*sorted(staying, key=rank), *yields)
         waiting = (*paused, *yields)
-        return TurnPlan(tuple(sorted(decode)), order, waiting, tuple(yields))
+        order = (*sorted(decode, key=rank), *waiting)
+        staying = (n for n in range(len(running)) if n not in yields)
+        claims = (*sorted(staying, key=rank), *yields)
+        return TurnPlan(tuple(sorted(decode)), order, waiting, tuple(yields), claims)
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
-        """Return the step of those that have room, times the turns that it takes."""
-        share = min(room.device_tokens / max(context_tokens, 1), 1.0)
-        decoding = max(int(num_running * share), 1)
-        batch_s = room.step_s(decoding, int(context_tokens * share))
-        return batch_s * num_running / decoding
+        """Return the step of those that have room."""
+        return device_step_s(num_running, context_tokens, room)
+
+    def _limit_s(
+        self,
+        running: Sequence[TurnFacts],
+        num_resident: int,
+        away: Sequence[int],
+        turn_s: float,
+        room: TurnRoom,
+    ) -> float:
+        """Return the wait limit: not below two rounds of turns, moves included."""
+        moved_s = sum(running[n].host_bytes for n in away) / room.bytes_per_s
+        round_s = turn_s * (1.0 + len(away) / max(num_resident, 1)) + moved_s
+        return max(self._wait_limit_s, 2.0 * round_s)
 
     def _rank(
-        self, position: int, facts: TurnFacts, turn_s: float
+        self, position: int, facts: TurnFacts, turn_s: float, limit_s: float
     ) -> tuple[int, float]:
         """Return a sort key: whose claim to the device is the best."""
-        if facts.waited_s >= self._wait_limit_s:
+        if facts.waited_s >= limit_s:
             return 0, -facts.waited_s
         if not facts.host_bytes and facts.turn_tokens < self._turn_tokens:
             # It was pulled back for a turn, so it has it.
             return 1, -NO_TARGET
         if facts.is_hopeless:
             return 3, float(position)
-        if self._is_pressing(facts, turn_s):
+        if self._is_pressing(facts, turn_s, limit_s):
             return 1, facts.allowance_s
         return 2, float(position)
 
-    def _is_pressing(self, facts: TurnFacts, turn_s: float) -> bool:
+    def _is_pressing(self, facts: TurnFacts, turn_s: float, limit_s: float) -> bool:
         """Return whether it must not wait for a turn of another."""
-        if facts.waited_s >= self._wait_limit_s:
+        if facts.waited_s >= limit_s:
             return True
         return not facts.is_hopeless and facts.allowance_s < turn_s
 
@@ -274,6 +321,7 @@ class PauseTurns:
         resident: Sequence[int],
         away: Sequence[int],
         room: TurnRoom,
+        wait_limit_s: float,
     ) -> set[int]:
         """Return the residents, and of the others those that stream in time and pay."""
         decode = set(resident)
@@ -282,19 +330,21 @@ class PauseTurns:
         seconds = room.step_s(len(decode), contexts) if decode else 0.0
         # Not the longer step with the streamed ones in it: what was learned at few
         # requests says little of many, and each streamed one would allow the next.
-        budget_s = self._link_share * room.step_s(max(len(decode), 1), contexts)
+        limit_s = self._link_share * room.step_s(max(len(decode), 1), contexts)
+        # Layers that have room come first: until they are there it serves nobody.
+        limit_s -= room.coming_bytes / room.bytes_per_s
         for n in away:
             facts = running[n]
             contexts_then = contexts + facts.context_tokens
             bytes_then = num_bytes + facts.host_bytes
             step_s = room.step_s(len(decode) + 1, contexts_then)
             seconds_then = step_s + bytes_then * room.byte_s
-            in_time = bytes_then / room.bytes_per_s <= budget_s
+            in_time = bytes_then / room.bytes_per_s <= limit_s
             # Tokens per second: not fewer than without it.
             pays = seconds_then * len(decode) <= seconds * (len(decode) + 1)
             # The one that has waited longest, in the end whatever it costs: a step
             # that waits for a whole request is several times as long.
-            is_due = n == away[0] and facts.waited_s >= 2.0 * self._wait_limit_s
+            is_due = n == away[0] and facts.waited_s >= 2.0 * wait_limit_s
             if is_due or (in_time and pays):
                 decode.add(n)
                 contexts, num_bytes, seconds = contexts_then, bytes_then, seconds_then
@@ -306,13 +356,14 @@ class PauseTurns:
         resident: Sequence[int],
         wanted: TurnFacts,
         room: TurnRoom,
+        *,
+        is_due: bool,
     ) -> list[int]:
         """Return residents that make room for one, those that can wait longest first.
 
         None where all that may yield are too few: they would wait for nothing.
         """
         missing = wanted.host_bytes - room.free_bytes
-        is_due = wanted.waited_s >= self._wait_limit_s
         able = [
             n
             for n in resident

@@ -62,6 +62,7 @@ class FakeLayers:
     def __init__(self, clock: ManualClock) -> None:
         self.manager = self
         self.plan = PLAN
+        self.binding = SimpleNamespace(num_adrift=0)
         self.facts = LayerRoom(free=500, spare=0, landing=0, cached=0, total=1_000)
         self.is_away: dict[str, int] = {}
         self.kept: dict[str, Any] = {}
@@ -204,13 +205,12 @@ def test_who_must_not_wait_takes_the_place_of_who_can():
         assert rig.layers.released == yields
 
 
-def test_t_future_counts_the_turns_of_those_that_wait():
-    """Four times the tokens that the device has: a token takes four steps."""
+def test_t_future_is_the_step_of_those_that_have_room():
+    """Pauses are not charged (Eq. 1's past leaves them out as well)."""
     rig = Rig()
-    tokens = 1_000 // LAYERS * PAGE
-    assert rig.facts.pace_s(8, tokens) == pytest.approx(STEP_S)
-    assert rig.facts.pace_s(8, 4 * tokens) == pytest.approx(4 * STEP_S)
-    assert rig.facts.pace_s(0, 0) == pytest.approx(STEP_S)
+    tokens = (1_000 - 20) // LAYERS * PAGE
+    for num, contexts in ((8, tokens), (8, 4 * tokens), (0, 0)):
+        assert rig.facts.pace_s(num, contexts) == pytest.approx(STEP_S)
 
 
 def test_the_forecast_by_hand():

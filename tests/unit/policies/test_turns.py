@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
+from sgl_tiered.policies.layers.join import JoinTurns
 from sgl_tiered.policies.layers.registry import TURNS, make_turns
 from sgl_tiered.policies.layers.turns import (
     LINK_SHARE,
@@ -49,9 +50,9 @@ def test_the_paper_streams_everybody() -> None:
 
 
 def test_who_does_not_stream_in_time_is_paused() -> None:
-    """First come first back, also before one that is there now."""
+    """First come first back, behind nobody's back."""
     plan = PauseTurns().choose([AWAY, HERE, AWAY], ROOM)
-    assert plan == TurnPlan((1,), (0, 1, 2), (0, 2))
+    assert plan == TurnPlan((1,), (1, 0, 2), (0, 2))
 
 
 def test_some_stream_in_time() -> None:
@@ -71,6 +72,20 @@ def test_who_slows_the_others_more_than_it_adds_is_paused() -> None:
     for byte_s, decode in ((0.9 * just, (0, 1, 2)), (1.1 * just, (0, 1))):
         room = replace(ROOM, byte_s=byte_s)
         assert PauseTurns().choose([HERE, HERE, part], room).decode == decode
+
+
+def test_those_streamed_do_not_allow_more_streaming() -> None:
+    """However long a step of more is said to be: it was learned from few."""
+    room = replace(ROOM, step_s=lambda batch, contexts: STEP_S * batch)
+    part = replace(AWAY, host_bytes=int(0.6 * IN_TIME))
+    assert PauseTurns().choose([HERE, part, part], room).decode == (0, 1)
+
+
+def test_who_came_first_has_the_claim_though_it_is_away() -> None:
+    """And who yields has none."""
+    assert PauseTurns().choose([AWAY, HERE, AWAY], ROOM).claims == (0, 1, 2)
+    here = [replace(HERE, allowance_s=value) for value in (2.0, 9.0, 4.0)]
+    assert PauseTurns().choose([*here, paused(0.1)], ROOM).claims == (3, 0, 2, 1)
 
 
 def test_somebody_always_decodes() -> None:
@@ -98,7 +113,7 @@ def test_who_can_wait_longest_makes_room() -> None:
     """And only as many as it takes: 50 MB are wanted, each has as much."""
     here = [replace(HERE, allowance_s=value) for value in (2.0, 9.0, 4.0)]
     plan = PauseTurns().choose([*here, paused(0.1)], ROOM)
-    assert plan == TurnPlan((0, 2), (3, 0, 2, 1), (3, 1), (1,))
+    assert plan == TurnPlan((0, 2), (0, 2, 3, 1), (3, 1), (1,))
 
 
 def test_nobody_makes_room_in_vain() -> None:
@@ -106,11 +121,34 @@ def test_nobody_makes_room_in_vain() -> None:
     here = [HERE, replace(HERE, turn_tokens=3)]
     wanted = paused(0.1, host_bytes=80_000_000)
     plan = PauseTurns().choose([*here, wanted], ROOM)
-    assert plan == TurnPlan((0, 1), (1, 2, 0), (2,))
+    assert plan == TurnPlan((0, 1), (1, 0, 2), (2,))
     roomy = replace(ROOM, free_bytes=30_000_000)
     assert PauseTurns().choose([*here, wanted], roomy).yields == (0,)
     enough = replace(ROOM, free_bytes=80_000_000)
     assert PauseTurns().choose([*here, wanted], enough).yields == ()
+
+
+def test_what_has_room_goes_over_the_link_first() -> None:
+    """Streaming gets what returns leave, and nobody yields while they are behind."""
+    part = replace(AWAY, host_bytes=IN_TIME // 2)
+    some = replace(ROOM, coming_bytes=IN_TIME // 2)
+    assert PauseTurns().choose([HERE, part, part], some).decode == (0, 1)
+    wanted = paused(0.1)
+    in_step = replace(ROOM, coming_bytes=int(STEP_S * RATE))
+    assert PauseTurns().choose([HERE, wanted], in_step).yields == (0,)
+    behind = replace(ROOM, coming_bytes=int(STEP_S * RATE * 1.1))
+    assert PauseTurns().choose([HERE, wanted], behind) == TurnPlan((0,), (0, 1), (1,))
+
+
+def test_those_with_room_join_in_order() -> None:
+    """As many as come within a step; nobody passes, nobody yields."""
+    part = replace(AWAY, host_bytes=int(STEP_S * RATE) // 2, allowance_s=-1.0)
+    plan = JoinTurns().choose([part, HERE, part, part], ROOM)
+    assert plan == TurnPlan((0, 1, 2), (0, 1, 2, 3), (3,))
+    small = replace(AWAY, host_bytes=1)
+    late = replace(AWAY, waited_s=1e6, allowance_s=0.0)
+    assert JoinTurns().choose([HERE, late, small], ROOM).paused == (1, 2)
+    assert JoinTurns().choose([late, late], ROOM) == TurnPlan((0,), (0, 1), (1,))
 
 
 def test_who_can_wait_less_does_not_yield() -> None:
@@ -122,16 +160,31 @@ def test_who_can_wait_less_does_not_yield() -> None:
 
 def test_who_waited_too_long_decodes_at_any_cost() -> None:
     """One a step, the longest wait first; and somebody makes room for the next."""
-    turns = PauseTurns(wait_limit_s=2.0)
+    turns = PauseTurns(wait_limit_s=2.0, turn_tokens=1)
     here = replace(HERE, allowance_s=-5.0)
     waits = [paused(NO_TARGET, waited_s=value) for value in (2.5, 3.9)]
     plan = turns.choose([here, *waits], ROOM)
     assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
     both = [here, here, *waits]
-    assert turns.choose(both, ROOM) == TurnPlan((0,), (3, 2, 0, 1), (3, 2, 1), (1,))
+    assert turns.choose(both, ROOM) == TurnPlan((0,), (0, 3, 2, 1), (3, 2, 1), (1,))
     late = [paused(NO_TARGET, waited_s=value) for value in (4.5, 6.0)]
     plan = turns.choose([here, *late], ROOM)
     assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
+
+
+def test_a_crowd_is_due_later() -> None:
+    """8 that are away need 9 turns of 0.64 s and 8 moves of 50 ms: 6.16 s a round."""
+    turns = PauseTurns(wait_limit_s=2.0)
+    here = replace(HERE, allowance_s=-5.0)
+    crowd = [paused(NO_TARGET, waited_s=value) for value in (12.3, *[1.0] * 7)]
+    assert turns.choose([here, *crowd], ROOM).yields == ()
+    crowd[0] = replace(crowd[0], waited_s=12.4)
+    assert turns.choose([here, *crowd], ROOM).yields == (0,)
+    busy = replace(here, turn_tokens=3)
+    crowd[0] = replace(crowd[0], waited_s=24.6)
+    assert turns.choose([busy, *crowd], ROOM).decode == (0,)
+    crowd[0] = replace(crowd[0], waited_s=24.7)
+    assert turns.choose([busy, *crowd], ROOM).decode == (0, 1)
 
 
 def test_a_claim_to_the_device() -> None:
@@ -142,7 +195,7 @@ def test_a_claim_to_the_device() -> None:
         replace(HERE, allowance_s=0.3),
         replace(HERE, turn_tokens=3),
     ]
-    assert PauseTurns().choose([*here, AWAY], ROOM).order == (3, 2, 1, 4, 0)
+    assert PauseTurns().choose([*here, AWAY], ROOM).order == (3, 2, 1, 0, 4)
 
 
 def test_paces_by_hand() -> None:
@@ -153,9 +206,10 @@ def test_paces_by_hand() -> None:
         device_tokens=500,
         token_bytes=1_000_000,
     )
-    # The 1,500 tokens without room stream for 1.5 s; or 5 decode, a quarter each.
+    # The 1,500 tokens without room stream for 1.5 s; or 5 decode, and 15 wait.
     assert StreamTurns().pace_s(20, 2_000, room) == pytest.approx(1.5)
-    assert PauseTurns().pace_s(20, 2_000, room) == pytest.approx(4 * 0.02)
+    for waiting in (PauseTurns(), JoinTurns()):
+        assert waiting.pace_s(20, 2_000, room) == pytest.approx(0.02)
     for turns in (StreamTurns(), PauseTurns()):
         assert turns.pace_s(4, 400, room) == pytest.approx(0.018)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.layers.registry import TURNS
+from sgl_tiered.policies.layers.turns import PauseTurns, TurnFacts, TurnPlan, TurnRoom
 from sgl_tiered.sim.config import LayerSetup, SchedulerConfig, ServerConfig
 from sgl_tiered.sim.hardware import LinkSpeed
+from sgl_tiered.sim.layers import LayerMemory
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
 from sgl_tiered.sim.server import SimServer, simulate
@@ -50,7 +53,7 @@ def crowd(num: int = 40, rate_per_s: float = 50.0, seed: int = 0) -> SimWorkload
     return fixed_lengths(num, rate_per_s, 100, 60, PAGE, rng)
 
 
-@pytest.mark.parametrize("decode", ["stream", "pause"])
+@pytest.mark.parametrize("decode", TURNS)
 def test_with_room_for_all_it_is_the_server_without(
     make_config: Make, decode: str
 ) -> None:
@@ -64,7 +67,7 @@ def test_with_room_for_all_it_is_the_server_without(
     assert result.layers.streamed_bytes == result.layers.returned_bytes == 0
 
 
-@pytest.mark.parametrize("decode", ["stream", "pause"])
+@pytest.mark.parametrize("decode", TURNS)
 def test_a_full_device_admits_at_once(make_config: Make, decode: str) -> None:
     """Plain requests queue for pages; layer-wise they have their first token soon."""
     config = make_config(device=250, device_reuse=False)
@@ -88,6 +91,48 @@ def test_streaming_costs_what_pausing_saves(make_config: Make) -> None:
     assert streamed.layers.num_pauses < paused.layers.num_pauses
     assert streamed.layers.streamed_bytes > 2 * paused.layers.streamed_bytes
     assert paused.end_s < streamed.end_s
+
+
+def test_turns_are_told_what_is_on_its_way(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it they let layers leave for others that the link has no time for."""
+    seen = []
+    choose = PauseTurns.choose
+
+    def watched(
+        self: PauseTurns, running: Sequence[TurnFacts], room: TurnRoom
+    ) -> TurnPlan:
+        seen.append(room.coming_bytes)
+        return choose(self, running, room)
+
+    monkeypatch.setattr(PauseTurns, "choose", watched)
+    ran(layered(make_config(device=250, device_reuse=False), decode="pause"), crowd())
+    # A request has 160 tokens at most, and the last one is returned before the end.
+    assert 0 < max(seen) < 40 * 160 * TOKEN_BYTES
+    assert seen[-1] == 0
+
+
+def test_pauses_are_not_charged_to_prefill(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eq. 2 looks at those that decode, and at the time in which they do.
+
+    Else it holds prompts because others wait for their turns, and gives those nothing.
+    """
+    config = make_config(
+        device=250,
+        device_reuse=False,
+        length_predictor="oracle",
+        scheduler=SchedulerConfig(tpot_slo_s=0.02, ttft_slo_s=3.0),
+    )
+    held = replace(config, scheduler=replace(config.scheduler, slo_admission="slo"))
+    free = summarize(ran(layered(config), crowd(120)))
+    found = summarize(ran(layered(held), crowd(120)))
+    assert found.ttft.mean < 1.5 * free.ttft.mean
+    monkeypatch.setattr(LayerMemory, "paused_s", lambda self, seq: 0.0)
+    charged = summarize(ran(layered(held), crowd(120)))
+    assert charged.ttft.mean > 3.0 * free.ttft.mean
 
 
 def test_a_streamed_step_by_hand(make_config: Make) -> None:
@@ -114,7 +159,7 @@ def test_a_streamed_step_by_hand(make_config: Make) -> None:
     assert result.layers.returned_bytes == 2 * 200 * TOKEN_BYTES / 4
 
 
-@pytest.mark.parametrize("decode", ["stream", "pause"])
+@pytest.mark.parametrize("decode", TURNS)
 @pytest.mark.parametrize("admission", ["sglang", "vllm"])
 @pytest.mark.parametrize("seed", range(6))
 def test_no_setting_loses_a_request(

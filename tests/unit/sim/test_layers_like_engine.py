@@ -63,7 +63,11 @@ def test_the_same_facts_give_the_same_choice(
     decoders = Decoders(told, reader, Agreement(clock))
     away = [(LAYERS - held) * pages for held, pages, *_ in RUNNING]
     room = LayerRoom(free=free, spare=0, landing=0, cached=0, total=memory.capacity)
-    manager: Any = SimpleNamespace(away=lambda rids: np.array(away), room=lambda: room)
+    manager: Any = SimpleNamespace(
+        away=lambda rids: np.array(away),
+        room=lambda: room,
+        binding=SimpleNamespace(num_adrift=0),
+    )
     staging = 2 * (400 // PAGE)
     plan = LayerPlan(
         PageLayout(LAYERS, PAGE, token_bytes=128),
@@ -73,12 +77,13 @@ def test_the_same_facts_give_the_same_choice(
         LayerKvSettings(decode=decode),
     )
     policy = make_turns(decode)
+    cost: Any = SimpleNamespace(seconds=config.times.decode_step_s, byte_s=0.0)
     facts = LayerFacts(
         manager,
         plan,
         policy,
         decoders,
-        config.times.decode_step_s,
+        cost,
         lambda: LINK.bytes_per_s,
         clock,
     )
@@ -120,7 +125,7 @@ def test_the_same_facts_give_the_same_choice(
     )
     shown = [memory._facts(seq, NOW_S, step_s) for seq in seqs]
     assert facts.turns(reqs, reading, theirs) == shown
-    assert any(one.is_hopeless for one in shown)
+    assert any(one.is_hopeless for one in shown) == policy.needs_targets
     chosen = policy.choose(facts.turns(reqs, reading, theirs), theirs)
     assert chosen == memory._turns.choose(shown, ours)
     assert facts.pace_s(9, 3 * contexts) == memory.pace_s(9, 3 * contexts)

@@ -81,9 +81,7 @@ class LayerFacts:
         layout = plan.layout
         self._manager = manager
         self._policy = policy
-        # A policy may say that it does not look at targets.
-        wants_targets = getattr(policy, "needs_targets", True)
-        self._decoders = decoders if wants_targets else None
+        self._decoders = decoders if policy.needs_targets else None
         self._cost = cost
         self._link = link
         self._clock = clock
@@ -114,7 +112,8 @@ class LayerFacts:
             max(spare, 0) * self._layer_page_bytes,
             self._device_tokens,
             self._token_bytes,
-            self._cost.byte_s,
+            byte_s=self._cost.byte_s,
+            coming_bytes=self._manager.binding.num_adrift * self._layer_page_bytes,
         )
 
     def turns(

@@ -98,7 +98,7 @@ class DecodeTurns:
     def _move(self, reqs: Sequence[Any], plan: TurnPlan) -> None:
         """Give the device to those with the best claims; others' layers leave."""
         manager = self._driver.manager
-        claims = [reqs[n] for n in plan.order if self._admission.may_leave(reqs[n])]
+        claims = [reqs[n] for n in plan.claims if self._admission.may_leave(reqs[n])]
         # Each has a page that is written, or will begin one, in all layers; and Eq. 5.
         others = len(reqs) * self._num_layers
         others += self._forecast.reserve([reqs[n] for n in plan.decode])
