@@ -51,7 +51,7 @@ class DecodeTurns:
         self._num_layers = layout.num_layers
         self._usable = driver.plan.num_layer_pages - 2 * driver.plan.half_pages
         self._page_tokens = layout.page_tokens
-        self._layer_page_bytes = layout.layer_page_bytes
+        self._masks = _masks(layout.num_layers)
 
     def choose(self, reqs: Sequence[Any]) -> list[int]:
         """Return the positions of those that decode next, ascending; never none.
@@ -97,26 +97,36 @@ class DecodeTurns:
 
     def _move(self, reqs: Sequence[Any], plan: TurnPlan) -> None:
         """Give the device to those with the best claims; others' layers leave."""
-        manager = self._driver.manager
-        claims = [reqs[n] for n in plan.claims if self._admission.may_leave(reqs[n])]
+        manager, admission = self._driver.manager, self._admission
+        claims, fixed = [], 0
+        for n in plan.claims:
+            if admission.may_leave(reqs[n]):
+                claims.append(reqs[n])
+            else:
+                fixed += admission.whole_pages(reqs[n]) * self._num_layers
         # Each has a page that is written, or will begin one, in all layers; and Eq. 5.
-        others = len(reqs) * self._num_layers
+        others = fixed + len(reqs) * self._num_layers
         others += self._forecast.reserve([reqs[n] for n in plan.decode])
-        others += sum(self._layer_pages(r) for r in reqs if r not in claims)
         allotted = allotted_layers(
             self._num_layers,
-            [self._admission.whole_pages(req) for req in claims],
+            [admission.whole_pages(req) for req in claims],
             self._usable - others,
         )
+        rids = [req.rid for req in claims]
         wanted = []
-        for req, num in zip(claims, allotted, strict=True):
-            held, kept = manager.held(req.rid), self._layers(num)
-            if (held & ~kept).any():
-                manager.release(req.rid, held & ~kept)
-            if (kept & ~held).any():
-                manager.hold(req.rid, kept)
+        for rid, num, num_held in zip(
+            rids, allotted, manager.num_held(rids), strict=True
+        ):
             if num:
-                wanted.append(req.rid)
+                wanted.append(rid)
+            if num == num_held:
+                # Which layers these are follows from their number, here as elsewhere.
+                continue
+            held, kept = manager.held(rid), self._masks[num]
+            if (held & ~kept).any():
+                manager.release(rid, held & ~kept)
+            if (kept & ~held).any():
+                manager.hold(rid, kept)
         for rid in wanted:
             missing = manager.missing(rid)
             if not missing:
@@ -127,10 +137,12 @@ class DecodeTurns:
                 manager.push(missing - queued)
                 break
 
-    def _layer_pages(self, req: Any) -> int:
-        return self._admission.whole_pages(req) * self._num_layers
 
-    def _layers(self, num: int) -> npt.NDArray[np.bool_]:
-        kept = np.zeros(self._num_layers, np.bool_)
-        kept[list(retained_layers(self._num_layers, num))] = True
-        return kept
+def _masks(num_layers: int) -> list[npt.NDArray[np.bool_]]:
+    """Return which layers stay where so many do: bool [num_layers], by their number."""
+    masks = []
+    for num in range(num_layers + 1):
+        kept = np.zeros(num_layers, np.bool_)
+        kept[list(retained_layers(num_layers, num))] = True
+        masks.append(kept)
+    return masks
