@@ -9,13 +9,12 @@ made for the first, so that somebody always goes on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.prefetching import tokens_to_come
 from sgl_tiered.metrics.ledger import WaitReason
@@ -26,6 +25,9 @@ from sgl_tiered.policies.layers.retention import (
     retained_in_room,
     retained_layers,
 )
+
+if TYPE_CHECKING:
+    from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 
 __all__ = ["LayerAdmission", "layered_adder_class"]
 
@@ -137,9 +139,9 @@ class LayerAdmission:
 
     def _need(self, req: Any, prefix: int, new: int, retained: Bools) -> int:
         need = int(self._driver.manager.needed(prefix, new, retained))
-        if not self._driver.can_leave(self._pages_to_come(req)):
-            # What is in memory of its prefix comes back, as it could not be streamed.
-            need += self._num_layers * (prefix // self._page_tokens)
+        # What it retains of its prefix is nobody else's room from now on, be it on the
+        # device as a cached page, or to be loaded or brought back to it.
+        need += int(retained.sum()) * (prefix // self._page_tokens)
         # What it retains of later chunks is to have room as well.
         rest = len(req.origin_input_ids) + len(req.output_ids) - prefix - new
         return need + int(retained.sum()) * (max(rest, 0) // self._page_tokens)
