@@ -10,8 +10,8 @@ the ratio of KV bytes over the link to prefill that Llama-2-7B has on an L20 (da
 sheets); an unthrottled server stands beside at the knee, and does not count. Then
 prompts of several lengths at one rate: plain's queue grows with them, ours should not.
 
-Before any figure counts, answers are compared one request at a time, bit by bit, with
-everything streamed; and a server whose staging is broken has to be caught.
+Before any figure counts, answers are compared with plain SGLang's, many in flight and
+under pressure; and a server whose staging is broken has to be caught.
 
 The last line is one JSON object: ``mean_ttft_speedup_at_knee``,
 ``p99_ttft_speedup_at_knee``, ``throughput_vs_plain``, ``tpot_attainment_delta`` and

@@ -61,11 +61,19 @@ LAYERKV = (
     # Keys and values of two heads of 32, two bytes each, two halves.
     f"--tiered-layerkv-staging-size={HALF_TOKENS * 2 * 2 * 32 * 2 * 2}",
     "--tiered-load-policy=always",
+)
+STREAM = (
+    "--tiered-layerkv-decode=stream",
+    "--tiered-layerkv-retain=1",
     # So that other threads copy than the one that computes.
     "--tiered-emulate=host:bandwidth=100MB",
 )
-STREAM = ("--tiered-layerkv-decode=stream", "--tiered-layerkv-retain=1")
-PAUSE = ("--tiered-layerkv-decode=pause", "--tiered-layerkv-retain=auto")
+PAUSE = (
+    "--tiered-layerkv-decode=pause",
+    "--tiered-layerkv-retain=auto",
+    # A prompt of 200 tokens takes 20 ms of the link, many times a step.
+    "--tiered-emulate=host:bandwidth=10MB",
+)
 MIX = Mix(PAGE, 128, HALF_TOKENS, (HALF_TOKENS + 1, HALF_TOKENS + 160))
 DOOMED = replace(MIX, num_doomed=3)
 NUM_FORCED, NUM_FREE = 2, 2

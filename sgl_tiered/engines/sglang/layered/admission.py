@@ -158,9 +158,9 @@ class LayerAdmission:
 
     def _need(self, req: Any, prefix: int, new: int, retained: Bools) -> int:
         need = int(self._driver.manager.needed(prefix, new, retained))
-        if not self._driver.can_leave(self._pages_to_come(req)):
-            # What is in memory of its prefix comes back, as it could not be streamed.
-            need += self._num_layers * (prefix // self._page_tokens)
+        # What it retains of its prefix is nobody else's room from now on, be it on the
+        # device as a cached page, or to be loaded or brought back to it.
+        need += int(retained.sum()) * (prefix // self._page_tokens)
         # What it retains of later chunks is to have room as well.
         rest = len(req.origin_input_ids) + len(req.output_ids) - prefix - new
         return need + int(retained.sum()) * (max(rest, 0) // self._page_tokens)
