@@ -78,6 +78,13 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
 
     runtime.engine_idle = idle
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
+
+    def has_room() -> None:
+        # SGLang looks for prompts again only when a request has left. An offload may
+        # have kept the pages of one that left, and so its room, a moment longer.
+        scheduler.running_batch.batch_is_full = False
+
+    runtime.on_offloaded = has_room
     scheduler.tree_cache.watch_queue(scheduler)
     if runtime.lengths is not None:
         runtime.lengths.watch(scheduler, runtime.ledger, runtime.metrics, runtime.clock)

@@ -133,6 +133,8 @@ class TieredRuntime:
         self.engine_idle: Callable[[], bool] = lambda: False
         # And whether nobody waits either.
         self.engine_free: Callable[[], bool] = lambda: False
+        # Offloads gave back pages that they had kept; the scheduler sets it.
+        self.on_offloaded: Callable[[], None] = lambda: None
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
@@ -273,6 +275,7 @@ class TieredRuntime:
                     self.explainer.offloaded(plan, result)
                     self._offloads.record(_failure(result))
                     offloaded.append(plan.plan_id)
+                    self.on_offloaded()
                 case DemoteFinished(plan, result):
                     self._num_demoting -= 1
                     self.cache.finish_demote(plan, result)

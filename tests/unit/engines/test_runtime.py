@@ -174,6 +174,21 @@ def test_every_report_says_that_cxl_is_emulated(rig, caplog):
     assert "host 0% full," in caplog.text
 
 
+def test_the_scheduler_is_told_of_room_that_offloads_give_back(rig):
+    """Else it would not look for prompts before the next request leaves.
+
+    A server with room for three requests ran two, so.
+    """
+    told = []
+    rig.runtime.on_offloaded = lambda: told.append(rig.runtime.cache.stats.pages_stored)
+    rig.runtime.pump()
+    assert told == []
+    rig.keep("abc", 0)
+    assert len(told) == 1
+    rig.load("abc", 8)
+    assert len(told) == 1
+
+
 def test_tokens_are_counted_by_tier(rig):
     """Host and CXL apart; a tier that is not there is left out; the rest is new."""
     rig.runtime.count_request(
