@@ -54,6 +54,7 @@ class Server:
         from sglang.srt.platforms.cuda import CudaSRTPlatform
 
         from sgl_tiered.core.clock import SystemClock
+        from sgl_tiered.engines.sglang.agreement import Agreement
         from sgl_tiered.engines.sglang.layered import build, capacity, cuda
         from sgl_tiered.tiers.emulator import Emulator
 
@@ -86,14 +87,15 @@ class Server:
         clock = SystemClock()
         config: Any = SimpleNamespace(prefetch_to="host", breaks_staging=breaks)
         emulator = Emulator((), clock=clock)
+        agreement = Agreement(clock)
         self.too_early = ""
         try:
-            build.place_layers(self.pool, config, clock, emulator)
+            build.place_layers(self.pool, config, clock, emulator, agreement)
         except Exception as error:  # noqa: BLE001 - the kind is what is told
             self.too_early = f"{type(error).__name__}: {error}"
         backend = make_backend(self.pool, Table())
         if guard is None:
-            placed = build.place_layers(self.pool, config, clock, emulator)
+            placed = build.place_layers(self.pool, config, clock, emulator, agreement)
         else:
             placed = build.connect(self.pool, plan(), clock, None, guard=guard)
         self.driver, self.device = placed.driver, placed.device

@@ -61,10 +61,6 @@ BAD = {
         [*ON, "--tiered-layerkv=on", "--page-size=16", "--tp-size=2"],
         "--tiered-layerkv",
     ),
-    "layerkv guard": (
-        [*ON, "--tiered-layerkv=on", "--page-size=16", "--tiered-layerkv-guard=on"],
-        "--tiered-layerkv-guard",
-    ),
     "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),
     "zero": ([*ON, "--tiered-host-size=0"], "--tiered-host-size"),
