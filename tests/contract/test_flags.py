@@ -57,10 +57,6 @@ BAD = {
         [*ON, "--tiered-layerkv=on", "--page-size=1"],
         "--tiered-layerkv",
     ),
-    "layerkv ranks": (
-        [*ON, "--tiered-layerkv=on", "--page-size=16", "--tp-size=2"],
-        "--tiered-layerkv",
-    ),
     "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),
     "zero": ([*ON, "--tiered-host-size=0"], "--tiered-host-size"),

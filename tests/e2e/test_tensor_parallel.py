@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from sgl_tiered_workloads.sessions import (
 from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
-from sgl_tiered.engines.sglang.layered.settings import refuse_with_layerkv
-from sgl_tiered.errors import ConfigError
 from tests.e2e.e2e_support import (
     REFERENCE_POOL_TOKENS,
     Case,
@@ -73,20 +70,6 @@ def on_two_ranks(spec):
     """Return a server of two ranks, each on a core of its own."""
     env = {**spec.env, "SGLANG_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[1]}"}
     return replace(spec, name=f"{spec.name}-tp2", flags=(*spec.flags, *FLAGS), env=env)
-
-
-def layers_are_refused():
-    """Say whether a server of two ranks would refuse layer-wise KV."""
-    try:
-        refuse_with_layerkv(SimpleNamespace(page_size=16, tp_size=2))
-    except ConfigError:
-        return True
-    return False
-
-
-with_layers = pytest.mark.skipif(
-    layers_are_refused(), reason="--tiered-layerkv refuses --tp-size above 1 so far"
-)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +166,6 @@ def test_many_at_once_equal_plain(server, plain):
     assert stats(server)["lengths"]["num_under_way"] == 0
 
 
-@with_layers
 def test_layers_placed_singly_equal_plain(servers, model, plain):
     """Streamed on both ranks alike; copies asked whether a collective was on its way.
 
@@ -206,7 +188,6 @@ def test_layers_placed_singly_equal_plain(servers, model, plain):
     assert layers["layerkv_guard_collectives"] > 0
 
 
-@with_layers
 def test_layers_of_many_at_once_equal_plain(servers, model, plain):
     """Who waits for a turn, who is admitted and what leaves is the same on both."""
     plain, alone = plain

@@ -20,7 +20,7 @@ DEVICE_TOKENS = 4096
 PAGES = DEVICE_TOKENS // LAYOUT.page_tokens
 ARGS = {
     "page_size": 16,
-    "tp_size": 1,
+    "tp_size": 2,
     "device": "cpu",
     "disable_overlap_schedule": True,
     "enable_mixed_chunk": False,
@@ -71,7 +71,6 @@ def test_a_wrong_flag_is_named(settings, flag):
     ("changed", "word"),
     [
         ({"page_size": 1}, "page-size"),
-        ({"tp_size": 2}, "tp-size"),
         ({"enable_mixed_chunk": True}, "mixed-chunk"),
         ({"disable_overlap_schedule": False}, "overlap"),
     ],

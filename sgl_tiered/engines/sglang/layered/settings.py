@@ -179,8 +179,6 @@ def _graphs(server_args: Any, phase: str) -> str:
 
 # What the tiers refuse altogether (HiCache, speculation, other modes) is not here.
 _NEEDED: dict[str, tuple[object, str]] = {
-    # Written, and tested on ranks without a server (TP.md); no server has run so yet.
-    "tp_size": (1, "serve on one rank"),
     "enable_mixed_chunk": (False, "leave that out"),
     "enable_dynamic_chunking": (False, "leave that out"),
     "enable_pdmux": (False, "leave that out"),
