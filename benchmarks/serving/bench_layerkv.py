@@ -339,7 +339,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--requests", type=int, default=60, help="per rate and arm")
     parser.add_argument("--repeats", type=int, default=2, help="at the knee")
-    parser.add_argument("--equal", type=int, default=540, help="answers to compare")
+    parser.add_argument("--equal", type=int, default=720, help="answers to compare")
     parser.add_argument("--minutes", type=float, default=38.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")

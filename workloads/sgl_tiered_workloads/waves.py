@@ -211,6 +211,7 @@ async def run_planned(
     reference: Sequence[WaveRun],
     log: StepLog | None = None,
     drop: Callable[[], Awaitable[None]] | None = None,
+    settle: Callable[[], Awaitable[None]] | None = None,
 ) -> list[WaveRun]:
     """Send an episode again, to another server, with the prompts of its first run.
 
@@ -221,11 +222,14 @@ async def run_planned(
         reference: what ``run_waves`` returned.
         log: of the server, if the steps are to be told.
         drop: lets it forget the device level, where the episode says so.
+        settle: waits before each wave, for what the one before left under way.
     """
     texts: dict[str, tuple[int, ...]] = {}
     runs = []
     await _empty(server, log)
     for wave, known in zip(episode.waves, reference, strict=True):
+        if settle is not None:
+            await settle()
         if wave.drops_device and drop is not None:
             await drop()
         texts |= {record.key: record.prompt for record in known.records}

@@ -128,9 +128,13 @@ def test_the_second_server_gets_the_prompts_of_the_first(episode: Episode) -> No
     """Prompts that hold answers are those that were answered, on both servers."""
     plain, other = FakeServer(), FakeServer()
     dropped = []
+    settled = []
 
     async def drop() -> None:
         dropped.append(len(other.sent))
+
+    async def settle() -> None:
+        settled.append(len(other.sent))
 
     async def run() -> tuple[Any, Any]:
         known = await run_waves(plain.as_server, plain.as_client, episode, 5)
@@ -144,7 +148,7 @@ def test_the_second_server_gets_the_prompts_of_the_first(episode: Episode) -> No
             )
         )
         return known, await run_planned(
-            other.as_server, other.as_client, quick, known, drop=drop
+            other.as_server, other.as_client, quick, known, drop=drop, settle=settle
         )
 
     known, again = asyncio.run(run())
@@ -156,6 +160,9 @@ def test_the_second_server_gets_the_prompts_of_the_first(episode: Episode) -> No
     assert len(plain.sent) == len(episode.waves)
     assert [len(run.doomed) for run in again] == [len(w.doomed) for w in episode.waves]
     assert len(dropped) == sum(wave.drops_device for wave in episode.waves)
+    assert len(settled) == len(episode.waves)
+    assert settled == sorted(set(settled))
+    assert settled[0] == 0
     assert other.asked.count("flush") == 1
 
 
