@@ -41,3 +41,21 @@ def test_what_streaming_adds() -> None:
     for _ in range(200):
         cost.observe(4, 4_000, 9.0, 5e6, RATE)
     assert cost.byte_s == pytest.approx(1.0 / RATE, rel=0.01)
+
+
+def test_an_estimate_that_is_too_long_ends_though_all_steps_stream() -> None:
+    """This happened: after four slow steps of a machine 39 ms passed for 276.
+
+    From then on eight streamed where one did, at steps of 127 ms, and no step without
+    streaming came to correct it.
+    """
+    cost = StreamingCost(DecodeCost(0.030, 0.030, 1e-8))
+    assert cost.seconds(8, 7_500) > 0.260
+    for _ in range(20):
+        cost.observe(8, 7_500, 0.127, 50e6, 0.5e9)
+    assert cost.seconds(8, 7_500) < 0.127 / 0.75
+    # What is shorter by chance teaches nothing: that would be a bias.
+    before = cost.seconds(8, 7_500)
+    for _ in range(20):
+        cost.observe(8, 7_500, 0.9 * before, 50e6, 0.5e9)
+    assert cost.seconds(8, 7_500) == before
