@@ -16,6 +16,12 @@ _WEIGHT = 0.05
 """Of one step, in what streaming a byte adds to it."""
 _SURELY = 0.8
 """Of an estimate: a step is off by 20 % as a rule (``regression.py``)."""
+_STALLED = 0.1
+"""Of a step, spent waiting for what streams: then less is to be streamed."""
+_LESS, _MORE, _MORE_WITHOUT = 0.9, 0.01, 0.005
+"""Factor of the share after a step that stalled, and what each other adds to it. One
+without streaming adds as well: with a small share nothing may be short enough."""
+_LEAST_SHARE = 0.05
 
 
 class StreamingCost:
@@ -26,11 +32,15 @@ class StreamingCost:
 
     Attributes:
         byte_s: seconds that a step takes longer for each byte streamed under it.
+        share: of what the link should carry in a step, what it has been seen to carry
+            without a stall. It needs no estimate, so it holds where these are wrong:
+            on a machine that was fast a moment ago.
     """
 
     def __init__(self, decode: DecodeCost) -> None:
         self._decode = decode
         self.byte_s = 0.0
+        self.share = 1.0
 
     def seconds(self, batch: float, context_tokens: float) -> float:
         """Return the predicted time of one step without copies; contexts are summed."""
@@ -42,6 +52,7 @@ class StreamingCost:
         context_tokens: int,
         seconds: float,
         streamed_bytes: float,
+        stall_s: float,
         bytes_per_s: float,
     ) -> None:
         """Learn from one step.
@@ -52,11 +63,17 @@ class StreamingCost:
             seconds: from its launch to the next, waiting for copies included.
             streamed_bytes: copied under it. One with more than the link carries in its
                 time waits for the link, which says nothing of what copies slow.
+            stall_s: of these seconds, waited for copies.
             bytes_per_s: of the link.
         """
         if not streamed_bytes:
+            self.share = min(self.share + _MORE_WITHOUT, 1.0)
             self._decode.observe(batch, context_tokens, seconds)
             return
+        if stall_s > _STALLED * seconds:
+            self.share = max(self.share * _LESS, _LEAST_SHARE)
+        else:
+            self.share = min(self.share + _MORE, 1.0)
         alone_s = self.seconds(batch, context_tokens)
         if seconds < _SURELY * alone_s:
             # Streaming makes no step shorter. Where all steps stream, this alone ends

@@ -119,6 +119,7 @@ class TurnRoom:
         byte_s: that a step takes longer for each byte streamed under it, though the
             link keeps up: copies share memory, and on a CPU the cores.
         coming_bytes: that have room on the device and wait for the link.
+        stream_share: of what the link should carry, what it does without a stall.
     """
 
     step_s: BatchTime
@@ -128,6 +129,7 @@ class TurnRoom:
     token_bytes: int = 0
     byte_s: float = 0.0
     coming_bytes: int = 0
+    stream_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +335,7 @@ class PauseTurns:
         limit_s = self._link_share * room.step_s(max(len(decode), 1), contexts)
         # Layers that have room come first: until they are there it serves nobody.
         limit_s -= room.coming_bytes / room.bytes_per_s
+        limit_s *= room.stream_share
         for n in away:
             facts = running[n]
             contexts_then = contexts + facts.context_tokens

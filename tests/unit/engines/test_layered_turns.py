@@ -36,7 +36,9 @@ PAGES = 6
 """Of each prompt, whole ones."""
 
 
-COST: Any = SimpleNamespace(seconds=lambda batch, contexts: STEP_S, byte_s=0.0)
+COST: Any = SimpleNamespace(
+    seconds=lambda batch, contexts: STEP_S, byte_s=0.0, share=1.0
+)
 
 
 def request(

@@ -62,6 +62,13 @@ def test_some_stream_in_time() -> None:
     assert plan == TurnPlan((0, 1, 2), (0, 1, 2, 3), (3,))
 
 
+def test_less_is_streamed_where_steps_stalled() -> None:
+    """Half of what the link should carry: one of the two that would be in time."""
+    part = replace(AWAY, host_bytes=IN_TIME // 2)
+    room = replace(ROOM, stream_share=0.6)
+    assert PauseTurns().choose([HERE, part, part], room).decode == (0, 1)
+
+
 def test_who_slows_the_others_more_than_it_adds_is_paused() -> None:
     """Two decode at 100 tokens/s; a third that makes the step 30 ms adds nothing more.
 

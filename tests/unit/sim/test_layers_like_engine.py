@@ -77,7 +77,9 @@ def test_the_same_facts_give_the_same_choice(
         LayerKvSettings(decode=decode),
     )
     policy = make_turns(decode)
-    cost: Any = SimpleNamespace(seconds=config.times.decode_step_s, byte_s=0.0)
+    cost: Any = SimpleNamespace(
+        seconds=config.times.decode_step_s, byte_s=0.0, share=1.0
+    )
     facts = LayerFacts(
         manager,
         plan,

@@ -204,11 +204,14 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
     def link() -> float:
         return runtime.cost.link_figures(TierId.HOST)[1]
 
-    def learn(batch: int, contexts: int, seconds: float, streamed: float) -> None:
-        cost.observe(batch, contexts, seconds, streamed, link())
+    def learn(
+        batch: int, contexts: int, seconds: float, streamed: float, stall_s: float
+    ) -> None:
+        cost.observe(batch, contexts, seconds, streamed, stall_s, link())
 
     runtime.step_times = StepTimes(
-        agreement.learned(learn), lambda: (float(manager.bytes_streamed),)
+        agreement.learned(learn),
+        lambda: (float(manager.bytes_streamed), manager.stall_s),
     )
     decoders = Decoders(config, runtime.lengths, agreement)
     forecast = LayerForecast(driver, decoders.tokens_left)

@@ -113,6 +113,7 @@ class LayerFacts:
             self._device_tokens,
             self._token_bytes,
             byte_s=self._cost.byte_s,
+            stream_share=self._cost.share,
             coming_bytes=self._manager.binding.num_adrift * self._layer_page_bytes,
         )
 
