@@ -2,10 +2,10 @@
 
 Prompts of 900 tokens and answers of 200 arrive as a Poisson process at each rate of a
 grid; nothing comes again. The knee is the lowest rate at which plain's mean TTFT
-exceeds 15 times its TTFT alone. At the knee and the next rate of the grid, plain
-SGLang, our tiers without layer-wise KV, with it, and with it and the SLO-aware
-admission serve the same arrivals in turns, several times; below the knee only plain
-does (FULL=1: all of them, once). Copies of layers run behind a throttle, both ways, at
+exceeds 15 times its TTFT alone. At the knee plain SGLang, our tiers without layer-wise
+KV, with it, and with it and the SLO-aware admission serve the same arrivals; plain and
+layer-wise KV several times, in turns. Below the knee only plain does (FULL=1: all of
+them, and the next rate as well). Copies of layers run behind a throttle, both ways, at
 the ratio of KV bytes over the link to prefill that Llama-2-7B has on an L20 (data
 sheets); an unthrottled server stands beside at the knee, and does not count. Then
 prompts of several lengths at one rate: plain's queue grows with them, ours should not.
@@ -60,6 +60,7 @@ POOL_TOKENS, PROMPT, ANSWER = 4_096, 900, 200
 RATES = (0.30, 0.45, 0.60, 0.75, 0.90, 1.05)
 """A faster machine has its knee beyond the first four."""
 ARMS = ("plain", "tiered", "layerkv", "layerkv, SLO")
+COMPARED = ("plain", "layerkv")
 KNEE = 15.0
 """Times the TTFT alone that plain's mean has to exceed."""
 LENGTHS = (450, 900, 1_800)
@@ -167,7 +168,8 @@ class Bench:
                 break
             self.say(f"{rate:.2f} requests/s")
             if knee is not None:
-                found[rate] = await self._in_turns(servers, rate, 1)
+                if self.args.full:
+                    found[rate] = await self._in_turns(servers, rate, 1)
                 break
             load = self._load(rate, PROMPT, self.args.requests)
             arms = ARMS if self.args.full else ARMS[:1]
@@ -178,7 +180,8 @@ class Bench:
                 knee = rate
                 self.say("  this is the knee")
                 found[rate] = await self._in_turns(servers, rate, self.args.repeats)
-                await self._serve(servers["layerkv, no throttle"], load)
+                half = load[: len(load) // 2]
+                await self._serve(servers["layerkv, no throttle"], half)
         result: dict[str, Any] = {
             "rates": {
                 str(rate): {arm: asdict(run) for arm, run in runs.items()}
@@ -205,11 +208,13 @@ class Bench:
     async def _in_turns(
         self, servers: Mapping[str, SglangServer], rate: float, repeats: int
     ) -> dict[str, Run]:
-        """Serve fresh arrivals on all arms, several times; an arm's runs as one."""
+        """Serve fresh arrivals, several times; an arm's runs as one."""
         runs: dict[str, list[list[RequestRecord]]] = {arm: [] for arm in ARMS}
         for number in range(repeats):
             load = self._load(rate, PROMPT, self.args.requests)
-            for arm in rotated(ARMS, number):
+            # The two that are compared in every turn, in the other order each time.
+            arms = ARMS if number == 0 or self.args.full else COMPARED
+            for arm in arms[:: -1 if number % 2 else 1]:
                 runs[arm].append(await self._serve(servers[arm], load))
         return {arm: _judged(served) for arm, served in runs.items()}
 
@@ -226,7 +231,7 @@ class Bench:
             load = self._load(LENGTH_RATE, length, self.args.requests // 3)
             found[str(length)] = {
                 arm: asdict(_judged([await self._serve(servers[arm], load)]))
-                for arm in rotated(("plain", "layerkv"), number)
+                for arm in rotated(COMPARED, number)
             }
         return found
 
@@ -339,7 +344,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--requests", type=int, default=60, help="per rate and arm")
     parser.add_argument("--repeats", type=int, default=2, help="at the knee")
-    parser.add_argument("--equal", type=int, default=720, help="answers to compare")
+    parser.add_argument("--equal", type=int, default=540, help="answers to compare")
     parser.add_argument("--minutes", type=float, default=38.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")
