@@ -15,13 +15,16 @@ Law: ``free + held by requests + of passes + leaving == capacity``, in layer-pag
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from sgl_tiered.pipelines.shares import GUARANTEED, Share
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
-from sgl_tiered.policies.layers.forecast import STAGES, RunningPages, forecast
+from sgl_tiered.policies.layers.allotment import allotted_layers
+from sgl_tiered.policies.layers.forecast import RunningPages, taken_ahead
 from sgl_tiered.policies.layers.pressure import LayersHeld, Pressure
 from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.policies.layers.retention import (
@@ -79,10 +82,11 @@ class _Layers:
 
 @dataclass(slots=True, eq=False)
 class _Return:
-    """Layers of a request on their way back."""
+    """Layers of a request on their way back, one after the other."""
 
     layers: _Layers
     num_layers: int
+    layer_bytes: float
     bytes_left: float
 
 
@@ -126,8 +130,11 @@ class LayerMemory:
         self._of: dict[int, _Layers] = {}
         self._in_pass: set[int] = set()
         self._buffers = 0
+        # Whose copies to the host have not landed.
+        self._leaving = 0
         self._down_free_s = 0.0
         self._returns: deque[_Return] = deque()
+        self._has_paused = False
         # Since then, so much was streamed.
         self._link_from_s = 0.0
         self._link_bytes = 0.0
@@ -161,17 +168,19 @@ class LayerMemory:
         # The last page stays open in all layers, and a decoder will need its next one.
         margin = 2 * self._num_layers
         needed = prefill_layer_pages(self._num_layers, least, num_pages) + margin
-        if needed > self.free:
-            self._relieve(needed - self.free, running)
+        if needed > self.free + self._leaving:
+            self._relieve(needed - self.free - self._leaving, running)
         if needed > self.free:
             return False
         kept = least
         if layers is None:
-            # Where others wait for room, this one does not take it before them.
-            is_tight = any(self._host_bytes(one) for one in self._of.values())
-            spare = self._pressure.high if is_tight else self._pressure.low
-            room = self.free - margin - spare
-            kept = retained_in_room(self._num_layers, least, num_pages, room)
+            # Those that wait came first: what is free is theirs.
+            room = 0
+            if not any(self._of[one.index].is_paused for one in running):
+                keep = self._pressure.to_keep(self.free, self._ahead(running))
+                room = min(keep, self.free - margin)
+            prompt_pages = -(-(seq.input_tokens + 1) // self._page)
+            kept = retained_in_room(self._num_layers, least, prompt_pages, room)
             layers = self._of[seq.index] = _Layers(kept)
         buffers = prefill_layer_pages(self._num_layers, kept, num_pages)
         buffers -= kept * num_pages
@@ -237,10 +246,10 @@ class LayerMemory:
         batch_s = self._turns.pace_s(1, contexts // max(len(running), 1), room)
         facts = [self._facts(seq, now_s, batch_s) for seq in by_age]
         plan = self._turns.choose(facts, room)
-        for position in plan.yields:
-            self._keep(self._of[by_age[position].index], 0)
+        self._has_paused = bool(plan.paused)
         chosen = self._with_pages(by_age, plan)
-        self._balance(by_age, plan, chosen)
+        self._place(by_age, plan)
+        self._relieve_ahead(by_age, plan, chosen)
         for seq in by_age:
             layers = self._of[seq.index]
             is_paused = seq.index not in chosen
@@ -255,6 +264,9 @@ class LayerMemory:
     def steps(self, decoding: Seq[Sequence], most: int) -> int:
         """Return how many steps these may run before something is decided anew."""
         most = min(most, self._page)
+        if self._has_paused and self._is_link_bound(decoding):
+            # It is streamed because it is due, or nobody is on the device.
+            return 1
         while (
             most > 1 and self._new_pages(decoding, most) * self._num_layers > self.free
         ):
@@ -275,11 +287,21 @@ class LayerMemory:
         growth_s = times.decode_context_token_s * batch
         num_bytes = sum(self._host_bytes(self._of[seq.index]) for seq in decoding)
         link_s = num_bytes / self._setup.up.bytes_per_s
+        if self._returns:
+            # What returns has its share, though a step waits for what is streamed.
+            link_s /= 1.0 - GUARANTEED[Share.PROMOTE]
         if num_bytes:
             # The first layer's staging is ahead of all computation of the step but the
             # last of the step before: one of L layers is not hidden.
             link_s += compute_s / self._num_layers
         return StepShape(max(compute_s, link_s), growth_s, num_bytes)
+
+    def _is_link_bound(self, decoding: Seq[Sequence]) -> bool:
+        """Return whether streaming is what a step waits for."""
+        num_bytes = sum(self._host_bytes(self._of[seq.index]) for seq in decoding)
+        contexts = sum(seq.kv_tokens for seq in decoding)
+        compute_s = self._config.times.decode_step_s(len(decoding), contexts)
+        return num_bytes > compute_s * self._setup.up.bytes_per_s
 
     def end_steps(
         self, decoding: Seq[Sequence], num_steps: int, shape: StepShape
@@ -341,14 +363,19 @@ class LayerMemory:
     def _keep(self, layers: _Layers, num_layers: int) -> None:
         """Let layers of it leave until so many are left."""
         num_gone = layers.num_layers - num_layers
-        if layers.coming:
-            # What is on its way turns back.
-            self._returns = deque(
-                one for one in self._returns if one.layers is not layers
-            )
-            layers.coming = 0
         layers.num_layers = num_layers
         self._leave_at(layers.on_host_s, num_gone * layers.num_pages)
+        if not layers.coming:
+            return
+        # What is on its way turns back first.
+        for one in reversed(self._returns):
+            if one.layers is layers:
+                num_turned = min(num_gone, one.num_layers)
+                num_gone -= num_turned
+                one.num_layers -= num_turned
+                layers.coming -= num_turned
+                one.bytes_left = min(one.bytes_left, one.num_layers * one.layer_bytes)
+        self._returns = deque(one for one in self._returns if one.num_layers)
 
     def _leave_at(self, time_s: float, num: int) -> None:
         """Free layer-pages once their copies have landed."""
@@ -357,10 +384,12 @@ class LayerMemory:
             return
 
         def left() -> None:
+            self._leaving -= num
             self.free += num
             self._on_room()
 
         if num:
+            self._leaving += num
             self._queue.at(time_s, Priority.TRANSFER, left)
 
     def _relieve(self, needed: int, running: Seq[Sequence]) -> None:
@@ -390,36 +419,59 @@ class LayerMemory:
             if missing <= 0:
                 return chosen
             free = self.free
+            missing -= self._leaving
             self._offload([self._of[seq.index] for seq in claims], missing)
             if self.free > free:
                 continue
-            # Copies are under way: the least claim waits for them.
-            last = next(seq for seq in reversed(claims) if seq.index in chosen)
-            chosen.remove(last.index)
+            # Copies are under way: the least claim to a page waits for them.
+            begin = (seq for seq in reversed(claims) if not seq.kv_tokens % self._page)
+            chosen.remove(next(seq.index for seq in begin if seq.index in chosen))
 
-    def _balance(self, by_age: Seq[Sequence], plan: TurnPlan, chosen: set[int]) -> None:
-        """Offload below the one threshold of the forecast, return above the other."""
+    def _place(self, by_age: Seq[Sequence], plan: TurnPlan) -> None:
+        """Give the device to those with the best claims; others' layers leave."""
+        decoding = [by_age[n] for n in plan.decode]
+        step = self._new_pages(decoding, 1) * self._num_layers
+        # Each has a page that is written, or will begin one, in all layers; and Eq. 5.
+        others = len(by_age) * self._num_layers
+        others += self._pressure.reserve(self._ahead(decoding), step)
+        claims = [self._of[by_age[n].index] for n in plan.claims]
+        allotted = allotted_layers(
+            self._num_layers, [one.num_pages for one in claims], self.capacity - others
+        )
+        for layers, num in zip(claims, allotted, strict=True):
+            if num < layers.num_layers:
+                self._keep(layers, num)
+        spare = self.free - step
+        for layers, num in zip(claims, allotted, strict=True):
+            wanted = num - layers.num_layers
+            if layers.num_pages:
+                # Not before the copies of those that leave for it have landed.
+                wanted = min(wanted, max(spare, 0) // layers.num_pages)
+            if wanted > 0:
+                spare -= wanted * layers.num_pages
+                self._return(layers, layers.num_layers + wanted)
+            if layers.num_layers < num:
+                break
+
+    def _relieve_ahead(
+        self, by_age: Seq[Sequence], plan: TurnPlan, chosen: set[int]
+    ) -> None:
+        """Send layers to the host before the room that they take is needed."""
+        decoding = [seq for seq in by_age if seq.index in chosen]
+        avail = self.free + self._leaving - self._ahead(decoding)
         claims = [self._of[by_age[n].index] for n in plan.order]
-        running = [
-            RunningPages(
-                self._held(self._of[seq.index]),
-                self._tokens_left(seq),
-                self._num_layers,
+        self._offload(claims, self._pressure.shortage(avail))
+
+    def _ahead(self, running: Seq[Sequence]) -> int:
+        """Return what those that decode take in the coming stages (Eq. 5)."""
+        pages = []
+        for seq in running:
+            layers = self._of[seq.index]
+            held = RunningPages(
+                self._held(layers), self._tokens_left(seq), self._num_layers
             )
-            for seq in by_age
-            if seq.index in chosen
-        ]
-        lowest = int(forecast(self.free, running, STAGES, self._page).min())
-        self._offload(claims, self._pressure.shortage(lowest))
-        wanted = [n for n in plan.order if by_age[n].index not in self._in_pass]
-        claims = [self._of[by_age[n].index] for n in wanted if n not in plan.yields]
-        held = [LayersHeld(one.num_layers, one.num_pages) for one in claims]
-        # The forecast looks from stage to stage; the next step is nearer than that.
-        now = [seq for seq in by_age if seq.index in chosen]
-        step = self._new_pages(now, 1) * self._num_layers
-        surplus = min(self._pressure.surplus(lowest), self.free - step)
-        for change in self._pressure.returns(held, surplus):
-            self._return(claims[change.position], change.num_layers)
+            pages.append(held)
+        return taken_ahead(pages, self._page)
 
     def _tokens_left(self, seq: Sequence) -> int:
         if self._book is not None:
@@ -433,15 +485,14 @@ class LayerMemory:
 
     def _return(self, layers: _Layers, num_layers: int) -> None:
         num = num_layers - layers.num_layers
-        num_layer_pages = num * layers.num_pages
         layers.num_layers = num_layers
-        self.free -= num_layer_pages
-        if not num_layer_pages:
+        if not layers.num_pages:
             return
+        self.free -= num * layers.num_pages
         layers.coming += num
-        num_bytes = num_layer_pages * self._layer_page_bytes
-        self.counts.returned_bytes += int(num_bytes)
-        self._returns.append(_Return(layers, num, num_bytes))
+        layer_bytes = layers.num_pages * self._layer_page_bytes
+        self.counts.returned_bytes += int(num * layer_bytes)
+        self._returns.append(_Return(layers, num, layer_bytes, num * layer_bytes))
 
     def _end_returns(self, now_s: float) -> None:
         """Give what streaming left of the link to those that return, in order."""
@@ -453,9 +504,11 @@ class LayerMemory:
             moved = min(spare, one.bytes_left)
             one.bytes_left -= moved
             spare -= moved
-            if one.bytes_left > _ROUNDING_BYTES:
+            num_left = math.ceil((one.bytes_left - _ROUNDING_BYTES) / one.layer_bytes)
+            one.layers.coming -= one.num_layers - num_left
+            one.num_layers = num_left
+            if num_left:
                 break
-            one.layers.coming -= one.num_layers
             self._returns.popleft()
 
     # -- What the policies are told ---------------------------------------------------

@@ -32,16 +32,27 @@ def request(row: int, length: int) -> Any:
         beam_group=None,
         return_logprob=row % 2 == 0,
         grammar=None,
+        origin_input_ids=[9],
+        output_ids=[],
+        eos_token_ids={8},
+        tokenizer=SimpleNamespace(additional_stop_token_ids=None, eos_token_id=8),
+        sampling_params=SimpleNamespace(
+            frequency_penalty=0.0,
+            presence_penalty=0.0,
+            repetition_penalty=1.0,
+            min_new_tokens=0,
+            stop_token_ids=None,
+        ),
         return_hidden_states_mode=CaptureHiddenMode.NULL,
     )
     one.finished = lambda: one.is_finished
     return one
 
 
-def decode_batch(reqs: list[Any], *, is_penalised: bool = False) -> Any:
+def decode_batch(reqs: list[Any]) -> Any:
     """Return a running batch of SGLang's over some requests."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.sampling.penaltylib import BatchedPenalizerOrchestrator
+    from sglang.srt.sampling import penaltylib
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -57,8 +68,13 @@ def decode_batch(reqs: list[Any], *, is_penalised: bool = False) -> Any:
     batch.return_logprob = any(req.return_logprob for req in reqs)
     batch.top_logprobs_nums = list(rows)
     batch.token_ids_logprobs = [[row] for row in rows]
-    orchestrator = BatchedPenalizerOrchestrator(10, batch, set())
-    orchestrator.is_required = is_penalised
+    kinds = {
+        penaltylib.BatchedFrequencyPenalizer,
+        penaltylib.BatchedMinNewTokensPenalizer,
+        penaltylib.BatchedPresencePenalizer,
+        penaltylib.BatchedRepetitionPenalizer,
+    }
+    orchestrator = penaltylib.BatchedPenalizerOrchestrator(10, batch, kinds)
     batch.sampling_info = SamplingBatchInfo(
         temperatures=torch.tensor(rows, dtype=torch.float32).view(-1, 1),
         top_ps=torch.ones(len(rows)),
@@ -175,12 +191,88 @@ def pausing() -> dict[str, Any]:
     decode(batch)
     out["no room"] = {"ran": list(steps.ran)}
     steps.has_room = True
-
-    steps.ran.clear()
-    penalised = decode_batch([request(row, 4) for row in (7, 8)], is_penalised=True)
-    PausingDecode(steps.update, lambda reqs: [0])(penalised)
-    out["penalised"] = {"ran": list(steps.ran)}
     return out
+
+
+PENALTIES: dict[int, dict[str, float]] = {
+    0: {"frequency_penalty": 0.5, "repetition_penalty": 1.25},
+    2: {"presence_penalty": 0.75, "min_new_tokens": 3},
+    3: {"repetition_penalty": 2.0},
+    6: {"frequency_penalty": 1.5, "min_new_tokens": 2},
+}
+"""By row; the others have none."""
+
+
+def penalised(rows: list[int]) -> Any:
+    """Return a batch of requests of these rows, with their penalties."""
+    reqs = [request(row, 4) for row in rows]
+    for req in reqs:
+        for name, value in PENALTIES.get(req.kv.req_pool_idx, {}).items():
+            setattr(req.sampling_params, name, value)
+    return decode_batch(reqs)
+
+
+class Sampler:
+    """Samples greedily from logits that only penalties tell apart; notes all of them.
+
+    Attributes:
+        seen: by request, what its logits were in each of its steps.
+        ran: who was in each step.
+    """
+
+    def __init__(self) -> None:
+        self.steps = Steps()
+        self.seen: dict[str, list[list[float]]] = {}
+
+    def step(self, batch: Any) -> Any:
+        """Do with penalties what SGLang does to prepare, to sample and afterwards."""
+        self.steps.update(batch)
+        if batch.sampling_info.penalizer_orchestrator.is_required:
+            batch.cumulate_penalty_output_tokens()
+        logits = torch.arange(10).repeat(len(batch.reqs), 1).div(8).sub(0.5)
+        batch.sampling_info.copy_for_forward().apply_logits_bias(logits)
+        for req, row in zip(batch.reqs, logits, strict=True):
+            self.seen.setdefault(req.rid, []).append(row.tolist())
+            req.output_ids.append(int(row.argmax()))
+        return batch
+
+
+def counted() -> dict[str, Any]:
+    """Let parts of a batch with penalties decode, and each of its requests alone."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
+
+    ScheduleBatch.check_decode_mem = lambda self, selected_indices=None: True
+    sampler = Sampler()
+    chosen: list[list[int]] = []
+    decode = PausingDecode(sampler.step, lambda reqs: chosen.pop(0))
+    batch = penalised([0, 1, 2, 3])
+    everyone = [0, 1, 2, 3]
+    for keep in ([0, 2], [1], [1, 3], everyone, [0, 3], [2, 3], [0, 1]):
+        chosen.append(keep)
+        decode(batch)
+    # One joins while others wait, and one that has penalties ends.
+    batch.merge_batch(penalised([6]))
+    for keep in ([4], [1, 2, 4], [0, 3]):
+        chosen.append(keep)
+        decode(batch)
+    batch.reqs[0].is_finished = True
+    batch.filter_batch()
+    for keep in ([1, 3], [0, 2], everyone, [1, 2, 3]):
+        chosen.append(keep)
+        decode(batch)
+    singly = Sampler()
+    for row in (*everyone, 6):
+        one = penalised([row])
+        for _ in range(len(sampler.seen[f"r{row}"])):
+            singly.step(one)
+    return {
+        "ran": sampler.steps.ran,
+        "together": sampler.seen,
+        "alone": singly.seen,
+        "untouched": torch.arange(10).div(8).sub(0.5).tolist(),
+    }
 
 
 class Grammar:
@@ -287,7 +379,12 @@ def alone() -> dict[str, Any]:
 
 def main() -> None:
     """Print the stories."""
-    stories = {"pausing": pausing(), "constrained": constrained(), "alone": alone()}
+    stories = {
+        "pausing": pausing(),
+        "constrained": constrained(),
+        "counted": counted(),
+        "alone": alone(),
+    }
     print(json.dumps(stories))
 
 

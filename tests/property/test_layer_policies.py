@@ -110,19 +110,6 @@ def test_offloads_free_enough_or_all(ones: list[LayersHeld], needed: int):
         assert not any(n and one.num_pages for n, one in zip(now, ones, strict=True))
 
 
-@given(held, st.integers(0, 4_000))
-def test_returns_fit(ones: list[LayersHeld], free: int):
-    """What comes back has room; at most one request is left in part."""
-    taken = parts = 0
-    for change in Pressure(NUM_LAYERS, 1_000).returns(ones, free):
-        one = ones[change.position]
-        assert one.num_held < change.num_layers <= NUM_LAYERS
-        taken += (change.num_layers - one.num_held) * one.num_pages
-        parts += change.num_layers < NUM_LAYERS
-    assert taken <= free
-    assert parts <= 1
-
-
 @given(
     st.integers(-50, 500),
     st.lists(

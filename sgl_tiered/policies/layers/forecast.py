@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["STAGES", "Int64s", "RunningPages", "forecast"]
+__all__ = ["STAGES", "Int64s", "RunningPages", "forecast", "taken_ahead"]
 
 Int64s = npt.NDArray[np.int64]
 
@@ -80,3 +80,18 @@ def forecast(
         taken = planned[stage] if stage < len(planned) else 0
         found.append(found[-1] + slope + ends[stage] - taken)
     return np.array(found, np.int64)
+
+
+def taken_ahead(running: Sequence[RunningPages], page_tokens: int) -> int:
+    """Return the layer-pages that the coming ``STAGES`` take at worst; O(running).
+
+    What answers that end give back counts from the stage on in which they end, so it
+    may be negative.
+
+    Args:
+        running: all that decode, paused ones left out.
+        page_tokens: tokens of a page.
+    """
+    if not running:
+        return 0
+    return -int(forecast(0, running, STAGES, page_tokens).min())

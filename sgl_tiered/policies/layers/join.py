@@ -47,7 +47,8 @@ class JoinTurns:
             decode.add(n)
         waiting = tuple(n for n in away if n not in decode)
         now = tuple(sorted(decode))
-        return TurnPlan(now, (*now, *waiting), waiting)
+        order = (*now, *waiting)
+        return TurnPlan(now, order, waiting, claims=order)
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
         """Return the step of those that have room."""

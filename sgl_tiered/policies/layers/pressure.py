@@ -1,15 +1,14 @@
-"""Which layers leave the device when it fills, and which come back when it empties.
+"""Which layers leave the device when it fills, and what is to be left free of it.
 
 Source: LayerKV (papers: layerkv), section 3.1.1: "When the available GPU KV blocks fall
 below the preset threshold, [...] the retained x layers of KV cache will be offloaded to
 the CPU. We prioritize offloading the most recently processed requests, starting with
 x/2 layers. If this proves insufficient, the full offloading will be executed." So
 half of the layers of the most recent request, of the one before, and so on; then, again
-from the most recent one, the rest. Layers kept until they are used are the paper's
-"free prefetching": where there is room they are pulled back, first come first.
+from the most recent one, the rest. That is done where room is needed at once, or will
+be; whose layers come back, the paper's "free prefetching", says ``allotment.py``.
 
-Available is what Eq. 5 (``forecast.py``) has at the worst of the coming stages. Between
-the two thresholds nothing moves, so that layers do not go to and fro.
+Available is what Eq. 5 (``forecast.py``) has at the worst of the coming stages.
 """
 
 from __future__ import annotations
@@ -86,9 +85,26 @@ class Pressure:
         """
         return max(self.low - avail, 0)
 
-    def surplus(self, avail: int) -> int:
-        """Return the layer-pages that may come back: down to the upper threshold."""
-        return max(avail - self.high, 0)
+    def to_keep(self, avail: int, ahead: int) -> int:
+        """Return the layer-pages that a new prompt may keep beyond the least.
+
+        Below 0 where there are none.
+
+        Args:
+            avail: free, or as good as.
+            ahead: that those who decode will take (``taken_ahead``).
+        """
+        return avail - ahead - self.low
+
+    def reserve(self, ahead: int, step: int) -> int:
+        """Return the layer-pages that nobody's layers are allotted.
+
+        Args:
+            ahead: that those who decode will take (``taken_ahead``).
+            step: that pages take which begin in the step that comes: who ends within
+                the stage has its next page before that.
+        """
+        return max(ahead, step, 0) + self.low
 
     def offloads(
         self, held: Sequence[LayersHeld], num_needed: int
@@ -118,31 +134,4 @@ class Pressure:
                 left[position] -= num
                 num_needed -= num * num_pages
                 changes.append(LayerChange(position, left[position]))
-        return tuple(changes)
-
-    def returns(
-        self, held: Sequence[LayersHeld], num_free: int
-    ) -> tuple[LayerChange, ...]:
-        """Return what comes back: one request whole before the next.
-
-        A request that lacks one layer must be streamed, or wait, like one that lacks
-        all, so whole requests are worth more than parts of many. What is left over
-        after the last whole one goes to the next in part.
-
-        Args:
-            held: in the order in which they are wanted back.
-            num_free: layer-pages that it may take.
-        """
-        changes: list[LayerChange] = []
-        for position, one in enumerate(held):
-            away = self._num_layers - one.num_held
-            if away <= 0:
-                continue
-            if one.num_pages > num_free:
-                break
-            num = away if not one.num_pages else min(away, num_free // one.num_pages)
-            num_free -= num * one.num_pages
-            changes.append(LayerChange(position, one.num_held + num))
-            if num < away:
-                break
         return tuple(changes)

@@ -18,6 +18,13 @@ First come, first decoded, with three exceptions:
 - Who has waited for ``wait_limit_s`` goes first, and others yield to it; if it is not
   back after as long again, one such request a step is streamed at any cost.
 
+A turn that has begun is had to its end, also by one that is streamed because nobody is
+on the device. And to those that waited too long the others yield one after the other:
+if all that had their turns left at once, nobody would decode while the next ones come.
+Without either, each step streams another request whole, whose layers then have the best
+claim and are on their way until the next step gives it to somebody else: the device
+stands empty and the link is full.
+
 The limit is not below two rounds of turns: a round is a turn for as many as have room
 at a time, after each other, and the moves of their layers. With more requests than can
 have a turn within ``wait_limit_s`` all would be due at once, and streamed one a step.
@@ -253,11 +260,21 @@ class PauseTurns:
         turn_s = self._turn_tokens * room.step_s(max(len(resident), 1), contexts)
 
         limit_s = self._limit_s(running, len(resident), away, turn_s, room)
+        is_empty = not resident
 
         def rank(position: int) -> tuple[int, float]:
-            return self._rank(position, running[position], turn_s, limit_s)
+            facts = running[position]
+            if self._has_turn(facts, is_empty=is_empty):
+                return 0, 0.0
+            return self._rank(position, facts, turn_s, limit_s)
+
+        def claim(position: int) -> tuple[int, float]:
+            if is_any_due and not running[position].host_bytes:
+                return 0, 0.0
+            return rank(position)
 
         away.sort(key=rank)
+        is_any_due = any(running[n].waited_s >= limit_s for n in away)
         decode = self._with_streamed(running, resident, away, room, limit_s)
         paused = [n for n in away if n not in decode]
         yields: list[int] = []
@@ -276,7 +293,7 @@ class PauseTurns:
         waiting = (*paused, *yields)
         order = (*sorted(decode, key=rank), *waiting)
         staying = (n for n in range(len(running)) if n not in yields)
-        claims = (*sorted(staying, key=rank), *yields)
+        claims = (*sorted(staying, key=claim), *yields)
         return TurnPlan(tuple(sorted(decode)), order, waiting, tuple(yields), claims)
 
     def pace_s(self, num_running: int, context_tokens: int, room: TurnRoom) -> float:
@@ -296,20 +313,23 @@ class PauseTurns:
         round_s = turn_s * (1.0 + len(away) / max(num_resident, 1)) + moved_s
         return max(self._wait_limit_s, 2.0 * round_s)
 
+    def _has_turn(self, facts: TurnFacts, *, is_empty: bool) -> bool:
+        """Return whether it was pulled back for a turn, or is streamed for one."""
+        if facts.turn_tokens >= self._turn_tokens:
+            return False
+        return not facts.host_bytes or (is_empty and facts.turn_tokens > 0)
+
     def _rank(
         self, position: int, facts: TurnFacts, turn_s: float, limit_s: float
     ) -> tuple[int, float]:
-        """Return a sort key: whose claim to the device is the best."""
+        """Return a sort key: whose claim to a turn is the best."""
         if facts.waited_s >= limit_s:
-            return 0, -facts.waited_s
-        if not facts.host_bytes and facts.turn_tokens < self._turn_tokens:
-            # It was pulled back for a turn, so it has it.
-            return 1, -NO_TARGET
+            return 1, -facts.waited_s
         if facts.is_hopeless:
-            return 3, float(position)
+            return 4, float(position)
         if self._is_pressing(facts, turn_s, limit_s):
-            return 1, facts.allowance_s
-        return 2, float(position)
+            return 2, facts.allowance_s
+        return 3, float(position)
 
     def _is_pressing(self, facts: TurnFacts, turn_s: float, limit_s: float) -> bool:
         """Return whether it must not wait for a turn of another."""
@@ -329,6 +349,9 @@ class PauseTurns:
         decode = set(resident)
         contexts = sum(running[n].context_tokens for n in resident)
         num_bytes = 0
+        # The one that has waited longest, in the end whatever it costs: a step that
+        # waits for a whole request is several times as long.
+        longest = max(away, key=lambda n: running[n].waited_s, default=-1)
         seconds = room.step_s(len(decode), contexts) if decode else 0.0
         # Not the longer step with the streamed ones in it: what was learned at few
         # requests says little of many, and each streamed one would allow the next.
@@ -345,9 +368,7 @@ class PauseTurns:
             in_time = bytes_then / room.bytes_per_s <= limit_s
             # Tokens per second: not fewer than without it.
             pays = seconds_then * len(decode) <= seconds * (len(decode) + 1)
-            # The one that has waited longest, in the end whatever it costs: a step
-            # that waits for a whole request is several times as long.
-            is_due = n == away[0] and facts.waited_s >= 2.0 * wait_limit_s
+            is_due = n == longest and facts.waited_s >= 2.0 * wait_limit_s
             if is_due or (in_time and pays):
                 decode.add(n)
                 contexts, num_bytes, seconds = contexts_then, bytes_then, seconds_then

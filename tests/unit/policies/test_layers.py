@@ -1,10 +1,10 @@
-"""How many layers stay, what the forecast says, what leaves and what comes back."""
+"""How many layers stay, what the forecast says, and what leaves."""
 
 from __future__ import annotations
 
 import pytest
 
-from sgl_tiered.policies.layers.forecast import RunningPages, forecast
+from sgl_tiered.policies.layers.forecast import RunningPages, forecast, taken_ahead
 from sgl_tiered.policies.layers.pressure import LayerChange, LayersHeld, Pressure
 from sgl_tiered.policies.layers.retention import (
     layer_offload_s,
@@ -87,13 +87,27 @@ def test_a_forecast_ends_where_it_was_told() -> None:
     assert forecast(0, running, 2, 16, planned=(1, 1, 500)).tolist() == [0, -9, -18]
 
 
+def test_what_is_taken_ahead() -> None:
+    """At worst of two stages; nobody takes nothing, and who ends gives back."""
+    growing = RunningPages(40, 1_000, 8)
+    assert taken_ahead([growing, growing], 16) == 32
+    assert taken_ahead([], 16) == 0
+    # Its page of the stage that comes is back at its end, with the 40.
+    assert taken_ahead([RunningPages(40, 3, 8)], 16) == 0
+    assert taken_ahead([RunningPages(40, 20, 8)], 16) == 8
+
+
 def test_thresholds() -> None:
-    """5 and 10 % of 1,000; between them nothing moves."""
+    """5 % of 1,000 are nobody's: what is needed ahead, or at once, comes on top."""
     pressure = Pressure(8, 1_000, 0.05, 0.10)
     assert pressure.shortage(-30) == 80
     assert pressure.shortage(50) == 0
-    assert pressure.surplus(100) == 0
-    assert pressure.surplus(130) == 30
+    assert (pressure.low, pressure.high) == (50, 100)
+    assert pressure.to_keep(130, 32) == 48
+    assert pressure.to_keep(20, 32) == -62
+    assert pressure.reserve(32, 8) == 82
+    assert pressure.reserve(-200, 8) == 58
+    assert pressure.reserve(-200, 0) == 50
 
 
 HELD = [LayersHeld(8, 10), LayersHeld(4, 10), LayersHeld(5, 10)]
@@ -116,22 +130,3 @@ def test_halves_leave_first_then_all(
     """The most recent request first, to the layer that is enough."""
     found = Pressure(8, 1_000).offloads(HELD, needed)
     assert found == tuple(LayerChange(*change) for change in expected)
-
-
-@pytest.mark.parametrize(
-    ("free", "expected"),
-    [(9, []), (39, [(1, 7)]), (40, [(1, 8)]), (55, [(1, 8), (2, 6)])],
-)
-def test_one_comes_back_whole_before_the_next(
-    free: int, expected: list[tuple[int, int]]
-) -> None:
-    """Which is there already is passed over; the last one comes in part."""
-    found = Pressure(8, 1_000).returns(HELD, free)
-    assert found == tuple(LayerChange(*change) for change in expected)
-
-
-def test_a_request_without_whole_pages_has_all_its_layers_back() -> None:
-    """It takes nothing, and stops nobody."""
-    held = [LayersHeld(0, 0), LayersHeld(7, 10)]
-    found = Pressure(8, 1_000).returns(held, 10)
-    assert found == (LayerChange(0, 8), LayerChange(1, 8))

@@ -179,6 +179,37 @@ def test_who_waited_too_long_decodes_at_any_cost() -> None:
     assert plan == TurnPlan((2,), (2, 1, 0), (1, 0), (0,))
 
 
+def test_a_turn_is_had_to_its_end() -> None:
+    """With an empty device one is streamed until its layers are there, not each once.
+
+    Whoever's layers have come goes before it, and on a device that somebody decodes
+    from nobody is streamed for a turn.
+    """
+    turns = PauseTurns(wait_limit_s=2.0, turn_tokens=4)
+    due = paused(NO_TARGET, waited_s=3.0)
+    begun = paused(NO_TARGET, waited_s=0.0, turn_tokens=1)
+    plan = turns.choose([due, begun, due], ROOM)
+    assert (plan.decode, plan.claims) == ((1,), (1, 0, 2))
+    over = replace(begun, turn_tokens=4)
+    assert turns.choose([due, over, due], ROOM).decode == (0,)
+    here = replace(HERE, turn_tokens=0)
+    plan = turns.choose([due, begun, due, here], ROOM)
+    assert (plan.decode, plan.claims) == ((3,), (3, 0, 2, 1))
+    # In the end it does not hold up the one that has waited longest.
+    late = replace(due, waited_s=30.0)
+    assert turns.choose([due, begun, late], ROOM).decode == (2,)
+
+
+def test_one_after_the_other_yields_to_those_that_are_due() -> None:
+    """The rest decode from the device until they yield in their turn."""
+    turns = PauseTurns(wait_limit_s=2.0, turn_tokens=1)
+    here = replace(HERE, allowance_s=-5.0)
+    due = [paused(NO_TARGET, waited_s=value) for value in (2.6, 2.9)]
+    plan = turns.choose([AWAY, here, here, here, *due], ROOM)
+    assert plan.yields == (3,)
+    assert plan.claims == (1, 2, 5, 4, 0, 3)
+
+
 def test_a_crowd_is_due_later() -> None:
     """8 that are away need 9 turns of 0.64 s and 8 moves of 50 ms: 6.16 s a round."""
     turns = PauseTurns(wait_limit_s=2.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import numpy as np
@@ -11,11 +12,14 @@ import pytest
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.layers.registry import TURNS
 from sgl_tiered.policies.layers.turns import PauseTurns, TurnFacts, TurnPlan, TurnRoom
+from sgl_tiered.sim import layers
 from sgl_tiered.sim.config import LayerSetup, SchedulerConfig, ServerConfig
+from sgl_tiered.sim.events import EventQueue, Priority
 from sgl_tiered.sim.hardware import LinkSpeed
-from sgl_tiered.sim.layers import LayerMemory
+from sgl_tiered.sim.layers import LayerMemory, _Layers
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
+from sgl_tiered.sim.sequence import Sequence
 from sgl_tiered.sim.server import SimServer, simulate
 from sgl_tiered.sim.summary import summarize
 from sgl_tiered.sim.synthetic import fixed_lengths
@@ -100,9 +104,7 @@ def test_turns_are_told_what_is_on_its_way(
     seen = []
     choose = PauseTurns.choose
 
-    def watched(
-        self: PauseTurns, running: Sequence[TurnFacts], room: TurnRoom
-    ) -> TurnPlan:
+    def watched(self: PauseTurns, running: Seq[TurnFacts], room: TurnRoom) -> TurnPlan:
         seen.append(room.coming_bytes)
         return choose(self, running, room)
 
@@ -133,6 +135,66 @@ def test_pauses_are_not_charged_to_prefill(
     monkeypatch.setattr(LayerMemory, "paused_s", lambda self, seq: 0.0)
     charged = summarize(ran(layered(held), crowd(120)))
     assert charged.ttft.mean > 3.0 * free.ttft.mean
+
+
+@pytest.mark.parametrize("rate", [3e7, 5e7])
+def test_turns_of_long_requests_do_not_empty_the_device(
+    make_config: Make, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """Three have room, 37 wait for their turns, and all are due again and again.
+
+    If each step streamed another, whose layers then came in vain, as nobody decodes
+    from the device, tokens would take half as long again.
+    """
+    link = LinkSpeed(rate, 1e-6, "made up")
+    config = make_config(device=400, device_reuse=False)
+    workload = fixed_lengths(40, 200.0, 240, 150, PAGE, np.random.default_rng(0))
+    joined = ran(layered(config, decode="join", up=link, down=link), workload)
+    monkeypatch.setattr(layers, "make_turns", lambda name: PauseTurns(0.2))
+    turned = ran(layered(config, decode="pause", up=link, down=link), workload)
+    assert turned.layers is not None
+    assert turned.layers.num_pauses > 100
+    assert turned.end_s < 1.2 * joined.end_s
+
+
+def test_what_is_on_its_way_turns_back_by_layers(make_config: Make) -> None:
+    """The last layers first; what has landed, and what goes on, keeps its place."""
+    config = layered(make_config(device=250, device_reuse=False), up=LINK)
+    queue = EventQueue()
+    memory = LayerMemory(config, queue, None, lambda: None)
+    one = memory._of[0] = _Layers(0, num_pages=10)
+    free = memory.free
+    memory._return(one, 4)
+    assert (memory.free, one.coming) == (free - 40, 4)
+    layer_bytes = 10 * PAGE * TOKEN_BYTES / 4
+    assert memory._host_bytes(one) == 4 * layer_bytes
+    # A layer and a half of the link's time.
+    queue.at(1.5 * layer_bytes / LINK.bytes_per_s, Priority.WAKE, lambda: None)
+    queue.run()
+    memory._end_returns(queue.now())
+    assert (one.coming, memory._host_bytes(one)) == (3, 3 * layer_bytes)
+    memory._keep(one, 3)
+    assert (memory.free, one.coming) == (free - 30, 2)
+    assert memory._returns[0].bytes_left == pytest.approx(2 * layer_bytes)
+    memory._keep(one, 0)
+    assert (memory.free, one.coming, len(memory._returns)) == (free, 0, 0)
+
+
+def test_what_returns_has_a_share_of_a_link_that_a_step_waits_for(
+    make_config: Make,
+) -> None:
+    """A tenth: the step takes a ninth longer."""
+    slow = LinkSpeed(1e5, 1e-6, "made up")
+    config = layered(make_config(device=250, device_reuse=False), up=slow)
+    memory = LayerMemory(config, EventQueue(), None, lambda: None)
+    seq = Sequence(0, crowd(1).requests[0], 0.0)
+    seq.kv_tokens = 100
+    memory._of[0] = _Layers(0, num_pages=25)
+    alone = memory.shape([seq])
+    memory._return(_Layers(0, num_pages=10), 4)
+    shared = memory.shape([seq])
+    assert shared.stream_bytes == alone.stream_bytes == 100 * TOKEN_BYTES
+    assert shared.first_s == pytest.approx(alone.first_s * 10 / 9, rel=1e-3)
 
 
 def test_a_streamed_step_by_hand(make_config: Make) -> None:

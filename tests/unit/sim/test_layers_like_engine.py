@@ -1,4 +1,4 @@
-"""Simulator and engine tell the layer policies the same, and so choose alike."""
+"""Simulator and engine tell the layer policies the same, and choose and place alike."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ import pytest
 
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.engines.sglang import layered
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts, _Turn
+from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
+from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.layered.base import LayerRoom
+from sgl_tiered.policies.layers.allotment import allotted_layers
 from sgl_tiered.policies.layers.registry import make_turns
+from sgl_tiered.policies.layers.retention import retained_layers
 from sgl_tiered.policies.length.base import LengthFacts
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
+from sgl_tiered.sim import layers
 from sgl_tiered.sim.config import LayerSetup, ServerConfig
 from sgl_tiered.sim.events import EventQueue
 from sgl_tiered.sim.hardware import LinkSpeed
@@ -44,7 +50,10 @@ RUNNING = [
 @pytest.mark.parametrize("decode", ["pause", "stream"])
 @pytest.mark.parametrize("free", [300, 60, 5])
 def test_the_same_facts_give_the_same_choice(
-    make_config: Callable[..., ServerConfig], decode: str, free: int
+    make_config: Callable[..., ServerConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    decode: str,
+    free: int,
 ) -> None:
     """Targets, waits, bytes and room of five requests, three of them partly away."""
     config = make_config(device=200, device_reuse=False)
@@ -63,7 +72,13 @@ def test_the_same_facts_give_the_same_choice(
     decoders = Decoders(told, reader, Agreement(clock))
     away = [(LAYERS - held) * pages for held, pages, *_ in RUNNING]
     room = LayerRoom(free=free, spare=0, landing=0, cached=0, total=memory.capacity)
+    kept = {f"r{n}": num for n, (num, *_) in enumerate(RUNNING)}
     manager: Any = SimpleNamespace(
+        num_held=lambda rids: [kept[rid] for rid in rids],
+        held=lambda rid: mask(kept[rid]),
+        hold=lambda rid, layers: None,
+        release=lambda rid, layers: None,
+        missing=lambda rid: 0,
         away=lambda rids: np.array(away),
         room=lambda: room,
         binding=SimpleNamespace(num_adrift=0),
@@ -131,3 +146,28 @@ def test_the_same_facts_give_the_same_choice(
     chosen = policy.choose(facts.turns(reqs, reading, theirs), theirs)
     assert chosen == memory._turns.choose(shown, ours)
     assert facts.pace_s(9, 3 * contexts) == memory.pace_s(9, 3 * contexts)
+
+    placed: list[tuple[int, tuple[int, ...], int]] = []
+
+    def watched(num: int, pages: list[int], room: int) -> tuple[int, ...]:
+        placed.append((num, tuple(pages), room))
+        return allotted_layers(num, pages, room)
+
+    monkeypatch.setattr(layered.turns, "allotted_layers", watched)
+    monkeypatch.setattr(layers, "allotted_layers", watched)
+    driver: Any = SimpleNamespace(manager=manager, plan=plan)
+    admission: Any = SimpleNamespace(
+        may_leave=lambda req: True,
+        whole_pages=lambda req: req.kv.kv_committed_len // PAGE,
+    )
+    forecast = LayerForecast(driver, decoders.tokens_left)
+    DecodeTurns(driver, admission, policy, facts, forecast)._move(reqs, chosen)
+    memory._place(seqs, chosen)
+    assert len(placed) == 2
+    assert placed[0] == placed[1]
+
+
+def mask(num: int) -> np.ndarray:
+    found = np.zeros(LAYERS, np.bool_)
+    found[list(retained_layers(LAYERS, num))] = True
+    return found

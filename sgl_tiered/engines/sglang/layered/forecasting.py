@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.layered.base import LayerRoom
-from sgl_tiered.policies.layers.forecast import STAGES, RunningPages, forecast
+from sgl_tiered.policies.layers.forecast import RunningPages, taken_ahead
 from sgl_tiered.policies.layers.pressure import Pressure
 
 __all__ = ["LayerForecast"]
@@ -55,8 +55,6 @@ class LayerForecast:
             decoding: SGLang's requests that decode, paused ones left out: they neither
                 grow nor end.
         """
-        if not decoding:
-            return 0
         num_layers, page_tokens = self._num_layers, self._page_tokens
         tokens_left = self._tokens_left
         held = self._driver.manager.num_held([req.rid for req in decoding])
@@ -67,7 +65,7 @@ class LayerForecast:
             if num_tokens % page_tokens:
                 num_pages += num_layers
             running.append(RunningPages(num_pages, tokens_left(req), num_layers))
-        return -int(forecast(0, running, STAGES, page_tokens).min())
+        return taken_ahead(running, page_tokens)
 
     def to_keep(self, running: Sequence[Any], room: LayerRoom) -> int:
         """Return the layer-pages that a new prompt may keep beyond the least.
@@ -78,8 +76,7 @@ class LayerForecast:
             running: those that run and are not paused.
             room: as it is now.
         """
-        avail = room.free + room.cached
-        return avail - self.ahead(running) - self._pressure.low
+        return self._pressure.to_keep(room.free + room.cached, self.ahead(running))
 
     def reserve(self, decoding: Sequence[Any]) -> int:
         """Return the layer-pages to be left to what is decoded, beside open pages.
@@ -87,9 +84,8 @@ class LayerForecast:
         Args:
             decoding: those that take part in the step that comes.
         """
-        # Who ends within the stage has its next page before that.
         step = sum(map(self._begins_page, decoding)) * self._num_layers
-        return max(self.ahead(decoding), step, 0) + self._pressure.low
+        return self._pressure.reserve(self.ahead(decoding), step)
 
     def relieve(
         self,

@@ -4,18 +4,22 @@ SGLang's running batch keeps every request: aborts, health, idleness, the bound 
 running requests, flushes, retraction and metrics look there, and so count who waits. A
 step runs on a part of it, a batch of its own over the same requests, their rows and
 their memory. What a step changes it changes in the requests and by row, so before the
-next one the tensors of the whole are made again from the requests.
+next one the tensors of the whole are made again from the requests. Penalties alone
+cannot be: they count tokens in tensors of the batch, so a part counts in its rows of
+them, which are written back. Grammars need nothing: each request has its own, and a
+forward asks its requests for them.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["PausingDecode", "can_be_split", "part_of", "refresh"]
+__all__ = ["PausingDecode", "can_be_split", "give_back", "part_of", "refresh"]
 
 Choose = Callable[[Sequence[Any]], Sequence[int]]
 
@@ -53,6 +57,7 @@ class PausingDecode:
         self._is_stale = True
         before = list(part.reqs)
         prepared = self._original(part)
+        give_back(part, batch)
         gone = [req for req in before if not _holds(part.reqs, req)]
         if gone:
             batch.filter_batch(reqs_to_exclude=gone)
@@ -73,12 +78,10 @@ class PausingDecode:
 def can_be_split(batch: Any) -> bool:
     """Return whether steps over parts of a batch leave nothing of it behind.
 
-    Penalties count tokens in tensors of the whole batch, and a beam's rows stand
-    behind it; neither can be made again from the requests.
+    A beam's rows stand behind those of the batch, and nobody would move them.
     """
     return (
         batch.spec_algorithm.is_none()
-        and not batch.sampling_info.penalizer_orchestrator.is_required
         and not batch.model_config.is_encoder_decoder
         and all(req.beam_group is None for req in batch.reqs)
     )
@@ -94,8 +97,33 @@ def part_of(batch: Any, keep: Sequence[int]) -> Any:
     part = copy.copy(batch)
     # Filtering rebinds what the copies hold, and changes nothing of it in place.
     part.sampling_info = copy.copy(batch.sampling_info)
+    if part.sampling_info.penalizer_orchestrator.is_required:
+        _count_apart(part)
     part.filter_batch(keep_indices=list(keep))
     return part
+
+
+def give_back(part: Any, batch: Any) -> None:
+    """Write what the penalties of a part have counted into those of the whole.
+
+    A penalty that nobody of the part has counts nothing that matters to the others.
+
+    Args:
+        part: as ``part_of`` made it, prepared for its step since.
+        batch: the whole; it still has all requests of the part.
+    """
+    counted = part.sampling_info.penalizer_orchestrator
+    if not counted.is_required or not part.reqs:
+        return
+    places = {id(req): n for n, req in enumerate(batch.reqs)}
+    rows = torch.tensor([places[id(req)] for req in part.reqs], device=batch.device)
+    whole = batch.sampling_info.penalizer_orchestrator
+    for kind, penalty in counted.penalizers.items():
+        if not penalty.is_prepared():
+            continue
+        for name, value in vars(penalty).items():
+            if isinstance(value, torch.Tensor):
+                getattr(whole.penalizers[kind], name)[rows] = value
 
 
 def refresh(batch: Any) -> None:
@@ -110,6 +138,19 @@ def refresh(batch: Any) -> None:
     batch.seq_lens_sum = None
     batch.input_ids = None
     batch.out_cache_loc = None
+
+
+def _count_apart(part: Any) -> None:
+    """Give a part penalties of its own, before it is filtered."""
+    counted = copy.copy(part.sampling_info.penalizer_orchestrator)
+    counted.batch = part
+    counted.penalizers = {
+        kind: copy.copy(penalty) for kind, penalty in counted.penalizers.items()
+    }
+    for penalty in counted.penalizers.values():
+        # They ask it for the requests.
+        penalty._orchestrator_ref = weakref.ref(counted)
+    part.sampling_info.penalizer_orchestrator = counted
 
 
 def _holds(reqs: Sequence[Any], wanted: Any) -> bool:
