@@ -1,4 +1,4 @@
-"""``sgl-tiered profile`` on a real server agrees with attention computed in the open."""
+"""``sgl-tiered profile`` on a real server agrees with whole attention matrices."""
 
 import json
 
@@ -52,7 +52,7 @@ def direct(model, prompts, share=0.01, local=LOCAL):
         with torch.no_grad():
             found = loaded(torch.tensor([prompt]), output_attentions=True).attentions
         entries = torch.stack([layer[0] for layer in found]).double()
-        num_layers, num_heads, num_tokens, _ = entries.shape
+        num_heads, num_tokens = entries.shape[1:3]
         seen = torch.ones(num_tokens, num_tokens).tril().bool()
         largest = entries.amax(dim=-1, keepdim=True)
         below = (entries < share * largest) & seen
