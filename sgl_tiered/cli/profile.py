@@ -188,7 +188,10 @@ def make_prompts(
         from sgl_tiered_workloads.profile_texts import profile_texts
 
         rng = np.random.default_rng(seed)
-        given = profile_texts(num_prompts, num_tokens * _CHARS_PER_TOKEN, rng)
+        try:
+            given = profile_texts(num_prompts, num_tokens * _CHARS_PER_TOKEN, rng)
+        except ValueError as error:
+            raise ConfigError("--prompts", str(error), "give a file") from None
     prompts = [server.tokens(p) if isinstance(p, str) else list(p) for p in given]
     return [prompt[:num_tokens] for prompt in prompts]
 
@@ -306,8 +309,9 @@ def _server(arguments: argparse.Namespace) -> Iterator[ProfiledServer]:
         try:
             server.start()
         except ServerStartError as error:
+            _say(str(error))
             raise ConfigError(
-                "--model", f"no server starts with it: {error}", "see the lines above"
+                "--model", "no server starts with it", "see the end of its log above"
             ) from None
         try:
             yield ProfiledServer(server.url)
