@@ -45,7 +45,14 @@ from sgl_tiered.cost.fitting import (
 )
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["calibrate_process", "calibrate_server", "register", "render", "run"]
+__all__ = [
+    "calibrate_process",
+    "calibrate_server",
+    "check_writable",
+    "register",
+    "render",
+    "run",
+]
 
 _BUDGET_S = 170.0
 _QUICK_BUDGET_S = 45.0
@@ -87,7 +94,7 @@ def register(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the fits, write the file; returns the exit code."""
-    _check_writable(arguments.out)
+    check_writable(arguments.out)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     if arguments.url is not None:
         rng = np.random.default_rng(arguments.seed)
@@ -302,10 +309,14 @@ def _time(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds / 1e-12:.3g} ps"
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a target before minutes are spent, not after."""
+def check_writable(path: Path, flag: str = "--out") -> None:
+    """Refuse a target before minutes are spent, not after.
+
+    Raises:
+        ConfigError: it lies in no folder that this user may write to.
+    """
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         raise ConfigError(
-            "--out", f"{path} cannot be written", "give a file in a folder of yours"
+            flag, f"{path} cannot be written", "give a file in a folder of yours"
         )

@@ -7,7 +7,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sgl_tiered_workloads.records import RequestRecord
@@ -96,9 +96,21 @@ class LiveServer:
         """Wait."""
         time.sleep(seconds)
 
-    def _ask(self, path: str, remedy: str) -> Any:
+    def _ask(
+        self,
+        path: str,
+        remedy: str,
+        body: Mapping[str, Any] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> Any:
+        """Return the JSON that a path answers: to a GET, or to a POST of ``body``."""
+        request = urllib.request.Request(
+            self._url + path,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
         try:
-            with self._opener.open(self._url + path, timeout=_TIMEOUT_S) as answer:
+            with self._opener.open(request, timeout=timeout_s) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             raise ConfigError("--url", f"{path} answers {error.code}", remedy) from None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sgl_tiered.cli import bench, calibrate, doctor, explain, simulate
+from sgl_tiered.cli import bench, calibrate, doctor, explain, profile, simulate
 from sgl_tiered.errors import TieredError
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -22,7 +22,14 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (doctor, calibrate, bench, simulate, explain)
+COMMANDS: tuple[Command, ...] = (
+    doctor,
+    calibrate,
+    profile,
+    bench,
+    simulate,
+    explain,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

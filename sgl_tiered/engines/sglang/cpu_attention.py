@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_tiered.engines.sglang.profiling import AttentionSums
 from sgl_tiered.errors import EngineCompatibilityError
 
 __all__ = ["TieredCpuAttention", "create_cpu_attention"]
@@ -33,6 +34,8 @@ class TieredCpuAttention(AttentionBackend):
         self._pool = token_to_kv_pool
         self._attention = PagedAttention()
         self._requests: list[RequestRows] = []
+        self.sums: AttentionSums | None = None
+        """What prefills are added to while ``sgl-tiered profile`` measures."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Take a copy of each request's slots once, for all layers of the forward."""
@@ -92,6 +95,8 @@ class TieredCpuAttention(AttentionBackend):
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = torch.empty(query.shape, dtype=query.dtype)
         done = self._attend(query, key_cache, value_cache, layer, out)
+        if self.sums is not None and not forward_batch.forward_mode.is_decode_or_idle():
+            self.sums.add(layer, query, key_cache, self._requests)
         out[done:].zero_()  # rows that only pad the batch
         return out.view(out.shape[0], -1)
 

@@ -2,9 +2,10 @@
 
 ``GET /tiered/stats``, ``POST /tiered/drop?tier=NAME``; what became of requests
 (metrics/EXPLAIN.md): ``GET /tiered/explain/RID`` and ``GET /tiered/explain?last=N`` or
-``?slowest=N``; to compare load policies on one server, ``POST
-/tiered/load-policy?policy=NAME``; and for tests, where the environment allows faults,
-``POST /tiered/faults?emulate=TEXT``.
+``?slowest=N``; for ``sgl-tiered profile``, ``GET /tiered/profile`` and ``POST
+/tiered/profile?local=N`` or ``?on=false``; to compare load policies on one server,
+``POST /tiered/load-policy?policy=NAME``; and for tests, where the environment allows
+faults, ``POST /tiered/faults?emulate=TEXT``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.emulation import parse_emulation
 
-__all__ = ["DROP_KNOBS", "EXPLAIN_KEY", "FAULTS_KEY", "LOAD_POLICY_KNOB", "http_hooks"]
+__all__ = [
+    "DROP_KNOBS",
+    "EXPLAIN_KEY",
+    "FAULTS_KEY",
+    "LOAD_POLICY_KNOB",
+    "PROFILE_KEY",
+    "PROFILE_KNOB",
+    "http_hooks",
+]
 
 DROP_KNOBS = {
     "device": "tiered_drop_device",
@@ -31,6 +40,11 @@ FAULTS_KEY = "tiered_faults:"
 """Before the text of ``POST /tiered/faults``: values are numbers, keys are texts."""
 LOAD_POLICY_KNOB = "tiered_load_policy"
 """Its number is the place of the policy in ``LOAD_POLICIES``."""
+
+PROFILE_KEY = "tiered_profile:"
+"""The ``rid`` of SGLang's request for its state that asks for the profile's sums."""
+PROFILE_KNOB = "tiered_profile"
+"""Its number is the local tokens of the sums that begin; -1 ends them."""
 
 
 def http_hooks() -> list[tuple[str, Any, Any]]:
@@ -60,13 +74,16 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
 
-    async def ask(question: dict[str, Any]) -> list[Any]:
+    async def ask_state(rid: str, name: str) -> list[Any]:
         """Ask every scheduler; SGLang's question for the state carries ours as rid."""
         manager = http_server._global_state.tokenizer_manager
         manager.auto_create_handle_loop()
-        request = GetInternalStateReq(rid=EXPLAIN_KEY + json.dumps(question))
+        request = GetInternalStateReq(rid=rid)
         answers = await manager.get_internal_state_communicator(request)
-        return [answer.internal_state.get("tiered_explain") for answer in answers]
+        return [answer.internal_state.get(name) for answer in answers]
+
+    async def ask(question: dict[str, Any]) -> list[Any]:
+        return await ask_state(EXPLAIN_KEY + json.dumps(question), "tiered_explain")
 
     @http_server.app.get("/tiered/explain/{rid:path}")
     async def tiered_explain(rid: str) -> Any:
@@ -94,6 +111,29 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
         manager = http_server._global_state.tokenizer_manager
         states = await manager.get_internal_state()
         return [state.get("tiered") for state in states]
+
+    @http_server.app.get("/tiered/profile")
+    async def tiered_profile() -> Any:
+        """Return what attention was summed up to since the sums began."""
+        return (await ask_state(PROFILE_KEY, "tiered_profile"))[0]
+
+    @http_server.app.post("/tiered/profile")
+    async def tiered_profile_begin(local: int = 64, on: bool = True) -> Any:
+        """Sum the attention of prefills up, from nothing; or end that."""
+        if local < 0:
+            raise HTTPException(400, "local is a number of tokens.")
+        manager = http_server._global_state.tokenizer_manager
+        number = local if on else -1
+        done = await manager.set_internal_state(
+            SetInternalStateReq(server_args={PROFILE_KNOB: number})
+        )
+        if not all(done):
+            raise HTTPException(
+                409,
+                "Requests are running, or GET /tiered/profile says why not; see the "
+                "log.",
+            )
+        return {"on": on}
 
     @http_server.app.post("/tiered/drop")
     async def tiered_drop(tier: str) -> Any:

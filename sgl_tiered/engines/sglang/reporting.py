@@ -16,9 +16,16 @@ from sgl_tiered.engines.sglang.http import (
     EXPLAIN_KEY,
     FAULTS_KEY,
     LOAD_POLICY_KNOB,
+    PROFILE_KEY,
+    PROFILE_KNOB,
 )
 from sgl_tiered.engines.sglang.layered.capacity import sized
 from sgl_tiered.engines.sglang.ordering import schedule_policy
+from sgl_tiered.engines.sglang.profiling import (
+    profile_state,
+    refused_profile,
+    switch_profile,
+)
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
 from sgl_tiered.engines.sglang.slo_admission import adder_class
@@ -220,6 +227,8 @@ def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
     if runtime is not None and question.startswith(EXPLAIN_KEY):
         asked = question.removeprefix(EXPLAIN_KEY)
         out.internal_state = {"tiered_explain": runtime.explainer.answer(asked)}
+    elif runtime is not None and question == PROFILE_KEY:
+        out.internal_state = {"tiered_profile": profile_state(controller.scheduler)}
     elif runtime is not None:
         out.internal_state["tiered"] = runtime.stats()
     return out
@@ -259,6 +268,17 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
         del key
         scheduler.tree_cache.tiered.cache.use_load_policy(LOAD_POLICIES[int(value)])
 
+    def may_profile(key: str, value: Any) -> None:
+        only_when_idle(key, value)
+        reason = refused_profile(scheduler)
+        if reason:
+            raise UpdateRejected(f"{key}: {reason}.")
+
+    def profile(key: str, value: Any) -> None:
+        del key
+        switch_profile(scheduler, int(value))
+
+    handlers[PROFILE_KNOB] = _UpdateHandler(may_profile, profile)
     for knob in DROP_KNOBS.values():
         handlers[knob] = _UpdateHandler(validate, apply)
     handlers[LOAD_POLICY_KNOB] = _UpdateHandler(only_when_idle, use_policy)
