@@ -1,0 +1,1 @@
+"""sparsity: see README.md."""
