@@ -23,29 +23,16 @@ from sgl_tiered.policies.sparsity.pooling import (
     over_neighbours,
     per_read,
 )
-from sgl_tiered.policies.sparsity.solver import HeldCurves, ratios_for_tokens
+from sgl_tiered.policies.sparsity.solver import ratios_for_tokens
 
-__all__ = ["LOCAL_TOKENS", "CarSelection", "long_range_importance"]
+__all__ = ["LOCAL_TOKENS", "CarSelection", "LongRangeImportance"]
 
 LOCAL_TOKENS = 64
 """Nearer queries are left out: as many as recent tokens stay anyway."""
 
 
-def long_range_importance(
-    facts: PrefixFacts, policy: str, pooling: HeadPooling, neighbours: int
-) -> Floats:
-    """Return the importance of each token per layer; [num_layers, num_tokens].
-
-    Raises:
-        ValueError: the facts have no mass.
-    """
-    mass = per_read(needed(facts.mass, "mass", policy), facts, LOCAL_TOKENS)
-    scores = over_heads(mass, pooling)
-    return over_neighbours(scores, neighbours) if neighbours > 1 else scores
-
-
-class CarSelection:
-    """Ratios from the profile, or from the prefix itself where there is none.
+class LongRangeImportance:
+    """What a selection asks for, and how it ranks tokens, without a budget.
 
     Args:
         pooling: over heads.
@@ -61,18 +48,40 @@ class CarSelection:
         self._pooling = pooling
         self._neighbours = neighbours
 
+    def importance(self, facts: PrefixFacts) -> Floats:
+        """Return the importance of each token per layer; [num_layers, num_tokens].
+
+        Raises:
+            ValueError: the facts have no mass.
+        """
+        mass = per_read(needed(facts.mass, "mass", self.name), facts, self.local_tokens)
+        scores = over_heads(mass, self._pooling)
+        if self._neighbours > 1:
+            scores = over_neighbours(scores, self._neighbours)
+        return scores
+
+
+class CarSelection(LongRangeImportance):
+    """Ratios from the profile, or from the prefix itself where there is none."""
+
     def keep(self, facts: PrefixFacts) -> KeepSets:
         """Return the most important tokens, of each layer as many as it needs."""
-        scores = long_range_importance(
-            facts, self.name, self._pooling, self._neighbours
-        )
-        return keep_best(facts, scores, self._counts(facts, scores))
+        scores = self.importance(facts)
+        return keep_best(facts, scores, _counts(facts, scores))
 
-    def _counts(self, facts: PrefixFacts, scores: Floats) -> Counts:
-        if facts.num_tokens == 0:
-            return np.zeros(facts.num_layers, dtype=np.int64)
-        curves = facts.curves or HeldCurves.of_importance(np.nan_to_num(scores))
-        share = facts.budget_tokens / (facts.num_layers * facts.num_tokens)
-        floor = float(always_kept(facts).mean())
-        ratios = ratios_for_tokens(curves, min(share, 1.0), floor)
-        return whole_counts(ratios * facts.num_tokens, facts)
+
+def _counts(facts: PrefixFacts, scores: Floats) -> Counts:
+    always = always_kept(facts)
+    if facts.curves is None:
+        # The same water filling on the prefix itself: the best of all layers' tokens.
+        free = np.where(np.isnan(scores), np.inf, scores)[:, ~always]
+        num_free = facts.budget_tokens - facts.num_layers * int(always.sum())
+        best = np.argsort(-free, axis=None, kind="stable")[: max(num_free, 0)]
+        layers = best // max(free.shape[1], 1)
+        wanted = always.sum() + np.bincount(layers, minlength=facts.num_layers)
+        return whole_counts(wanted.astype(np.float64), facts)
+    num_tokens = max(facts.num_tokens, 1)
+    share = facts.budget_tokens / (facts.num_layers * num_tokens)
+    floor = float(always.sum() / num_tokens)
+    ratios = ratios_for_tokens(facts.curves, min(share, 1.0), floor)
+    return whole_counts(ratios * num_tokens, facts)

@@ -59,6 +59,8 @@ def over_heads(mass: Floats, how: HeadPooling) -> Floats:
 
 def over_neighbours(scores: Floats, width: int) -> Floats:
     """Return the highest score of ``width`` (odd) tokens around each one."""
+    if scores.shape[1] == 0:
+        return scores
     half = width // 2
     padded = np.pad(scores, ((0, 0), (half, half)), constant_values=-np.inf)
     windows = np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)

@@ -1,0 +1,72 @@
+"""How a model's layers hold long-range attention, measured for the solver.
+
+As ``sgl-tiered profile`` does on a served model: a prompt is cut in two, tokens before
+the cut are ranked by what queries before the cut gave them, and the curve says how much
+of what queries behind the cut read the first of that rank hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from offline.cases import Case
+from offline.llama import Llama
+from offline.prefix import MassMeter
+
+from sgl_tiered.policies.sparsity.base import Floats, PrefixFacts
+from sgl_tiered.policies.sparsity.car import LOCAL_TOKENS
+from sgl_tiered.policies.sparsity.solver import HeldCurves
+
+__all__ = ["SHARES", "measure_curves"]
+
+SHARES = np.array([0.01, 0.02, *np.arange(0.05, 1.0001, 0.05).round(2)])
+
+Importance = Callable[[PrefixFacts], Floats]
+
+
+def measure_curves(
+    model: Llama, cases: Sequence[Case], importance: Importance
+) -> HeldCurves:
+    """Return the curves, averaged over cases that are cut where their prefix ends.
+
+    Args:
+        model: whose layers.
+        cases: of the profile's split.
+        importance: ranks the prefix's tokens: [num_layers, num_tokens].
+    """
+    held = np.zeros((model.shape.num_layers, len(SHARES)))
+    total = np.zeros(model.shape.num_layers)
+    num_reads = 0
+    for case in cases:
+        count, cut = len(case.tokens), case.num_prefix
+        before = MassMeter(model.shape, count, LOCAL_TOKENS, (0, cut))
+        later = MassMeter(model.shape, count, LOCAL_TOKENS, (cut, count))
+
+        def watch(
+            layer: int,
+            row: int,
+            shares: torch.Tensor,
+            meters: tuple[MassMeter, MassMeter] = (before, later),
+        ) -> None:
+            for meter in meters:
+                meter(layer, row, shares)
+
+        model.run(torch.from_numpy(case.tokens)[None], watch=watch, logits_from=count)
+        facts = PrefixFacts(
+            model.shape.num_layers,
+            cut,
+            0,
+            mass=before.mass[:, :, :cut],
+            reads=before.reads[:cut],
+        )
+        ranks = np.argsort(-importance(facts), axis=1, kind="stable")
+        read = np.take_along_axis(later.mass[:, :, :cut].sum(axis=1), ranks, axis=1)
+        places = np.ceil(SHARES * cut - 1e-9).astype(int) - 1
+        held += np.cumsum(read, axis=1, dtype=np.float64)[:, places]
+        total += read.sum(axis=1, dtype=np.float64)
+        num_reads += (count - cut) * model.shape.num_heads
+    curves = held / np.maximum(total, 1e-9)[:, None]
+    weights = np.maximum(total / max(num_reads, 1), 1e-6)
+    return HeldCurves(SHARES, np.clip(curves, 0.0, 1.0), weights)
