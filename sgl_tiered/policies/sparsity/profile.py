@@ -1,0 +1,280 @@
+"""The sparsity profile: how a model's attention is spread, layer by layer.
+
+``sgl-tiered profile`` writes it; the solver of keep ratios reads it. One JSON object
+with a version, readable by people, never executed. Arrays are float64 and read-only.
+
+Two questions are answered of every layer:
+
+- *How much of the score matrix is next to nothing?* CaR's Figure 4: ``small_share``.
+- *How few tokens hold what is read from afar?* ``held_by_top`` where the tokens are
+  chosen knowing who reads them, ``held_later`` where they are chosen by what was read
+  before, which is what a server can do: it is the lower of the two, as a rule, and the
+  one to plan with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.errors import ConfigError
+
+__all__ = [
+    "FRACTIONS",
+    "PROFILE_VERSION",
+    "SparsityProfile",
+    "held_curve",
+]
+
+PROFILE_VERSION = 1
+FRACTIONS: tuple[float, ...] = (
+    0.01,
+    0.02,
+    *(round(0.05 * step, 2) for step in range(1, 21)),
+)
+"""Shares of the tokens at which curves are measured: the first 5 % hold the sinks."""
+_SETTING = "sparsity profile"
+_REMEDY = "write a new one with sgl-tiered profile"
+_MAX_FILE_BYTES = 64 << 20
+_ROUNDING = 1e-6
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparsityProfile:
+    """What was measured of one model. L layers, H query heads, K fractions.
+
+    A *visible* entry is a pair of a query and a key that is not after it. *Mass* of a
+    token is the attention that it received, summed over queries and heads; *long-range*
+    leaves out keys less than ``local_tokens`` positions before their query.
+
+    Attributes:
+        model: as its server calls it; for people, not compared.
+        fingerprint: of architecture, weights and engine, as the cache's namespace has
+            it; "" where it is not known.
+        num_kv_heads: key and value heads; H is a multiple of it.
+        num_tokens: tokens of all prompts together.
+        num_prompts: prompts that were run.
+        local_tokens: see above; 0 counts every distance.
+        small_share: ``[L, H]``, of the visible entries the share below 1 % of the
+            largest of their row.
+        fractions: ``[K]``, increasing, in (0, 1], the last is 1.
+        held_by_top: ``[L, K]``, the share of a layer's long-range mass that the
+            heaviest tokens hold, at each fraction of the tokens (rounded up, prompt by
+            prompt). Increasing in K, 1 at the end.
+        held_later: ``[L, K]``: prompts are cut in two; of the long-range mass that the
+            second part's queries give to tokens of the first, the share that those
+            tokens hold that were heaviest before the cut. None if not measured.
+        long_share: ``[L]``, the share of all attention that is long-range: what a layer
+            can lose at all. None if not measured.
+        engine: name and version of what computed, or "".
+        created: date and time in UTC, ISO 8601, or "".
+
+    Raises:
+        ConfigError: a shape or a number does not fit; one sentence says which.
+    """
+
+    model: str
+    fingerprint: str
+    num_kv_heads: int
+    num_tokens: int
+    num_prompts: int
+    local_tokens: int
+    small_share: FloatArray
+    fractions: FloatArray
+    held_by_top: FloatArray
+    held_later: FloatArray | None = None
+    long_share: FloatArray | None = None
+    engine: str = ""
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _ARRAYS:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _array(name, value))
+        _check(self)
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.small_share.shape[0])
+
+    @property
+    def num_heads(self) -> int:
+        """H: query heads."""
+        return int(self.small_share.shape[1])
+
+    def save(self, path: Path) -> None:
+        """Write a file that only its owner may read; a former one is replaced whole.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        draft = None
+        try:
+            handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(draft, path)
+        except OSError as error:
+            if draft is not None:
+                Path(draft).unlink(missing_ok=True)
+            raise ConfigError(
+                _SETTING,
+                f"{path} cannot be written ({error.strerror})",
+                "give a path in a folder that this user may write to",
+            ) from None
+
+    @classmethod
+    def load(cls, path: Path) -> SparsityProfile:
+        """Read and check a file.
+
+        Raises:
+            ConfigError: one sentence about the first thing that is wrong.
+        """
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise _wrong(f"{path} is larger than any profile")
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                _SETTING,
+                f"{path} cannot be read ({error.strerror})",
+                "give the path of a file that sgl-tiered profile wrote",
+            ) from None
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise _wrong(f"{path} is not JSON") from None
+        return cls.from_dict(raw)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the file's JSON object; shares with six digits."""
+        fields: dict[str, Any] = {"version": PROFILE_VERSION}
+        for name in (*_TEXTS, *_COUNTS):
+            fields[name] = getattr(self, name)
+        for name in _ARRAYS:
+            value = getattr(self, name)
+            fields[name] = None if value is None else np.round(value, 6).tolist()
+        return fields
+
+    @classmethod
+    def from_dict(cls, raw: object) -> SparsityProfile:
+        """Check a file's JSON object and build the value.
+
+        Raises:
+            ConfigError: one sentence about the first thing that is wrong.
+        """
+        if not isinstance(raw, Mapping):
+            raise _wrong("it holds no JSON object")
+        version = raw.get("version")
+        if version != PROFILE_VERSION or isinstance(version, bool):
+            raise _wrong(f"its version is {version!r}, not {PROFILE_VERSION}")
+        names = (*_TEXTS, *_COUNTS, *_ARRAYS)
+        missing = [name for name in names if name not in raw]
+        if missing:
+            raise _wrong(f"it lacks {missing[0]}")
+        unknown = sorted(set(raw) - {"version", *names})
+        if unknown:
+            raise _wrong(f"it has the unknown key {unknown[0]}")
+        return cls(**{name: raw[name] for name in names})
+
+
+_TEXTS = ("model", "fingerprint", "engine", "created")
+_COUNTS = ("num_kv_heads", "num_tokens", "num_prompts", "local_tokens")
+_ARRAYS = ("small_share", "fractions", "held_by_top", "held_later", "long_share")
+
+
+def held_curve(
+    scores: npt.NDArray[Any], mass: npt.NDArray[Any], fractions: npt.ArrayLike
+) -> FloatArray:
+    """Return the mass that the tokens of the highest scores hold, at each fraction.
+
+    Args:
+        scores: ``[N]``, by which tokens are chosen; equal ones, the earlier first.
+        mass: ``[N]``, what they hold.
+        fractions: ``[K]`` in (0, 1]; ``ceil(fraction * N)`` tokens are chosen.
+
+    Returns:
+        ``[K]`` sums, in the unit of ``mass``; the last is all of it at fraction 1.
+    """
+    order = np.argsort(-np.asarray(scores, np.float64), kind="stable")
+    running = np.cumsum(np.asarray(mass, np.float64)[order])
+    # 0.15 * 20 is a little more than 3 in floating point, and means 3.
+    wanted = np.asarray(fractions, np.float64) * len(running) - 1e-9
+    places: FloatArray = running[np.ceil(wanted).astype(np.int64) - 1]
+    return places
+
+
+def _array(name: str, value: object) -> FloatArray:
+    try:
+        array = np.array(value, dtype=np.float64)
+    except (ValueError, TypeError):
+        raise _wrong(f"{name} is no array of numbers") from None
+    array.setflags(write=False)
+    return array
+
+
+def _check(profile: SparsityProfile) -> None:
+    for name in _TEXTS:
+        if not isinstance(getattr(profile, name), str):
+            raise _wrong(f"{name} is not a text")
+    for name in _COUNTS:
+        value = getattr(profile, name)
+        least = 0 if name == "local_tokens" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _wrong(f"{name} is {value!r}, not a whole number from {least}")
+    required = ("small_share", "fractions", "held_by_top")
+    missing = [name for name in required if getattr(profile, name) is None]
+    if missing:
+        raise _wrong(f"{missing[0]} is missing")
+    if profile.small_share.ndim != 2 or 0 in profile.small_share.shape:
+        raise _wrong("small_share is no table of layers and heads")
+    num_layers, num_heads = profile.small_share.shape
+    if num_heads % profile.num_kv_heads:
+        raise _wrong(f"{num_heads} heads do not share {profile.num_kv_heads} KV heads")
+    steps = np.diff(profile.fractions)
+    if (
+        profile.fractions.ndim != 1
+        or not profile.fractions.size
+        or not (steps > 0).all()
+        or not profile.fractions[0] > 0.0
+        or not math.isclose(profile.fractions[-1], 1.0)
+    ):
+        raise _wrong("fractions do not increase from above 0 to 1")
+    shapes: dict[str, tuple[int, ...]] = {
+        "held_by_top": (num_layers, profile.fractions.size),
+        "held_later": (num_layers, profile.fractions.size),
+        "long_share": (num_layers,),
+    }
+    for name in ("small_share", *shapes):
+        array: FloatArray | None = getattr(profile, name)
+        if array is None:
+            continue
+        wanted = shapes.get(name, array.shape)
+        if array.shape != wanted:
+            raise _wrong(f"{name} has the shape {array.shape}, not {wanted}")
+        # Written so that NaN, of which no comparison holds, is refused too.
+        if not ((array >= -_ROUNDING) & (array <= 1 + _ROUNDING)).all():
+            raise _wrong(f"{name} holds something that is no share from 0 to 1")
+        if array.ndim == 2 and name != "small_share":
+            if not (np.diff(array, axis=1) >= -_ROUNDING).all():
+                raise _wrong(f"{name} falls where more tokens are kept")
+            if not np.allclose(array[:, -1], 1.0, atol=1e-3):
+                raise _wrong(f"{name} does not end at 1")
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError(_SETTING, problem, _REMEDY)
