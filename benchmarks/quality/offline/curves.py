@@ -17,11 +17,10 @@ from offline.prefix import MassMeter
 
 from sgl_tiered.policies.sparsity.base import Floats, PrefixFacts
 from sgl_tiered.policies.sparsity.car import LOCAL_TOKENS
+from sgl_tiered.policies.sparsity.profile import FRACTIONS, held_curve
 from sgl_tiered.policies.sparsity.solver import HeldCurves
 
-__all__ = ["SHARES", "measure_curves"]
-
-SHARES = np.array([0.01, 0.02, *np.arange(0.05, 1.0001, 0.05).round(2)])
+__all__ = ["measure_curves"]
 
 Importance = Callable[[PrefixFacts], Floats]
 
@@ -36,7 +35,7 @@ def measure_curves(
         cases: of the profile's split.
         importance: ranks the prefix's tokens: [num_layers, num_tokens].
     """
-    held = np.zeros((model.shape.num_layers, len(SHARES)))
+    held = np.zeros((model.shape.num_layers, len(FRACTIONS)))
     total = np.zeros(model.shape.num_layers)
     num_reads = 0
     for case in cases:
@@ -61,12 +60,13 @@ def measure_curves(
             mass=before.mass[:, :, :cut],
             reads=before.reads[:cut],
         )
-        ranks = np.argsort(-importance(facts), axis=1, kind="stable")
-        read = np.take_along_axis(later.mass[:, :, :cut].sum(axis=1), ranks, axis=1)
-        places = np.ceil(SHARES * cut - 1e-9).astype(int) - 1
-        held += np.cumsum(read, axis=1, dtype=np.float64)[:, places]
+        scores = importance(facts)
+        read = later.mass[:, :, :cut].sum(axis=1)
+        held += [
+            held_curve(*rows, FRACTIONS) for rows in zip(scores, read, strict=True)
+        ]
         total += read.sum(axis=1, dtype=np.float64)
         num_reads += (count - cut) * model.shape.num_heads
     curves = held / np.maximum(total, 1e-9)[:, None]
     weights = np.maximum(total / max(num_reads, 1), 1e-6)
-    return HeldCurves(SHARES, np.clip(curves, 0.0, 1.0), weights)
+    return HeldCurves(np.array(FRACTIONS), np.clip(curves, 0.0, 1.0), weights)

@@ -20,44 +20,24 @@ hull).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.policies.sparsity.profile import (
+    FRACTIONS,
+    SparsityProfile,
+    held_curve,
+)
+
 __all__ = [
     "HeldCurves",
-    "ProfiledLayers",
     "lost_share",
     "ratios_for_quality",
     "ratios_for_tokens",
 ]
 
 Floats = npt.NDArray[np.floating]
-
-
-class ProfiledLayers(Protocol):
-    """What the solver reads of a ``SparsityProfile``; L layers, K points."""
-
-    @property
-    def fractions(self) -> Floats:
-        """Shares of the tokens, [K]."""
-        ...
-
-    @property
-    def held_by_top(self) -> Floats:
-        """Mass held by the tokens that hold most of it, [L, K]."""
-        ...
-
-    @property
-    def held_later(self) -> Floats | None:
-        """Later mass held by the tokens that were read most before, [L, K]."""
-        ...
-
-    @property
-    def long_share(self) -> Floats | None:
-        """Share of a layer's attention that is long-range, [L]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +81,7 @@ class HeldCurves:
         return len(self.held)
 
     @staticmethod
-    def of_profile(profile: ProfiledLayers) -> HeldCurves:
+    def of_profile(profile: SparsityProfile) -> HeldCurves:
         """Return the curves to plan with.
 
         Tokens are chosen by what was read before, so ``held_later`` where it was
@@ -124,27 +104,21 @@ class HeldCurves:
     def of_importance(
         importance: Floats,
         weights: Floats | None = None,
-        shares: Floats | None = None,
+        shares: npt.ArrayLike = FRACTIONS,
     ) -> HeldCurves:
         """Return the curves of one prefix.
 
         Args:
             importance: of each token, not negative; [num_layers, num_tokens].
             weights: of the layers; equal unless given.
-            shares: where to read the curves; 40 points, denser at small shares, unless
-                given.
+            shares: where to read the curves.
         """
-        if shares is None:
-            shares = np.geomspace(0.005, 1.0, 40)
-        ordered = -np.sort(-importance.astype(np.float64), axis=1)
-        sums = np.cumsum(ordered, axis=1)
-        sums = np.concatenate([np.zeros((len(sums), 1)), sums], axis=1)
-        whole = np.maximum(sums[:, -1:], np.finfo(np.float64).tiny)
-        places = np.linspace(0.0, 1.0, sums.shape[1])
-        held = np.stack([np.interp(shares, places, row) for row in sums / whole])
+        held = np.stack([held_curve(row, row, shares) for row in importance])
+        whole = importance.sum(axis=1, keepdims=True, dtype=np.float64)
         if weights is None:
             weights = np.ones(len(held))
-        return HeldCurves(shares, held, weights)
+        held = np.minimum(held / np.maximum(whole, 1e-300), 1.0)
+        return HeldCurves(np.asarray(shares, np.float64), held, weights)
 
 
 def lost_share(curves: HeldCurves, ratios: Floats) -> float:

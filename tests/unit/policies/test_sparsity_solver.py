@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_tiered.policies.sparsity.profile import SparsityProfile
 from sgl_tiered.policies.sparsity.solver import (
     HeldCurves,
     lost_share,
@@ -111,13 +112,20 @@ def test_curves_of_a_prefix_are_what_its_top_tokens_hold() -> None:
     """Ten tokens of which one holds half, in any order."""
     importance = np.ones((1, 10))
     importance[0, 3] = 9.0
-    found = HeldCurves.of_importance(importance, shares=np.array([0.1, 0.5, 1.0]))
+    found = HeldCurves.of_importance(importance, shares=[0.1, 0.5, 1.0])
     assert found.held[0] == pytest.approx([0.5, 13 / 18, 1.0])
 
 
 def test_a_profile_is_planned_with_as_a_server_chooses() -> None:
     """By what was read before, where that was measured, and by what can be lost."""
-    profile = SimpleNamespace(
+    profile = SparsityProfile(
+        model="m",
+        fingerprint="",
+        num_kv_heads=1,
+        num_tokens=100,
+        num_prompts=1,
+        local_tokens=64,
+        small_share=np.array([[0.9]]),
         fractions=np.array([0.5, 1.0]),
         held_by_top=np.array([[0.9, 1.0]]),
         held_later=np.array([[0.7, 1.0 + 1e-7]]),
@@ -126,7 +134,7 @@ def test_a_profile_is_planned_with_as_a_server_chooses() -> None:
     found = HeldCurves.of_profile(profile)
     assert found.held[0] == pytest.approx([0.7, 1.0])
     assert found.weights[0] > 0.0
-    profile.held_later = profile.long_share = None
+    profile = replace(profile, held_later=None, long_share=None)
     found = HeldCurves.of_profile(profile)
     assert found.held[0] == pytest.approx([0.9, 1.0])
     assert found.weights == pytest.approx([1.0])
