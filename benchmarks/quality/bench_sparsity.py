@@ -90,6 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--selections", nargs="+", default=list(SELECTIONS))
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     parser.add_argument("--encodings", nargs="*", default=list(ENCODINGS))
+    parser.add_argument("--page-tokens", type=int, default=16, help="encoded at once")
     parser.add_argument(
         "--profile", type=Path, help="of sgl-tiered profile; measured here unless given"
     )
@@ -116,7 +117,7 @@ def main() -> int:
     if args.encodings:
         from offline.codecs import make_codecs
 
-        codecs = make_codecs(tuple(args.encodings), model.shape)
+        codecs = make_codecs(tuple(args.encodings), model.shape, args.page_tokens)
     methods = methods_of(args.selections, args.shares, args.encodings)
     args.out.mkdir(parents=True, exist_ok=True)
     records = []
@@ -159,7 +160,7 @@ def curves_of(args: argparse.Namespace, model: Llama, source: CaseSource) -> Hel
     count = 1 if args.quick else 4
     cases: list[Case] = [*source.texts("profile", count, NUM_PREFIX, NUM_AFTER)]
     cases += source.recalls("profile", count, NUM_PREFIX, DISTANCES[:2])
-    return measure_curves(model, cases, CarSelection().importance)
+    return measure_curves(model, cases, CarSelection())
 
 
 if __name__ == "__main__":

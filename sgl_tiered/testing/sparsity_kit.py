@@ -72,6 +72,7 @@ class SelectionKit:
         assert selection.name
         assert selection.name == selection.name.lower().strip()
         assert selection.local_tokens >= 0
+        assert selection.mass_power in (1, 2)
         assert selection.window_tokens >= 0
 
     @_inherited(60)

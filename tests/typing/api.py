@@ -131,6 +131,7 @@ class ThirdPartySelection:
     name = "every-other"
     needs_mass = False
     local_tokens = 0
+    mass_power = 1
     window_tokens = 0
 
     def keep(self, facts: PrefixFacts) -> KeepSets:

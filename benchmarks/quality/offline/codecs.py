@@ -6,21 +6,20 @@ import numpy as np
 import torch
 from offline.llama import LayerKV, LlamaShape
 from offline.measure import Codec
+from sgl_tiered_kernels import kv_codec
 
-from sgl_tiered.core.encoded import encoded_layout
+from sgl_tiered.core import encoded
 from sgl_tiered.core.ids import Encoding
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered_kernels.kv_codec import decode_layer, encode_layer
 
-__all__ = ["PAGE_TOKENS", "make_codecs"]
+__all__ = ["make_codecs"]
 
-PAGE_TOKENS = 16
 _RAW_BYTES = 2
 """Of a number on the device: bfloat16."""
 
 
 def make_codecs(
-    names: tuple[str, ...], shape: LlamaShape, page_tokens: int = PAGE_TOKENS
+    names: tuple[str, ...], shape: LlamaShape, page_tokens: int = 16
 ) -> dict[str, Codec]:
     """Return codecs by the names ``fp8``, ``int8``, ``int4``."""
     return {name: _codec(Encoding[name.upper()], shape, page_tokens) for name in names}
@@ -29,7 +28,7 @@ def make_codecs(
 def _codec(encoding: Encoding, shape: LlamaShape, page_tokens: int) -> Codec:
     width = shape.num_kv_heads * shape.head_dim
     raw = PageLayout(1, page_tokens, width * _RAW_BYTES)
-    layout = encoded_layout(raw, encoding, shape.num_kv_heads, shape.head_dim)
+    layout = encoded.encoded_layout(raw, encoding, shape.num_kv_heads, shape.head_dim)
 
     def round_trip(kv: LayerKV) -> LayerKV:
         num_pages = len(kv[0]) // page_tokens
@@ -41,9 +40,11 @@ def _codec(encoding: Encoding, shape: LlamaShape, page_tokens: int) -> Codec:
             for part in kv
         ]
         region = np.zeros((num_pages, layout.page_bytes), np.uint8)
-        encode_layer(layout, 0, region, pages, *(s.numpy() for s in sources), pages)
+        kv_codec.encode_layer(
+            layout, 0, region, pages, *(s.numpy() for s in sources), pages
+        )
         targets = [np.empty_like(source.numpy()) for source in sources]
-        decode_layer(layout, 0, *targets, pages, region, pages)
+        kv_codec.decode_layer(layout, 0, *targets, pages, region, pages)
         back = [torch.from_numpy(t).view(torch.bfloat16) for t in targets]
         key, value = (
             torch.cat([new.to(part), part[whole:]])

@@ -7,7 +7,7 @@ of what queries behind the cut read the first of that rank hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,33 +15,32 @@ from offline.cases import Case
 from offline.llama import Llama
 from offline.prefix import MassMeter
 
-from sgl_tiered.policies.sparsity.base import Floats, PrefixFacts
-from sgl_tiered.policies.sparsity.car import LOCAL_TOKENS
+from sgl_tiered.policies.sparsity.base import PrefixFacts
+from sgl_tiered.policies.sparsity.car import LongRangeImportance
 from sgl_tiered.policies.sparsity.profile import FRACTIONS, held_curve
 from sgl_tiered.policies.sparsity.solver import HeldCurves
 
 __all__ = ["measure_curves"]
 
-Importance = Callable[[PrefixFacts], Floats]
-
 
 def measure_curves(
-    model: Llama, cases: Sequence[Case], importance: Importance
+    model: Llama, cases: Sequence[Case], ranking: LongRangeImportance
 ) -> HeldCurves:
     """Return the curves, averaged over cases that are cut where their prefix ends.
 
     Args:
         model: whose layers.
         cases: of the profile's split.
-        importance: ranks the prefix's tokens: [num_layers, num_tokens].
+        ranking: ranks the prefix's tokens, and says which power of attention counts.
     """
     held = np.zeros((model.shape.num_layers, len(FRACTIONS)))
     total = np.zeros(model.shape.num_layers)
     num_reads = 0
     for case in cases:
         count, cut = len(case.tokens), case.num_prefix
-        before = MassMeter(model.shape, count, LOCAL_TOKENS, (0, cut))
-        later = MassMeter(model.shape, count, LOCAL_TOKENS, (cut, count))
+        local, power = ranking.local_tokens, ranking.mass_power
+        before = MassMeter(model.shape, count, local, (0, cut), power)
+        later = MassMeter(model.shape, count, local, (cut, count), power)
 
         def watch(
             layer: int,
@@ -60,7 +59,7 @@ def measure_curves(
             mass=before.mass[:, :, :cut],
             reads=before.reads[:cut],
         )
-        scores = importance(facts)
+        scores = ranking.importance(facts)
         read = later.mass[:, :, :cut].sum(axis=1)
         held += [
             held_curve(*rows, FRACTIONS) for rows in zip(scores, read, strict=True)

@@ -27,6 +27,7 @@ class MassMeter:
         num_tokens: of the sequence.
         local_tokens: queries nearer to a token than this are left out.
         rows: the queries that count, first and end; all unless given.
+        power: of the probabilities.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class MassMeter:
         num_tokens: int,
         local_tokens: int = 0,
         rows: tuple[int, int] | None = None,
+        power: int = 1,
     ) -> None:
         heads = shape.num_kv_heads
         self.mass = np.zeros((shape.num_layers, heads, num_tokens), np.float32)
         self._local = local_tokens
+        self._power = power
         self._first, self._end = rows or (0, num_tokens)
         first_reader = np.maximum(np.arange(num_tokens) + local_tokens, self._first)
         self.reads = np.maximum(self._end - first_reader, 0).astype(np.float32)
@@ -54,6 +57,8 @@ class MassMeter:
             rows = torch.arange(begin, end, device=shares.device) + first_row
             keys = torch.arange(shares.shape[3], device=shares.device)
             block = block * (rows[:, None] - keys[None, :] >= self._local)
+        if self._power != 1:
+            block = block**self._power
         total = block.sum(dim=(1, 2)).cpu().numpy()
         self.mass[layer, :, : total.shape[1]] += total
 
@@ -62,11 +67,11 @@ class MassMeter:
 class Prefix:
     """Dense KV of a prefix and the attention that its tokens received.
 
-    ``meters`` are by (local_tokens, window_tokens), as selections ask for them.
+    ``meters`` are by (local_tokens, mass_power, window_tokens), as selections ask for.
     """
 
     kv: list[LayerKV]
-    meters: dict[tuple[int, int], MassMeter]
+    meters: dict[tuple[int, int, int], MassMeter]
 
     @property
     def num_tokens(self) -> int:
@@ -77,8 +82,9 @@ class Prefix:
         self, selection: Selection, keep_share: float, curves: HeldCurves | None
     ) -> PrefixFacts:
         """Return what a selection is told, at a share of the layer-tokens."""
-        meter = self.meters.get((selection.local_tokens, 0))
-        window = self.meters.get((0, selection.window_tokens))
+        local, power = selection.local_tokens, selection.mass_power
+        meter = self.meters.get((local, power, 0))
+        window = self.meters.get((0, 1, selection.window_tokens))
         needs_window = selection.window_tokens > 0
         return PrefixFacts(
             num_layers=len(self.kv),
@@ -100,13 +106,14 @@ def compute_prefix(
     model: Llama, tokens: torch.Tensor, selections: Sequence[Selection]
 ) -> Prefix:
     """Compute a prefix [num_tokens] and meter what these selections ask for."""
-    wanted = {(s.local_tokens, 0) for s in selections if s.needs_mass}
-    wanted |= {(0, s.window_tokens) for s in selections if s.window_tokens}
+    wanted = {(s.local_tokens, s.mass_power, 0) for s in selections if s.needs_mass}
+    wanted |= {(0, 1, s.window_tokens) for s in selections if s.window_tokens}
     count = len(tokens)
     meters = {}
-    for local, window in wanted:
+    for key in wanted:
+        local, power, window = key
         rows = (max(count - window, 0), count) if window else None
-        meters[local, window] = MassMeter(model.shape, count, local, rows)
+        meters[key] = MassMeter(model.shape, count, local, rows, power)
 
     def watch(layer: int, row: int, shares: torch.Tensor) -> None:
         for meter in meters.values():

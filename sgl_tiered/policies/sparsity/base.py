@@ -37,9 +37,10 @@ class PrefixFacts:
         budget_tokens: layer-tokens that may be kept. What is always kept (``num_sinks``
             and ``num_recent`` in each layer) is kept even if that is more.
         mass: attention that each token received: over the queries, and over the query
-            heads of a KV head, the sum of probabilities; float [num_layers, num_heads,
-            num_tokens]. Queries nearer than the selection's ``local_tokens`` are left
-            out. One "head" where somebody has summed over them.
+            heads of a KV head, the sum of probabilities to the selection's
+            ``mass_power``; float [num_layers, num_heads, num_tokens]. Queries nearer
+            than the selection's ``local_tokens`` are left out. One "head" where
+            somebody has summed over them.
         reads: queries that ``mass`` is a sum over, per token; [num_tokens]. Without it
             every later token of the prefix counts as one.
         recent_mass: as ``mass``, but of the prefix's last ``window_tokens`` queries.
@@ -108,6 +109,15 @@ class Selection(Protocol):
     @property
     def local_tokens(self) -> int:
         """Queries nearer to a token than this are to be left out of ``mass``."""
+        ...
+
+    @property
+    def mass_power(self) -> int:
+        """Power of the probabilities that ``mass`` is a sum of.
+
+        The second needs no other kernel than the first: twice the scores have twice
+        the logarithm of the sum, ``p ** 2 = exp(2 s - 2 lse)``.
+        """
         ...
 
     @property

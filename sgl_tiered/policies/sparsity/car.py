@@ -37,6 +37,10 @@ class LongRangeImportance:
     Args:
         pooling: over heads.
         neighbours: a token counts as much as the best of so many around it (odd).
+        mass_power: 1 adds up attention. 2 adds up its squares: leaving token j out
+            moves what query i gets by p_ij times a difference of values, so this is
+            the squared error over all queries, up to values; of two tokens with equal
+            sums the one that few queries read strongly counts more.
     """
 
     name = "car"
@@ -44,9 +48,12 @@ class LongRangeImportance:
     local_tokens = LOCAL_TOKENS
     window_tokens = 0
 
-    def __init__(self, pooling: HeadPooling = "max", neighbours: int = 1) -> None:
+    def __init__(
+        self, pooling: HeadPooling = "max", neighbours: int = 1, mass_power: int = 1
+    ) -> None:
         self._pooling = pooling
         self._neighbours = neighbours
+        self.mass_power = mass_power
 
     def importance(self, facts: PrefixFacts) -> Floats:
         """Return the importance of each token per layer; [num_layers, num_tokens].

@@ -24,6 +24,7 @@ class H2OSelection:
     name = "h2o"
     needs_mass = True
     local_tokens = 0
+    mass_power = 1
     window_tokens = 0
 
     def keep(self, facts: PrefixFacts) -> KeepSets:

@@ -10,8 +10,12 @@ from sgl_tiered.policies.sparsity.base import Floats, PrefixFacts
 
 __all__ = ["HeadPooling", "needed", "over_heads", "over_neighbours", "per_read"]
 
-HeadPooling = Literal["mean", "max", "normalised"]
-"""``mean``, ``max``, or ``normalised``: the mean after each head's sum is 1."""
+HeadPooling = Literal["mean", "max", "normalised", "lift"]
+"""``mean``, ``max``, ``normalised`` (the mean after each head's sum is 1) or ``lift``.
+
+``lift`` is the highest of a head's mass over that of its median token: a head that
+reads a few tokens is heard beside one that reads all of them a little.
+"""
 
 
 def needed(mass: Floats | None, name: str, policy: str) -> Floats:
@@ -51,6 +55,10 @@ def over_heads(mass: Floats, how: HeadPooling) -> Floats:
         pooled: Floats = mass.max(axis=1)
     elif how == "mean":
         pooled = mass.mean(axis=1)
+    elif how == "lift":
+        median = np.median(mass, axis=2, keepdims=True)
+        mean = mass.mean(axis=2, keepdims=True)
+        pooled = (mass / np.maximum(median + 0.01 * mean, 1e-30)).max(axis=1)
     else:
         sums = np.maximum(mass.sum(axis=2, keepdims=True), 1e-30)
         pooled = (mass / sums).mean(axis=1)

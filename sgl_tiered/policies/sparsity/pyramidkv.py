@@ -39,6 +39,7 @@ class PyramidKVSelection:
     name = "pyramidkv"
     needs_mass = False
     local_tokens = 0
+    mass_power = 1
     window_tokens = SnapKVSelection.window_tokens
 
     def keep(self, facts: PrefixFacts) -> KeepSets:

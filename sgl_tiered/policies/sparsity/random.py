@@ -19,6 +19,7 @@ class RandomSelection:
     name = "random"
     needs_mass = False
     local_tokens = 0
+    mass_power = 1
     window_tokens = 0
 
     def __init__(self, rng: np.random.Generator) -> None:

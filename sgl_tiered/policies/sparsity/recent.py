@@ -20,6 +20,7 @@ class RecentSelection:
     name = "recent"
     needs_mass = False
     local_tokens = 0
+    mass_power = 1
     window_tokens = 0
 
     def keep(self, facts: PrefixFacts) -> KeepSets:

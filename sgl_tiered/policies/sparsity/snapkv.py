@@ -36,6 +36,7 @@ class SnapKVSelection:
     name = "snapkv"
     needs_mass = False
     local_tokens = 0
+    mass_power = 1
     window_tokens = _WINDOW_TOKENS
 
     def keep(self, facts: PrefixFacts) -> KeepSets:

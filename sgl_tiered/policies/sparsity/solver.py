@@ -149,7 +149,8 @@ def ratios_for_tokens(
         taken = min(piece.width, left)
         ratios[piece.layer] += taken
         left -= taken
-    return np.minimum(ratios, 1.0)
+    # Sums of widths may pass 1 by a rounding.
+    return ratios.clip(0.0, 1.0)
 
 
 def ratios_for_quality(
@@ -171,7 +172,8 @@ def ratios_for_quality(
         taken = min(piece.width, excess / piece.slope)
         ratios[piece.layer] += taken
         excess -= taken * piece.slope
-    return np.minimum(ratios, 1.0)
+    # Sums of widths may pass 1 by a rounding.
+    return ratios.clip(0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,11 +135,14 @@ def test_left_out_tokens_are_as_if_masked(reference, model, tokens) -> None:
 
 @pytest.mark.usefixtures("row_block")
 @pytest.mark.parametrize(
-    ("local", "rows"), [(0, None), (9, None), (0, (40, 63)), (5, (20, 51))]
+    ("local", "rows", "power"),
+    [(0, None, 1), (9, None, 2), (0, (40, 63), 1), (5, (20, 51), 1)],
 )
-def test_mass_is_what_attention_gave(reference, model, tokens, local, rows) -> None:
+def test_mass_is_what_attention_gave(
+    reference, model, tokens, local, rows, power
+) -> None:
     """Against the whole attention matrix of transformers."""
-    meter = MassMeter(model.shape, len(tokens), local, rows)
+    meter = MassMeter(model.shape, len(tokens), local, rows, power)
     model.run(tokens[None], watch=meter)
     with torch.no_grad():
         attentions = reference(tokens[None], output_attentions=True).attentions
@@ -148,7 +151,7 @@ def test_mass_is_what_attention_gave(reference, model, tokens, local, rows) -> N
     counts = positions[:, None] - positions[None, :] >= local
     counts &= ((positions >= first) & (positions < end))[:, None]
     for layer, shares in enumerate(attentions):
-        masked = shares[0].numpy() * counts
+        masked = shares[0].numpy() ** power * counts
         groups = masked.reshape(KV_HEADS, HEADS // KV_HEADS, *masked.shape[1:])
         expected = groups.sum(axis=(1, 2))
         np.testing.assert_allclose(meter.mass[layer], expected, atol=1e-4)
@@ -162,11 +165,12 @@ def test_a_prefix_is_metered_as_its_selections_ask(model, tokens) -> None:
     names = ("car", "h2o", "snapkv", "random")
     selections = {name: make_selection(name, rng) for name in names}
     prefix = compute_prefix(model, tokens, [*selections.values()])
-    assert set(prefix.meters) == {(64, 0), (0, 0), (0, 64)}
+    power = selections["car"].mass_power
+    assert set(prefix.meters) == {(64, power, 0), (0, 1, 0), (0, 1, 64)}
     told = {name: prefix.facts(s, 0.5, None) for name, s in selections.items()}
-    assert told["car"].mass is prefix.meters[64, 0].mass
-    assert told["h2o"].mass is prefix.meters[0, 0].mass
-    assert told["snapkv"].recent_mass is prefix.meters[0, 64].mass
+    assert told["car"].mass is prefix.meters[64, power, 0].mass
+    assert told["h2o"].mass is prefix.meters[0, 1, 0].mass
+    assert told["snapkv"].recent_mass is prefix.meters[0, 1, 64].mass
     assert told["snapkv"].mass is None
     assert told["random"].mass is None
     assert told["random"].budget_tokens == LAYERS * len(tokens) // 2

@@ -126,7 +126,7 @@ def test_an_encoding_changes_what_is_read_and_its_bytes(model, text) -> None:
 def test_curves_hold_everything_in_all_tokens(model) -> None:
     """Rising to one; a layer's weight is its long-range share of all attention."""
     cases = RandomCases(VOCABULARY).texts("profile", 2, 150, 90)
-    curves = measure_curves(model, cases, CarSelection().importance)
+    curves = measure_curves(model, cases, CarSelection())
     assert curves.num_layers == SHAPE.num_layers
     assert (np.diff(curves.held, axis=1) >= 0.0).all()
     assert curves.held[:, -1] == pytest.approx(1.0)

@@ -109,13 +109,17 @@ def test_car_uniform_keeps_equally_many() -> None:
 
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [("mean", [2.0, 2.5]), ("max", [3.0, 4.0]), ("normalised", [0.45, 0.55])],
+    [
+        ("mean", [2.0, 2.5]),
+        ("max", [3.0, 4.0]),
+        ("normalised", [(3 / 4 + 1 / 5) / 2, (1 / 4 + 4 / 5) / 2]),
+        # Medians and means are 2 and 2.5.
+        ("lift", [3 / 2.02, 4 / 2.525]),
+    ],
 )
 def test_pooling_over_heads(how: str, expected: list[float]) -> None:
     """Two heads of two tokens, by hand."""
     mass = np.array([[[3.0, 1.0], [1.0, 4.0]]])
-    if how == "normalised":
-        expected = [(3 / 4 + 1 / 5) / 2, (1 / 4 + 4 / 5) / 2]
     assert over_heads(mass, how)[0] == pytest.approx(expected)  # type: ignore[arg-type]
 
 
