@@ -111,6 +111,10 @@ bench-layerkv: install ## layer-wise KV against plain SGLang (emulated link)
 bench-slo: install ## SLO admission off and on: violations and throughput
 	@exec $(PY) benchmarks/serving/bench_slo.py $(ARGS)
 
+.PHONY: bench-sparsity
+bench-sparsity: install ## what dropping and encoding KV costs a model that learned
+	@exec $(PY) benchmarks/quality/bench_sparsity.py $(ARGS)
+
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server
 	@exec $(PY) benchmarks/sim/fidelity.py $(ARGS)

@@ -29,6 +29,8 @@ from sgl_tiered.policies.length.base import (
     bounded,
 )
 from sgl_tiered.policies.length.book import LengthBook
+from sgl_tiered.policies.sparsity.base import KeepSets, PrefixFacts, Selection
+from sgl_tiered.policies.sparsity.keeping import even_counts, keep_best
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
 
 
@@ -123,10 +125,27 @@ class ThirdPartyLengths:
         """Learn nothing."""
 
 
+class ThirdPartySelection:
+    """A selection by somebody else."""
+
+    name = "every-other"
+    needs_mass = False
+    local_tokens = 0
+    mass_power = 1
+    window_tokens = 0
+
+    def keep(self, facts: PrefixFacts) -> KeepSets:
+        """Keep even positions first."""
+        scores = np.arange(1, facts.num_tokens + 1) % 2.0
+        shape = facts.num_layers, facts.num_tokens
+        return keep_best(facts, np.broadcast_to(scores, shape), even_counts(facts))
+
+
 tier: Tier = ThirdPartyTier()
 memory_tier: MemoryTier = ThirdPartyMemoryTier()
 pool: DevicePool = ThirdPartyPool()
 lengths: LengthPredictor = ThirdPartyLengths()
+selection: Selection = ThirdPartySelection()
 clocks: list[Clock] = [SystemClock(), ManualClock()]
 
 assert_type(tier.health().usable, bool)
