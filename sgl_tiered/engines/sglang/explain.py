@@ -20,8 +20,10 @@ from sgl_tiered.cache.explanation import (
     missing_spans,
     predicted_service_s,
 )
+from sgl_tiered.cache.misses import MissSpan
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting_state import WaitingLoad
+from sgl_tiered.core.ids import Encoding
 from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.lossy import is_lossy_key, unmarked_key
@@ -183,13 +185,26 @@ class Explainer:
         if not self.is_on or "missing" in self._ledger.details(req.rid):
             return
         if state is None:
-            self._ledger.note(req.rid, missing=[])
+            self._ledger.note(req.rid, missing=self._not_allowed(req, prefix_tokens))
             return
         self.namespaces.note(req.extra_key, req.cache_salt, req.lora_id, state.digest)
         siblings = self.namespaces.siblings(req.extra_key, req.cache_salt, req.lora_id)
         page = self._layout.page_tokens
         missing = missing_spans(self._cache, state, prefix_tokens // page, siblings)
         self._ledger.note(req.rid, missing=missing)
+
+    def _not_allowed(self, req: Any, prefix_tokens: int) -> list[dict[str, Any]]:
+        """Say where a request refuses all that the tiers hold."""
+        page = self._layout.page_tokens
+        first = prefix_tokens // page
+        # The last token is computed in any case.
+        num_pages = (len(req.origin_input_ids) - 1) // page - first
+        encoding = self._layout.encoding
+        is_exact = encoding is not Encoding.RAW and not is_lossy_key(req.extra_key)
+        if not is_exact or num_pages <= 0:
+            return []
+        text = f"the tiers hold {encoding.label} only, and the request refuses lossy KV"
+        return [MissSpan(first, num_pages, "not allowed", text).as_dict(page)]
 
     def offloading(self, rid: str, plan: OffloadPlan) -> None:
         """Note a copy from the device that a request has caused."""

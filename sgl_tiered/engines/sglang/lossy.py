@@ -4,7 +4,8 @@ Encodings and sparsity give back KV that is not what the model computed. A reque
 did not allow that must never meet it, on the device either, where pages once loaded are
 shared. So all KV of requests that allow it lives under a mark before SGLang's own
 ``extra_key``: it keys the device's tree, the namespaces of the tiers and the lookups.
-Nothing is read across. A request says
+Nothing is read across. Where all that the tiers keep is altered, requests that refuse
+are served without them (`kept_exact`). A request says
 
     {"custom_params": {"tiered": {"lossy": "allow"}}}
 
@@ -26,6 +27,7 @@ __all__ = [
     "LossySettings",
     "allows_lossy",
     "is_lossy_key",
+    "kept_exact",
     "mark_generation",
     "marked_key",
     "unmarked_key",
@@ -44,6 +46,11 @@ class LossySettings(Protocol):
     @property
     def is_lossy(self) -> bool:
         """Whether anything here alters KV."""
+        ...
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether all pages below the device are altered."""
         ...
 
     @property
@@ -84,6 +91,14 @@ def unmarked_key(extra_key: str | None) -> str | None:
 def is_lossy_key(extra_key: str | None) -> bool:
     """Say whether KV under this key may have been altered."""
     return extra_key is not None and extra_key.startswith(_LOSSY)
+
+
+def kept_exact(req: Any, config: LossySettings) -> bool:
+    """Say whether a request is served without the tiers, which hold altered KV only.
+
+    Neither are its pages offloaded: nobody who refuses could use them.
+    """
+    return config.is_encoded and not is_lossy_key(req.extra_key)
 
 
 def mark_generation(req: Any, config: LossySettings) -> None:

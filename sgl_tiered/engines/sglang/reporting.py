@@ -18,7 +18,7 @@ from sgl_tiered.engines.sglang.http import (
     LOAD_POLICY_KNOB,
 )
 from sgl_tiered.engines.sglang.layered.capacity import sized
-from sgl_tiered.engines.sglang.lossy import mark_generation
+from sgl_tiered.engines.sglang.lossy import is_lossy_key, mark_generation
 from sgl_tiered.engines.sglang.ordering import schedule_policy
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
@@ -102,8 +102,10 @@ def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Keep requests that allow lossy KV apart, before anything is looked up."""
     del args, kwargs
     runtime = _tiered(scheduler.tree_cache)
-    if runtime is not None:
+    if runtime is not None and runtime.config.is_lossy:
         mark_generation(req, runtime.config)
+        word = "allow" if is_lossy_key(req.extra_key) else "refuse"
+        runtime.metrics.add(f"requests_{word}_lossy")
 
 
 def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:
