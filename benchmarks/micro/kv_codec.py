@@ -2,7 +2,8 @@
 
 The pages of a 6,000-token prompt, scattered on both sides, on one thread: a layer of
 4 KV heads of 64 in bfloat16 at a time. GB/s count the raw bytes of the pool, so that
-they compare with ``page_copy``, whose copy of the same layer is timed beside. Errors
+they compare with ``page_copy``, whose copy of the same layer is timed beside; seconds
+are the core's own, so that others on the machine disturb less. Errors
 are root mean squares over those of the numbers: normal ones whose channels differ in
 size and mean. ``--model FOLDER`` takes what a model computes for text of the standard
 library instead; the last line has the errors of each layer.
@@ -122,12 +123,12 @@ def _attention(queries: Numbers, keys: Numbers, values: Numbers) -> Numbers:
 
 
 def timed(call: Callable[[], None], repeats: int) -> float:
-    """Return the median seconds of a call."""
+    """Return the median seconds of the core that a call takes."""
     taken = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = time.thread_time()
         call()
-        taken.append(time.perf_counter() - began)
+        taken.append(time.thread_time() - began)
     return statistics.median(taken)
 
 
