@@ -17,6 +17,7 @@ __all__ = [
     "as_ordered",
     "from_bfloat16",
     "from_float16",
+    "from_fp8",
     "from_ordered",
     "nearest_code",
     "nearest_int",
@@ -208,3 +209,23 @@ def to_fp8(typingctx: Any, value: Any) -> Any:
         return builder.trunc(builder.or_(found, sign), _I8)
 
     return types.uint8(types.float32), generate
+
+
+@intrinsic
+def from_fp8(typingctx: Any, code: Any) -> Any:
+    """Return the float32 of an e4m3's bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = builder.zext(args[0], _I32)
+        size = builder.and_(wide, _word(127))
+        normal = builder.shl(builder.add(size, _word(120 << 3)), _word(20))
+        scaled = builder.fmul(builder.uitofp(size, _F32), ir.Constant(_F32, 2.0**-9))
+        small = builder.bitcast(scaled, _I32)
+        is_small = builder.icmp_unsigned("<", size, _word(8))
+        bits = builder.select(is_small, small, normal)
+        is_nan = builder.icmp_unsigned("==", size, _word(127))
+        bits = builder.select(is_nan, _word(0x7FC00000), bits)
+        sign = builder.shl(builder.and_(wide, _word(128)), _word(24))
+        return builder.bitcast(builder.or_(bits, sign), _F32)
+
+    return types.float32(types.uint8), generate

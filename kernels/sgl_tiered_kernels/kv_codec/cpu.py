@@ -19,6 +19,7 @@ from sgl_tiered_kernels.kv_codec.bits import (
     as_ordered,
     from_bfloat16,
     from_float16,
+    from_fp8,
     from_ordered,
     nearest_code,
     nearest_int,
@@ -116,38 +117,48 @@ def _codes_of(codes: _Bytes, numbers: Any, inverse: Any, zero: Any, steps: int) 
 
 @numba.njit(nogil=True, cache=True)
 def _pack(to: _Bytes, codes: _Bytes, steps: int) -> None:
-    """Write a row of codes; see the reference for where each bit goes."""
+    """Write a row of codes; see the reference for where each bit goes.
+
+    Everything is a slice indexed from 0 on: only then numba leaves out the question
+    whether an index is negative, and LLVM uses vectors.
+    """
     width = codes.shape[0]
     if steps in (_FP8_LEVELS, 256):
-        to[:width] = codes
+        for i in range(width):
+            to[i] = codes[i]
         return
     if steps == 11:
         width //= 2
+        firsts, seconds = codes[:width], codes[width:]
         for i in range(width):
-            codes[i] = codes[i] * 11 + codes[i + width]
-    begin = shift = 0
+            firsts[i] = firsts[i] * 11 + seconds[i]
+    shift = 0
     if steps != 8:
         half = width // 2
+        low, high = codes[:half], codes[half:width]
         for i in range(half):
-            to[i] = (codes[i] & 15) | ((codes[i + half] & 15) << 4)
-        begin, shift = half, 4
+            to[i] = (low[i] & 15) | ((high[i] & 15) << 4)
+        to, shift = to[half:], 4
     if steps == 16:
         return
     quarter = width // 4
+    one, two = codes[:quarter], codes[quarter : 2 * quarter]
+    three, four = codes[2 * quarter : 3 * quarter], codes[3 * quarter : width]
     for i in range(quarter):
-        to[begin + i] = (
-            ((codes[i] >> shift) & 3)
-            | (((codes[i + quarter] >> shift) & 3) << 2)
-            | (((codes[i + 2 * quarter] >> shift) & 3) << 4)
-            | (((codes[i + 3 * quarter] >> shift) & 3) << 6)
+        to[i] = (
+            ((one[i] >> shift) & 3)
+            | (((two[i] >> shift) & 3) << 2)
+            | (((three[i] >> shift) & 3) << 4)
+            | (((four[i] >> shift) & 3) << 6)
         )
-    begin, shift = begin + quarter, shift + 2
+    to, shift = to[quarter:], shift + 2
     eighth = width // 8
     for i in range(eighth):
-        bits = 0
-        for part in range(8):
-            bits |= ((codes[i + part * eighth] >> shift) & 1) << part
-        to[begin + i] = bits
+        to[i] = 0
+    for part in range(8):
+        source = codes[part * eighth : (part + 1) * eighth]
+        for i in range(eighth):
+            to[i] |= ((source[i] >> shift) & 1) << part
 
 
 @numba.njit(nogil=True, cache=True)
@@ -155,17 +166,19 @@ def _unpack(codes: _Bytes, data: _Bytes, steps: int) -> None:
     """Read a row of codes."""
     width = codes.shape[0]
     if steps in (_FP8_LEVELS, 256):
-        codes[:] = data[:width]
+        for i in range(width):
+            codes[i] = data[i]
         return
     if steps == 11:
         width //= 2
-    begin = shift = 0
+    shift = 0
     if steps != 8:
         half = width // 2
+        low, high = codes[:half], codes[half:width]
         for i in range(half):
-            codes[i] = data[i] & 15
-            codes[i + half] = data[i] >> 4
-        begin, shift = half, 4
+            low[i] = data[i] & 15
+            high[i] = data[i] >> 4
+        data, shift = data[half:], 4
     if steps == 16:
         return
     quarter = width // 4
@@ -173,39 +186,24 @@ def _unpack(codes: _Bytes, data: _Bytes, steps: int) -> None:
         to = codes[part * quarter : (part + 1) * quarter]
         if shift:
             for i in range(quarter):
-                to[i] |= ((data[begin + i] >> (2 * part)) & 3) << 4
+                to[i] |= ((data[i] >> (2 * part)) & 3) << 4
         else:
             for i in range(quarter):
-                to[i] = (data[begin + i] >> (2 * part)) & 3
-    begin, shift = begin + quarter, shift + 2
+                to[i] = (data[i] >> (2 * part)) & 3
+    data, shift = data[quarter:], shift + 2
     eighth = width // 8
     for part in range(8):
         to = codes[part * eighth : (part + 1) * eighth]
         for i in range(eighth):
-            to[i] |= ((data[begin + i] >> part) & 1) << shift
+            to[i] |= ((data[i] >> part) & 1) << shift
     if steps == 11:
+        firsts, seconds = codes[:width], codes[width:]
         for i in range(width):
-            pair = codes[i]
+            pair = firsts[i]
             # The same as a division by 11 up to 120.
             first = (pair * 187) >> 11
-            codes[i] = first
-            codes[i + width] = pair - first * 11
-
-
-@numba.njit(nogil=True, cache=True)
-def _fp8_values() -> Any:
-    """Return the number of each e4m3 code, float32 [256]."""
-    values = np.empty(256, np.float32)
-    for code in range(256):
-        exponent, fraction = (code >> 3) & 15, code & 7
-        if exponent == 0:
-            size = fraction * 2.0**-9
-        else:
-            size = (8 + fraction) * 2.0 ** (exponent - 10)
-        if code & 127 == 127:
-            size = np.nan
-        values[code] = -size if code > 127 else size
-    return values
+            firsts[i] = first
+            seconds[i] = pair - first * 11
 
 
 @numba.njit(nogil=True, cache=True)
@@ -217,13 +215,12 @@ def _store(
     zero: Any,
     steps: int,
     kind: int,
-    table: Any,
 ) -> None:
     """Write a row of codes as a token's row of numbers."""
     row = target[slot]
     if steps == _FP8_LEVELS:
         for i in range(row.shape[0]):
-            number = table[codes[i]] * scale[i]
+            number = from_fp8(codes[i]) * scale[i]
             if kind == _BFLOAT16:
                 row[i] = to_bfloat16(number)
             elif kind == _FLOAT16:
@@ -346,7 +343,6 @@ def _decode(
     scale, zero = np.zeros(width, np.float32), np.zeros(width, np.float32)
     value_scale, value_zero = np.zeros(width, np.float32), np.zeros(width, np.float32)
     codes = np.zeros(padded, np.uint8)
-    table = _fp8_values()
     scales_of = np.empty(256, np.float32)
     for code in range(256):
         scales_of[code] = _scale_of(code)
@@ -370,24 +366,29 @@ def _decode(
         if row != last_row or group != last_group:
             last_row, last_group = row, group
             at = scales_at + group * width
+            raw = data[at : at + width]
             for i in range(width):
-                scale[i] = scales_of[data[at + i]]
+                scale[i] = scales_of[raw[i]]
             if has_zeros:
+                raw = data[at + num_scales : at + num_scales + width]
                 for i in range(width):
-                    zero[i] = np.float32(np.int8(data[at + num_scales + i]))
+                    zero[i] = np.float32(np.int8(raw[i]))
         row_at = begin + t * key_row_bytes
         _unpack(codes, data[row_at : row_at + key_row_bytes], key_steps)
-        _store(keys, slot, codes, scale, zero, key_steps, kind, table)
+        _store(keys, slot, codes, scale, zero, key_steps, kind)
         at = value_scales_at + t * num_groups
         for g in range(num_groups):
-            start, end = g * value_group, (g + 1) * value_group
-            value_scale[start:end] = scales_of[data[at + g]]
+            one, nought = scales_of[data[at + g]], _F0
             if has_zeros:
-                nought = np.int8(data[at + tokens * num_groups + g])
-                value_zero[start:end] = np.float32(nought)
+                nought = np.float32(np.int8(data[at + tokens * num_groups + g]))
+            same_scale = value_scale[g * value_group : (g + 1) * value_group]
+            same_zero = value_zero[g * value_group : (g + 1) * value_group]
+            for i in range(value_group):
+                same_scale[i] = one
+                same_zero[i] = nought
         row_at = value_begin + t * value_row_bytes
         _unpack(codes, data[row_at : row_at + value_row_bytes], value_steps)
-        _store(values, slot, codes, value_scale, value_zero, value_steps, kind, table)
+        _store(values, slot, codes, value_scale, value_zero, value_steps, kind)
 
 
 def encode_layer(
