@@ -56,7 +56,7 @@ def _scale_of(code: int) -> Any:
 @numba.njit(nogil=True, cache=True)
 def _code_of(need: Any) -> int:
     """Return the code of the smallest scale that is at least ``need``, 255 for none."""
-    bits = np.int64(raw_bits(need))
+    bits = int(raw_bits(need))
     code = ((bits + 0xFFFFF) >> 20) - _LEAST_SCALE
     return min(max(code, 0), 255)
 
@@ -352,7 +352,8 @@ def _decode(
     scales_at = begin + tokens * key_row_bytes
     value_begin = scales_at + num_scales * (1 + has_zeros)
     value_scales_at = value_begin + tokens * value_row_bytes
-    last_row, last_group = np.int64(-1), np.int64(-1)
+    last_row: Any = -1
+    last_group: Any = -1
     total = rows.shape[0] * per_row if per_row else slots.shape[0]
     for n in range(total):
         if per_row:

@@ -86,7 +86,7 @@ def _quantise(
     """Return codes like ``values``, and scales and zeros with ``axis`` of length 1."""
     low = values.min(axis, keepdims=True)
     high = values.max(axis, keepdims=True)
-    bad = ~np.isfinite(values).all(axis, keepdims=True)
+    bad = np.asarray(~np.isfinite(values).all(axis, keepdims=True))
     with np.errstate(invalid="ignore", over="ignore"):
         if is_fp8:
             need = np.maximum(np.abs(low), np.abs(high)) * _F(1 / 448)
@@ -115,7 +115,8 @@ def _as_fp8(values: Floats) -> Bytes:
     to_above, to_below = _FP8[above] - size, size - _FP8[below]
     is_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
     code = np.where(is_above, above, below)
-    return (code + 128 * np.signbit(values)).astype(np.uint8)
+    signed: Bytes = (code + 128 * np.signbit(values)).astype(np.uint8)
+    return signed
 
 
 def _dequantise(
