@@ -78,6 +78,7 @@ class PageStore:
             tuple(tier.num_slots for tier in config.tiers),
             layout.num_layers,
             layout.page_bytes,
+            layout.encoding,
         )
         self.index = RadixIndex(self.table, self.page_bytes, self._push_leaf)
         policies = [eviction[tier] for tier in self.tiers]

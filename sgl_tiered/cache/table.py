@@ -41,6 +41,7 @@ class CacheTable:
         num_slots: capacity of each, in pages.
         num_layers: layers of the model; an entry of fewer is not a whole copy.
         page_bytes: bytes of a whole page.
+        encoding: how whole pages are written.
 
     Attributes:
         flags: uint8 per row, see ``LOADING``.
@@ -59,10 +60,12 @@ class CacheTable:
         num_slots: tuple[int, ...],
         num_layers: int,
         page_bytes: int,
+        encoding: Encoding = Encoding.RAW,
     ) -> None:
         self.tiers = tiers
         self.num_layers = num_layers
         self.page_bytes = page_bytes
+        self.whole_encoding = encoding
         self.version = 0
         self.slots = [SlotAllocator(n) for n in num_slots]
         # Bounded by the capacity, unlike a list that nobody may ever take.
@@ -129,7 +132,7 @@ class CacheTable:
         *,
         layers: tuple[int, int] | None = None,
         representation: Representation = Representation.KV,
-        encoding: Encoding = Encoding.RAW,
+        encoding: Encoding | None = None,
         num_bytes: int | None = None,
     ) -> Int64s:
         """Make IN_FLIGHT entries for rows at allocated slots; return the entries.
@@ -140,10 +143,11 @@ class CacheTable:
             addresses: their slots, taken from ``slots[tier]``.
             layers: first and one past the last layer; None for all.
             representation: what the copies hold.
-            encoding: how they are written.
+            encoding: how they are written; None for as whole pages are.
             num_bytes: bytes of each; None for a whole page.
         """
         start, stop = layers or (0, self.num_layers)
+        encoding = self.whole_encoding if encoding is None else encoding
         assert 0 <= start < stop <= self.num_layers, (start, stop, self.num_layers)
         if len(rows) > self.entries.free_slots:
             self._grow_entries(self.entries.used_slots + len(rows))
@@ -165,7 +169,7 @@ class CacheTable:
         if (
             stop - start == self.num_layers
             and representation == Representation.KV
-            and encoding == Encoding.RAW
+            and encoding == self.whole_encoding
         ):
             column = self.entry_of[tier]
             assert (column[rows] < 0).all(), "a second whole copy in one tier"

@@ -36,6 +36,12 @@ class Encoding(IntEnum):
     SPARSE = 1
     FP8 = 2
     INT4 = 3
+    INT8 = 4
+
+    @property
+    def label(self) -> str:
+        """The word used in flags, metrics and reports."""
+        return self.name.lower()
 
 
 class Lookup(IntEnum):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sgl_tiered.core.ids import Encoding
+
 __all__ = ["ALIGNMENT_BYTES", "PageLayout"]
 
 ALIGNMENT_BYTES = 4096
@@ -48,6 +50,11 @@ class PageLayout:
     def slot_bytes(self) -> int:
         """``page_bytes`` rounded up to ``ALIGNMENT_BYTES``: what a tier sets aside."""
         return -(-self.page_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    @property
+    def encoding(self) -> Encoding:
+        """How a copy below the device is written."""
+        return Encoding.RAW
 
     def key_offset(self, layer: int) -> int:
         """Offset in bytes of a layer's keys inside a page."""

@@ -1,6 +1,7 @@
 """Builds a rank's tiers as the factory does, and prints what came as JSON.
 
-``runtime_program.py SETTINGS.json``: the settings by flag name without ``--tiered-``.
+``runtime_program.py SETTINGS.json``: a list of settings by flag name without
+``--tiered-``, one after the other.
 A pool of SGLang's and a module of two weights stand where SGLang would have a model.
 """
 
@@ -74,6 +75,7 @@ def build(settings: dict[str, Any]) -> dict[str, Any]:
     try:
         return {
             "stats": runtime.stats(),
+            "namespace": runtime.namespace(None, None).hex(),
             "edges": [f"{a.label}->{b.label}" for a, b in parts.demoters],
             "memory": [tier.label for tier in parts.memory],
         }
@@ -84,7 +86,7 @@ def build(settings: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Print one line of JSON behind everything else."""
     settings = json.loads(Path(sys.argv[1]).read_text())
-    print("\n" + json.dumps(build(settings)))
+    print("\n" + json.dumps([build(each) for each in settings]))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ GOOD = {
         "--tiered-log-interval=5",
         "--tiered-seed=3",
         "--tiered-explain-last=50",
+        "--tiered-encoding=int4",
+        "--tiered-lossy-default=allow",
         "--tiered-emulate=host:latency=0.001",
     ],
     "layerkv on": [
@@ -52,6 +54,20 @@ GOOD = {
 }
 # Name -> arguments, the flag that the sentence names.
 BAD = {
+    "lossy word alone": (
+        [*ON, "--tiered-lossy-default=allow"],
+        "--tiered-lossy-default",
+    ),
+    "encoding layerkv": (
+        [
+            *ON,
+            "--page-size=16",
+            "--disable-overlap-schedule",
+            "--tiered-layerkv=on",
+            "--tiered-encoding=int8",
+        ],
+        "--tiered-encoding",
+    ),
     "layerkv off": ([*ON, "--tiered-layerkv-retain=2"], "--tiered-layerkv-retain"),
     "layerkv pages": (
         [*ON, "--tiered-layerkv=on", "--page-size=1"],

@@ -20,11 +20,14 @@ SETTINGS = {
 }
 
 
+ENCODED = {"config": None, "host_size": "4MB", "encoding": "int4"}
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """What came of a host tier and a slow stand-in for CXL."""
+def both(tmp_path_factory):
+    """What came of ``SETTINGS``, and of ``ENCODED``."""
     file = tmp_path_factory.mktemp("runtime") / "settings.json"
-    file.write_text(json.dumps(SETTINGS))
+    file.write_text(json.dumps([SETTINGS, ENCODED]))
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(file)],
         capture_output=True,
@@ -33,6 +36,26 @@ def built(tmp_path_factory):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def built(both):
+    """What came of a host tier and a slow stand-in for CXL."""
+    return both[0]
+
+
+def test_encoded_tiers_hold_more_pages(both):
+    """1.5 KiB a page instead of 6: half as large a slot, and a namespace of its own."""
+    raw, encoded = both
+    assert encoded["stats"]["media"]["host"]["slot_bytes"] == 4096
+    assert encoded["stats"]["occupancy"]["host"]["capacity"] == 4 * 10**6 // 4096
+    assert encoded["stats"]["served"]["encoding"] == "int4"
+    assert encoded["stats"]["served"]["encoding_ratio"] == 4.0
+    assert "encoding" not in raw["stats"]["served"]
+    assert encoded["namespace"] != raw["namespace"]
+    assert encoded["stats"]["cost"]["link.host.bandwidth_bytes_per_s"] > 0
+    kv = [s["stats"]["served"]["model"]["kv_bytes_per_token"] for s in both]
+    assert kv[0] == kv[1]
 
 
 def test_the_cxl_tier_is_between_host_and_disk(built):

@@ -326,6 +326,27 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_encoding: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="How KV is written below the device: raw (default), or in fewer bits, "
+            "fp8 and int8 in about half of the bytes, int4 in a quarter. What comes "
+            "back then differs a little; only requests that allow it get any (see "
+            "--tiered-lossy-default). Needs --page-size 16 or more.",
+            choices=list(CHOICES["encoding"]),
+        ),
+        _NS,
+    ] = None
+    tiered_lossy_default: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Whether requests that do not say so allow KV that was altered to "
+            "save bytes: refuse (default) or allow. A request says it as "
+            'custom_params: {"tiered": {"lossy": "allow"}}.',
+            choices=list(CHOICES["lossy_default"]),
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(
@@ -413,6 +434,7 @@ def _refuse_for_one_rank(config: TieredConfig) -> None:
     for flag, is_given in {
         "--tiered-prefetch-to device": config.prefetch_to == "device",
         "--tiered-length-predictor llm": config.length_predictor == "llm",
+        f"--tiered-encoding {config.encoding.label}": config.is_encoded,
     }.items():
         if is_given:
             name, _, value = flag.partition(" ")

@@ -31,6 +31,7 @@ from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.device_eviction import DeviceStrategy
 from sgl_tiered.engines.sglang.fetching import LendingRadixCache, make_fetcher
+from sgl_tiered.engines.sglang.lossy import kept_exact
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
@@ -488,7 +489,7 @@ class TieredRadixCache(LendingRadixCache):
 
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
         """Note the prompt of ``req``; None where the tiers cannot serve it."""
-        if req is None or self.disable:
+        if req is None or self.disable or kept_exact(req, self.tiered.config):
             return None
         max_pages = len(key) // self.page_size
         if max_pages == 0:
@@ -518,7 +519,7 @@ class TieredRadixCache(LendingRadixCache):
             # Each plan counts as a sighting, and a request is to be one.
             return
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
-        if tokens is None:
+        if tokens is None or kept_exact(req, self.tiered.config):
             return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
         seen_pages = 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
-from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.ids import Encoding, TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.engines.sglang.layered.settings import (
@@ -26,6 +26,7 @@ from sgl_tiered.engines.sglang.layered.settings import (
     LayerKvSettings,
     read_layerkv,
 )
+from sgl_tiered.engines.sglang.lossy import LOSSY_DEFAULTS, REFUSE
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
@@ -59,6 +60,11 @@ FAULT_ENV = "SGL_TIERED_ALLOW_FAULTS"
 EMULATED_TIERS = (TierId.HOST, TierId.CXL, TierId.DISK)
 """Tiers that ``--tiered-emulate`` and ``POST /tiered/faults`` know."""
 
+ENCODINGS = tuple(
+    e.label for e in (Encoding.RAW, Encoding.FP8, Encoding.INT8, Encoding.INT4)
+)
+"""How pages below the device may be written."""
+
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "eviction_policy": EVICTION_POLICIES,
     "device_eviction": EVICTION_POLICIES,
@@ -71,6 +77,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "prefetch": PREFETCH_POLICIES,
     "prefetch_to": PREFETCH_TARGETS,
     "disk_io": ENGINES,
+    "encoding": ENCODINGS,
+    "lossy_default": LOSSY_DEFAULTS,
     "fault_corrupt": ("zero", "swap", STAGING_FAULT),
     **LAYERKV_CHOICES,
 }
@@ -128,6 +136,9 @@ class TieredConfig:
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
         layerkv: of layer-wise KV; None where it is off.
         breaks_staging: layers are streamed wrongly on purpose (tests).
+        encoding: how all pages below the device are written.
+        lossy_default: whether requests that do not say so allow KV that was altered:
+            refuse or allow.
     """
 
     host_bytes: int
@@ -161,6 +172,18 @@ class TieredConfig:
     slo_tpot_s: float = 0.0
     layerkv: LayerKvSettings | None = None
     breaks_staging: bool = False
+    encoding: Encoding = Encoding.RAW
+    lossy_default: str = REFUSE
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether pages below the device are written in fewer bits."""
+        return self.encoding is not Encoding.RAW
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything here alters KV."""
+        return self.is_encoded
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -219,6 +242,8 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         slo_tpot_s=_target(settings, "slo_tpot"),
         layerkv=read_layerkv(settings),
         breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
+        encoding=Encoding[_choice(settings, "encoding", Encoding.RAW.label).upper()],
+        lossy_default=_choice(settings, "lossy_default", REFUSE),
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
@@ -229,7 +254,23 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
             "device does not go with --tiered-layerkv yet",
             "give host",
         )
+    _refuse_lossy(config, said="lossy_default" in settings)
     return config
+
+
+def _refuse_lossy(config: TieredConfig, *, said: bool) -> None:
+    if said and not config.is_lossy:
+        raise ConfigError(
+            _flag("lossy_default"),
+            "has no effect where nothing alters KV",
+            "add --tiered-encoding int8, or leave it out",
+        )
+    if config.layerkv is not None and config.is_encoded:
+        raise ConfigError(
+            _flag("encoding"),
+            f"{config.encoding.label} does not go with --tiered-layerkv yet",
+            "leave one of the two out",
+        )
 
 
 def _read_file(path: str, known: set[str]) -> dict[str, Any]:

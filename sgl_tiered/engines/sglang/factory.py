@@ -16,6 +16,7 @@ from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.tombstones import cells_for
 from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.encoded import EncodedLayout
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
@@ -28,6 +29,10 @@ from sgl_tiered.engines.sglang.cuda_ops import cuda_register
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
+)
+from sgl_tiered.engines.sglang.encoded_pools import (
+    EncodedCpuPool,
+    encoded_pool_layout,
 )
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.lengths import LengthReader
@@ -135,9 +140,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     runner = ctx.tp_worker.model_runner
     allocator = ctx.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
-    layout = page_layout(pool, ctx.params.page_size)
+    raw = page_layout(pool, ctx.params.page_size)
+    layout, form = raw, ""
+    if config.is_encoded:
+        layout = encoded_pool_layout(pool, raw, config.encoding)
+        form = f" {layout.form}"
     engine = "sglang " + importlib.metadata.version("sglang")
-    model = model_facts(ctx, layout)
+    model = model_facts(ctx, raw)
 
     def fingerprint() -> str:
         own = model_fingerprint(runner.model, ctx.model_config.hf_config, engine)
@@ -145,7 +154,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
     namespace = Namespace(
         fingerprint(),
-        f"{pool.dtype} {model.attention_backend}",
+        f"{pool.dtype} {model.attention_backend}{form}",
         layout.page_tokens,
         # The same on all ranks: keys of pages are among what decisions read.
         f"0/{agreement.num_ranks}",
@@ -163,6 +172,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
         placed = place_layers(pool, config, clock, emulator, agreement, forward_stream)
         device: DevicePool = placed.device
+    elif isinstance(layout, EncodedLayout):
+        device = EncodedCpuPool(pool, layout)
     else:
         device = make_device_pool(pool, layout, forward_stream)
     host = emulator.wrap(_open_host(config, layout, register))
@@ -291,7 +302,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             config, allocator.size // layout.page_tokens, layout, lookahead, rng
         ),
         probe=figures,
-        served=report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
+        served={
+            **report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
+            **_encoding_facts(config, layout),
+        },
         lengths=_lengths(config),
         promoter=promoter,
         agreement=agreement,
@@ -303,6 +317,18 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
         return LayeredRuntime(parts, placed.driver)
     return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
+
+
+def _encoding_facts(config: TieredConfig, layout: PageLayout) -> dict[str, Any]:
+    """Return how pages are written below the device; empty where as they are."""
+    if not isinstance(layout, EncodedLayout):
+        return {}
+    return {
+        "encoding": config.encoding.label,
+        "encoding_form": layout.form,
+        "encoding_ratio": round(layout.ratio, 3),
+        "lossy_default": config.lossy_default,
+    }
 
 
 def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:
@@ -427,6 +453,8 @@ def _log_start(parts: Parts, layout: PageLayout) -> None:
         if emulated or health.emulated:
             note = f" (EMULATED: {'; '.join(filter(None, (health.detail, emulated)))})"
         texts.append(f"{tier.tier_id.label} {tokens} tokens, {size:.2f} GB{note}")
+    if isinstance(layout, EncodedLayout):
+        texts.append(f"as {layout.form}, {layout.ratio:.2f} times smaller")
     calibration = parts.config.calibration
     source = "" if calibration is None else f"; costs from {calibration}"
     logger.info("sgl-tiered: %s%s; measured %s", "; ".join(texts), source, parts.probe)
