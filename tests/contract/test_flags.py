@@ -34,6 +34,7 @@ GOOD = {
         "--tiered-log-interval=5",
         "--tiered-seed=3",
         "--tiered-explain-last=50",
+        "--tiered-lossy-default=allow",
         "--tiered-emulate=host:latency=0.001",
     ],
     "layerkv on": [

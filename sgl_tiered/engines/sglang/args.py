@@ -326,6 +326,16 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_lossy_default: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Whether requests that do not say so allow KV that was altered to "
+            "save bytes: refuse (default) or allow. A request says it as "
+            'custom_params: {"tiered": {"lossy": "allow"}}.',
+            choices=list(CHOICES["lossy_default"]),
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(

@@ -31,6 +31,13 @@ from typing import Any
 from weakref import WeakSet
 
 from sgl_tiered.core.clock import Clock
+from sgl_tiered.engines.sglang.lossy import (
+    ALLOW,
+    REFUSE,
+    is_lossy_key,
+    unmarked_key,
+)
+from sgl_tiered.engines.sglang.targets import PARAMS_KEY
 from sgl_tiered.policies.length.llm import (
     MAX_REPLY_TOKENS,
     QUESTION,
@@ -314,7 +321,14 @@ def tokenized_request(req: Any, rid: str, prompt: array[int]) -> Any:
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=MAX_REPLY_TOKENS, temperature=0.0)
+    params = SamplingParams(
+        max_new_tokens=MAX_REPLY_TOKENS,
+        temperature=0.0,
+        # It is marked anew as its request was, whose prompt it is to find.
+        custom_params={
+            PARAMS_KEY: {"lossy": ALLOW if is_lossy_key(req.extra_key) else REFUSE}
+        },
+    )
     params.normalize(None)
     return TokenizedGenerateReqInput(
         rid=rid,
@@ -330,6 +344,6 @@ def tokenized_request(req: Any, rid: str, prompt: array[int]) -> Any:
         token_ids_logprob=None,
         stream=False,
         priority=req.priority,
-        extra_key=req.extra_key,
+        extra_key=unmarked_key(req.extra_key),
         cache_salt=req.cache_salt,
     )

@@ -26,6 +26,7 @@ from sgl_tiered.engines.sglang.layered.settings import (
     LayerKvSettings,
     read_layerkv,
 )
+from sgl_tiered.engines.sglang.lossy import LOSSY_DEFAULTS, REFUSE
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
@@ -71,6 +72,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "prefetch": PREFETCH_POLICIES,
     "prefetch_to": PREFETCH_TARGETS,
     "disk_io": ENGINES,
+    "lossy_default": LOSSY_DEFAULTS,
     "fault_corrupt": ("zero", "swap", STAGING_FAULT),
     **LAYERKV_CHOICES,
 }
@@ -128,6 +130,8 @@ class TieredConfig:
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
         layerkv: of layer-wise KV; None where it is off.
         breaks_staging: layers are streamed wrongly on purpose (tests).
+        lossy_default: whether requests that do not say so allow KV that was altered:
+            refuse or allow.
     """
 
     host_bytes: int
@@ -161,6 +165,12 @@ class TieredConfig:
     slo_tpot_s: float = 0.0
     layerkv: LayerKvSettings | None = None
     breaks_staging: bool = False
+    lossy_default: str = REFUSE
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything here alters KV."""
+        return False
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -219,6 +229,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         slo_tpot_s=_target(settings, "slo_tpot"),
         layerkv=read_layerkv(settings),
         breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
+        lossy_default=_choice(settings, "lossy_default", REFUSE),
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")

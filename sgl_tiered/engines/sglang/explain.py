@@ -24,6 +24,7 @@ from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting_state import WaitingLoad
 from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
+from sgl_tiered.engines.sglang.lossy import is_lossy_key, unmarked_key
 from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 
 __all__ = ["Explainer", "Namespaces", "wants_explanation"]
@@ -34,16 +35,18 @@ _MAX_SENDERS = 1024
 
 
 class Namespaces:
-    """Which namespaces differ from each other by the adapter only.
+    """Which namespaces differ from each other by the adapter, or the word on lossy KV.
 
     A sender is told of pages in a namespace only if he could have sent his prompt there
-    and seen for himself: with another adapter under his own salt and key, or without
-    any salt and key. So they are grouped by key and salt, and nobody is told of
+    and seen for himself: with another adapter or word under his own salt and key, or
+    without any salt and key. So they are grouped by key and salt, and nobody is told of
     another's.
     """
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[tuple[str, str], dict[str, bytes]] = OrderedDict()
+        self._groups: OrderedDict[tuple[str, str], dict[tuple[str, bool], bytes]] = (
+            OrderedDict()
+        )
 
     def note(
         self,
@@ -62,7 +65,7 @@ class Namespaces:
         """
         group = self._groups.setdefault(_group(extra_key, salt, adapter), {})
         if len(group) < _MAX_ADAPTERS:
-            group[adapter or ""] = digest
+            group[adapter or "", is_lossy_key(extra_key)] = digest
         if len(self._groups) > _MAX_SENDERS:
             self._groups.popitem(last=False)
 
@@ -71,14 +74,17 @@ class Namespaces:
     ) -> dict[str, bytes]:
         """Return the namespaces that may be told of, by what is different there."""
         own = _group(extra_key, salt, adapter)
+        here = (adapter or "", is_lossy_key(extra_key))
         found = {}
-        for other, digest in self._groups.get(own, {}).items():
-            if other != (adapter or ""):
+        for (other, is_lossy), digest in self._groups.get(own, {}).items():
+            if is_lossy != here[1]:
+                if other == here[0]:
+                    verb = "allow" if is_lossy else "refuse"
+                    found[f"for requests that {verb} lossy KV"] = digest
+            elif other != here[0]:
                 found["for another adapter" if other else "without an adapter"] = digest
-        if own != ("", ""):
-            for other, digest in self._groups.get(("", ""), {}).items():
-                if other == (adapter or ""):
-                    found["without a salt or key"] = digest
+        if own != ("", "") and here in self._groups.get(("", ""), {}):
+            found["without a salt or key"] = self._groups["", ""][here]
         return found
 
     def clear(self) -> None:
@@ -270,5 +276,5 @@ def wants_explanation(req: Any) -> bool:
 def _group(
     extra_key: str | None, salt: str | None, adapter: str | None
 ) -> tuple[str, str]:
-    given = (extra_key or "").removesuffix(adapter or "")
+    given = (unmarked_key(extra_key) or "").removesuffix(adapter or "")
     return given, salt or ""

@@ -18,6 +18,7 @@ from sgl_tiered.engines.sglang.http import (
     LOAD_POLICY_KNOB,
 )
 from sgl_tiered.engines.sglang.layered.capacity import sized
+from sgl_tiered.engines.sglang.lossy import mark_generation
 from sgl_tiered.engines.sglang.ordering import schedule_policy
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
@@ -44,6 +45,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_CONFIGURATOR + "_resolve_memory_pool_config", sized, HookType.AROUND),
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
+        (_SCHEDULER + "_create_generation_req", _mark_lossy, HookType.AFTER),
         (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
@@ -94,6 +96,14 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         from sgl_tiered.engines.sglang.layered.build import attach_scheduler
 
         attach_scheduler(scheduler, runtime)
+
+
+def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep requests that allow lossy KV apart, before anything is looked up."""
+    del args, kwargs
+    runtime = _tiered(scheduler.tree_cache)
+    if runtime is not None:
+        mark_generation(req, runtime.config)
 
 
 def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -> None:

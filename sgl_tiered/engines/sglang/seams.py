@@ -234,6 +234,7 @@ SEAMS: tuple[Seam, ...] = (
             "_record_step_counters",
         ),
     ),
+    Seam("a new request", _SCHEDULER + "._create_generation_req", ("recv_req",)),
     Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
     Seam(
         "requests of our own",

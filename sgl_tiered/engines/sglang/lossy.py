@@ -1,0 +1,92 @@
+"""Which requests may be given KV that was altered: the word, and the wall between.
+
+Encodings and sparsity give back KV that is not what the model computed. A request that
+did not allow that must never meet it, on the device either, where pages once loaded are
+shared. So all KV of requests that allow it lives under a mark before SGLang's own
+``extra_key``: it keys the device's tree, the namespaces of the tiers and the lookups.
+Nothing is read across. A request says
+
+    {"custom_params": {"tiered": {"lossy": "allow"}}}
+
+or ``"refuse"``; ``--tiered-lossy-default`` speaks for those that do not. Any other word
+is a refusal. On a server where nothing alters KV there is no mark and nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sgl_tiered.engines.sglang.targets import PARAMS_KEY
+
+__all__ = [
+    "ALLOW",
+    "LOSSY_DEFAULTS",
+    "REFUSE",
+    "LossySettings",
+    "allows_lossy",
+    "is_lossy_key",
+    "mark_generation",
+    "marked_key",
+    "unmarked_key",
+]
+
+ALLOW, REFUSE = "allow", "refuse"
+LOSSY_DEFAULTS = (REFUSE, ALLOW)
+_OURS = "tiered-"
+# Before the sender's key: SGLang looks for an adapter's name at the end of it.
+_LOSSY, _EXACT = _OURS + "lossy|", _OURS + "exact|"
+
+
+class LossySettings(Protocol):
+    """The settings that this file reads."""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether anything here alters KV."""
+        ...
+
+    @property
+    def lossy_default(self) -> str:
+        """``ALLOW`` or ``REFUSE``, for requests that do not say."""
+        ...
+
+
+def allows_lossy(req: Any, config: LossySettings) -> bool:
+    """Say whether a request of SGLang's may be given altered KV."""
+    params = getattr(getattr(req, "sampling_params", None), "custom_params", None)
+    wishes = params.get(PARAMS_KEY) if isinstance(params, Mapping) else None
+    word = wishes.get("lossy") if isinstance(wishes, Mapping) else None
+    return bool((config.lossy_default if word is None else word) == ALLOW)
+
+
+def marked_key(extra_key: str | None, *, allows: bool) -> str | None:
+    """Return the key under which a request's KV is kept.
+
+    Two requests share one only if they gave the same key and both allow, or both
+    refuse: a key that looks like one of ours is marked as well.
+    """
+    if allows:
+        return _LOSSY + (extra_key or "")
+    if extra_key is not None and extra_key.startswith(_OURS):
+        return _EXACT + extra_key
+    return extra_key
+
+
+def unmarked_key(extra_key: str | None) -> str | None:
+    """Return what the sender gave (and the adapter's name behind it)."""
+    for mark in (_LOSSY, _EXACT):
+        if extra_key is not None and extra_key.startswith(mark):
+            return extra_key.removeprefix(mark) or None
+    return extra_key
+
+
+def is_lossy_key(extra_key: str | None) -> bool:
+    """Say whether KV under this key may have been altered."""
+    return extra_key is not None and extra_key.startswith(_LOSSY)
+
+
+def mark_generation(req: Any, config: LossySettings) -> None:
+    """Mark a new request; once, before SGLang first looks its prompt up."""
+    if config.is_lossy:
+        req.extra_key = marked_key(req.extra_key, allows=allows_lossy(req, config))
