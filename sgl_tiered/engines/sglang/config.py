@@ -27,6 +27,12 @@ from sgl_tiered.engines.sglang.layered.settings import (
     read_layerkv,
 )
 from sgl_tiered.engines.sglang.lossy import LOSSY_DEFAULTS, REFUSE
+from sgl_tiered.engines.sglang.sparse.settings import (
+    KEEP_FAULT,
+    SPARSITY_CHOICES,
+    SparsitySettings,
+    read_sparsity,
+)
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
@@ -73,8 +79,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "prefetch_to": PREFETCH_TARGETS,
     "disk_io": ENGINES,
     "lossy_default": LOSSY_DEFAULTS,
-    "fault_corrupt": ("zero", "swap", STAGING_FAULT),
+    "fault_corrupt": ("zero", "swap", STAGING_FAULT, KEEP_FAULT),
     **LAYERKV_CHOICES,
+    **SPARSITY_CHOICES,
 }
 
 _DEFAULT_STAGING_BYTES = 256 * 2**20
@@ -132,6 +139,8 @@ class TieredConfig:
         breaks_staging: layers are streamed wrongly on purpose (tests).
         lossy_default: whether requests that do not say so allow KV that was altered:
             refuse or allow.
+        sparsity: of sparse KV; None where it is off.
+        keeps_wrong: sparse KV keeps the wrong tokens on purpose (tests).
     """
 
     host_bytes: int
@@ -166,11 +175,13 @@ class TieredConfig:
     layerkv: LayerKvSettings | None = None
     breaks_staging: bool = False
     lossy_default: str = REFUSE
+    sparsity: SparsitySettings | None = None
+    keeps_wrong: bool = False
 
     @property
     def is_lossy(self) -> bool:
         """Whether anything here alters KV."""
-        return False
+        return self.sparsity is not None
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -230,6 +241,8 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         layerkv=read_layerkv(settings),
         breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
         lossy_default=_choice(settings, "lossy_default", REFUSE),
+        sparsity=read_sparsity(settings),
+        keeps_wrong=settings.get("fault_corrupt") == KEEP_FAULT,
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
@@ -473,7 +486,7 @@ def _emulation(settings: Mapping[str, Any]) -> tuple[Emulation, ...]:
     if settings.get("fault_corrupt") is not None:
         flags["--tiered-fault-corrupt"] = True
         kind = _choice(settings, "fault_corrupt", "")
-        if kind != STAGING_FAULT:
+        if kind not in (STAGING_FAULT, KEEP_FAULT):
             sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
     for flag, fails in flags.items():
         if fails and not faults_allowed():

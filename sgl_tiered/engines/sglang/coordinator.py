@@ -8,6 +8,7 @@ tested without either. Everything here runs on the scheduler's thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +57,8 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
     ) -> None:
         super().__init__(cache, _MEMORY_TIERS, stager, clock)
         self._memory = memory
+        # Bytes to copy of each page to the device; None for whole pages.
+        self.load_bytes: Callable[[Int64s], Int64s] | None = None
         self._states: dict[str, RequestState] = {}
 
     def state(self, rid: str) -> RequestState | None:
@@ -89,7 +92,7 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         end = self.ready_end(state)
         skip = end - len(device_pages)
         assert 0 <= skip <= end <= plan.num_pages, (skip, end, plan.num_pages)
-        return LoadJob(plan, self._segments(plan, state, skip, end), device_pages)
+        return self._job(plan, self._segments(plan, state, skip, end), device_pages)
 
     def begin_back(self, state: RequestState, device_pages: Int64s) -> LoadJob:
         """Return the job for the back of a split prompt, after ``resume`` gave it.
@@ -103,7 +106,7 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         assert begin is not None
         end = plan.num_pages
         assert end - begin == len(device_pages), (begin, end, len(device_pages))
-        return LoadJob(plan, self._segments(plan, state, begin, end), device_pages)
+        return self._job(plan, self._segments(plan, state, begin, end), device_pages)
 
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""
@@ -115,6 +118,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         """Forget every request (the cache is being reset)."""
         for rid in list(self._states):
             self.release(rid)
+
+    def _job(
+        self, plan: LoadPlan, segments: tuple[Segment, ...], device_pages: Int64s
+    ) -> LoadJob:
+        num_bytes = None if self.load_bytes is None else self.load_bytes(device_pages)
+        return LoadJob(plan, segments, device_pages, num_bytes)
 
     def _segments(
         self, plan: LoadPlan, state: RequestState, skip: int, end: int
