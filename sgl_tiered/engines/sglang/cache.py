@@ -54,8 +54,7 @@ class TieredRadixCache(LendingRadixCache):
         strategy: ranks the device's pages; None where SGLang does.
     """
 
-    # Pages of the prompt being offloaded that are not whole on the device.
-    _leave: npt.NDArray[np.bool_] | None = None
+    _leave: npt.NDArray[np.bool_] | None = None  # by page: parts are not on the device
 
     def __init__(
         self,

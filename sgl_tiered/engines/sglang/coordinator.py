@@ -19,7 +19,7 @@ from sgl_tiered.cache.waiting import WaitingLoads
 from sgl_tiered.cache.waiting_state import Staging, WaitingLoad
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import LoadPlan
+from sgl_tiered.core.plans import Decision, LoadPlan
 from sgl_tiered.pipelines.layerwise_load import LoadJob, Segment
 from sgl_tiered.pipelines.staging import StagedRead
 from sgl_tiered.tiers.base import MemoryTier
@@ -39,10 +39,12 @@ class RequestState(WaitingLoad[StagedRead]):
     Attributes:
         num_offloaded: pages of the prompt already given to the offload.
         counted: it is in the statistics.
+        load_share: share of the bytes of its pages that a load is expected to bring.
     """
 
     num_offloaded: int = 0
     counted: bool = False
+    load_share: float = 1.0
 
 
 class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
@@ -78,6 +80,17 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
             # It was made for other tokens, and might load more than may be reused.
             state.decision = None
         return state
+
+    def decide(
+        self, state: RequestState, device_pages: int, *, can_split: bool = False
+    ) -> Decision:
+        """Ask the cache anew, by the bytes that this request's load would bring."""
+        planner = self._cache.planner
+        planner.load_share = state.load_share
+        try:
+            return super().decide(state, device_pages, can_split=can_split)
+        finally:
+            planner.load_share = 1.0
 
     def begin(self, state: RequestState, device_pages: Int64s) -> LoadJob | None:
         """Commit the load into ``device_pages``; None where the cache moved on.

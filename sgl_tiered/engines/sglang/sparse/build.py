@@ -58,6 +58,7 @@ def place_rows(pool: Any, config: TieredConfig, layout: PageLayout) -> SparsePar
         pool.mass,
         pages,
         pool.measured,
+        settings.keep,
     )
 
 

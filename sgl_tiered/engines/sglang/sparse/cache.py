@@ -214,6 +214,7 @@ class SparseRadixCache(TieredRadixCache):
         state = super()._track(key, req)
         if state is not None and is_lossy_key(req.extra_key):
             self._rows.measured.add(req.rid)
+            state.load_share = self._rows.share
         return state
 
     def _forget(self, rid: str) -> None:

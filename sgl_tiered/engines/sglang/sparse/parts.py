@@ -27,6 +27,7 @@ class SparseParts:
         slots: what attention gave to the tokens on the device.
         pages: the same for pages that the cache's table knows.
         measured: ids of the requests whose attention is measured.
+        share: of the bytes of whole pages, what loads are expected to bring.
     """
 
     binding: RowBinding
@@ -35,6 +36,7 @@ class SparseParts:
     slots: SlotMass
     pages: PageMass
     measured: set[str]
+    share: float = 1.0
 
     def choose(
         self, first_token: int, mean: npt.NDArray[np.float32]
