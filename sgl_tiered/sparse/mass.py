@@ -155,9 +155,9 @@ class PageMass:
         self._know(int(rows.max()))
         new = rows[self._place_of[rows] < 0]
         if len(new):
-            places = self._take(len(new))
-            self._row_of[places] = new
-            self._place_of[new] = places
+            taken = self._take(len(new))
+            self._row_of[taken] = new
+            self._place_of[new] = taken
         places = self._place_of[rows]
         # Among those that had to go there may be some of these.
         stays = places >= 0

@@ -31,7 +31,7 @@ class SparseAllocator(PagedTokenToKVPoolAllocator):
     def available_size(self) -> int:
         """Return the tokens that fit, each in all layers, in whole pages."""
         assert self.sizes is not None
-        return self.sizes.free_pages(self._free_logical) * int(self.page_size)
+        return int(self.sizes.free_pages(self._free_logical) * self.page_size)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """Take whole pages; None where they or their rows are short."""
