@@ -61,7 +61,7 @@ class Bench:
         from sgl_tiered.core.layout import PageLayout
         from sgl_tiered.engines.sglang.sparse.allocator import SparseAllocator
         from sgl_tiered.engines.sglang.sparse.cache import SparseRadixCache
-        from sgl_tiered.engines.sglang.sparse.capacity import RowPlan
+        from sgl_tiered.engines.sglang.sparse.capacity import RowPlan, SparseSizes
         from sgl_tiered.engines.sglang.sparse.parts import SparseParts
         from sgl_tiered.engines.sglang.sparse.pool import SparsePool
         from sgl_tiered.sparse.keep import KeepShare
@@ -105,11 +105,12 @@ class Bench:
             tree_core_backend=backend,
         )
         runtime = SimpleNamespace(sparse=sparse, deferred=None)
-        tree_class = SparseRadixCache
+        self.tree = SparseRadixCache(params, runtime)
         if not honest:
             # What the tree could evict, as SGLang counts it.
-            tree_class = type("Tree", (SparseRadixCache,), {"_unevictable": 0})
-        self.tree = tree_class(params, runtime)
+            self.allocator.sizes.__class__ = type(
+                "Sizes", (SparseSizes,), {"unevictable": 0}
+            )
         common = {
             "is_hybrid_swa": False,
             "is_hybrid_ssm": False,
@@ -190,7 +191,7 @@ class Bench:
         self.did["loaded"] += 1
         request.own.append(slots)
         request.fresh = slots[::PAGE].numpy() // PAGE
-        if self.rng.random() < 0.1:
+        if self.rng.random() < 0.2:
             lacking = self.rows.num_rows_lacking(request.fresh)
             if self.tree._make_whole(slots[::PAGE]):
                 assert lacking == 0 or not self.rows.lacks_any(request.fresh)

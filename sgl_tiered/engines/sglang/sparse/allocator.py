@@ -122,7 +122,7 @@ class SparseAllocator(PagedTokenToKVPoolAllocator):
         pages = -(-num_rows // self._binding.page_rows)
         if self._free_logical * self.page_size < num_tokens:
             pages = num_tokens // self.page_size
-        return pages * int(self.page_size)
+        return int(pages * self.page_size)
 
     def clear(self) -> None:
         """Make every page free."""
