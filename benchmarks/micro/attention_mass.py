@@ -1,9 +1,9 @@
 """What attention mass and small entries cost, beside the attention of the same rows.
 
 The shapes of the 40 M model, one layer, on the CPU: PagedAttention as served, then each
-of the three functions. Samples are interleaved; medians are printed, and one JSON object
-at the end. The mass is compared with the reference on a few rows first: no time is
-printed for wrong numbers.
+of the three functions. Samples are interleaved; medians are printed, and one JSON
+object at the end. The mass is compared with the reference on a few rows first: no time
+is printed for wrong numbers.
 
     python benchmarks/micro/attention_mass.py
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from sgl_tiered_kernels.attention_mass import attention_mass
 from sgl_tiered_kernels.paged_attention import RequestRows
 
 from sgl_tiered.engines.sglang.cpu_attention import TieredCpuAttention
-from sgl_tiered.engines.sglang.sparse.measuring import mass_of
-from sgl_tiered.sparse.mass import reads_of, sampled_queries
+from sgl_tiered.sparse.mass import LOCAL, reads_of, sampled_queries
 
 __all__ = ["SparseCpuAttention"]
 
@@ -119,11 +119,21 @@ class SparseCpuAttention(TieredCpuAttention):
             kept = self._pool.binding.table[number, slots] >= 0
             positions, slots = positions[kept], slots[kept]
         keys = key_cache.index_select(0, request.slots)
+        places = torch.from_numpy(positions) if part.is_sparse else None
         first = part.end - part.begin - request.num_queries
-        mass = np.zeros(len(slots), np.float32)
+        mass = torch.zeros(keys.shape[1], len(slots))
         reads = np.zeros(len(slots), np.float32)
         for begin, end in sampled_queries(request.num_queries):
-            rows = query[request.start + begin : request.start + end]
-            mass += mass_of(rows, keys, positions, first + begin, scale)
+            attention_mass(
+                query[request.start + begin : request.start + end],
+                keys,
+                None,
+                first + begin,
+                scale,
+                mass,
+                local=LOCAL,
+                positions=places,
+            )
             reads += reads_of(positions, first + begin, first + end)
-        self._pool.mass.add(number, slots, mass, reads)
+        of_heads = mass.sum(dim=0).div_(query.shape[1]).numpy()
+        self._pool.mass.add(number, slots, of_heads, reads)
