@@ -171,6 +171,9 @@ class Planner:
         self._load_policy = load_policy
         self._overlaps = overlaps
         self._compute_weight = 1.0
+        # Of the bytes of pages in memory, what the load in question brings. Pages on
+        # disk are read whole.
+        self.load_share = 1.0
 
     @property
     def compute_weight(self) -> float:
@@ -206,7 +209,9 @@ class Planner:
 
     def load_s(self, tier: TierId, num_pages: int) -> float:
         """Return the predicted time of a load of pages from one tier."""
-        return self._cost.load_s(tier, num_pages * self._layout.page_bytes)
+        share = 1.0 if tier is TierId.DISK else self.load_share
+        num_bytes = int(share * num_pages * self._layout.page_bytes)
+        return self._cost.load_s(tier, num_bytes)
 
     def compute_s(self, first_page: int, num_pages: int) -> float:
         """Return the predicted time of a pass over pages."""

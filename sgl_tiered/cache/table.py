@@ -13,6 +13,7 @@ and freed when its last user ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class CacheTable:
         keys, key_known: page key per row, once derived.
         entry_of: per tier, int32 per row, -1 for none.
         version: grows with every change that can make a decision stale.
+        on_rows_freed: called with rows that are given back.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class CacheTable:
         self.page_bytes = page_bytes
         self.whole_encoding = encoding
         self.version = 0
+        self.on_rows_freed: Callable[[Int32s], None] = _ignore
         self.slots = [SlotAllocator(n) for n in num_slots]
         # Bounded by the capacity, unlike a list that nobody may ever take.
         self._forgotten = [np.zeros(n, np.bool_) for n in num_slots]
@@ -115,6 +118,7 @@ class CacheTable:
         self.bind(rows, None)
         self.flags[rows] = 0
         self.version += 1
+        self.on_rows_freed(rows)
         self.rows.free(rows.astype(np.int64))
 
     def bind(self, rows: Int32s | Int64s, node: object) -> None:
@@ -317,6 +321,10 @@ class CacheTable:
         self.pins = _grown(self.pins, more, 0)
         self.state = _grown(self.state, more, FREE)
         self.doomed = _grown(self.doomed, more, False)
+
+
+def _ignore(rows: Int32s) -> None:
+    """Take no note of rows that are given back."""
 
 
 def _grown(column: npt.NDArray[Any], more: int, fill: object) -> npt.NDArray[Any]:

@@ -13,7 +13,7 @@ and eviction or a bad read takes copies away; with the last one the page is gone
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from sgl_tiered.cache.adoption import adopt_records
 from sgl_tiered.cache.chain import Chain, Demotion
 from sgl_tiered.cache.config import LOAD_POLICIES, CacheConfig, TierConfig, check_choice
+from sgl_tiered.cache.holes import lacking_copies
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
 from sgl_tiered.cache.lookahead import QueueLookahead
@@ -36,6 +37,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.plans import (
+    Bools,
     Decision,
     DemotePlan,
     Int32s,
@@ -307,6 +309,7 @@ class TieredCache:
         max_pages: int | None = None,
         seen_pages: int = 0,
         sighted: Recency | None = None,
+        leave: Bools | None = None,
     ) -> OffloadPlan | None:
         """Plan copies in the first tier for the prompt's pages that lack one.
 
@@ -322,6 +325,7 @@ class TieredCache:
                 are sighted (write policy ``selective``, admission to disk).
             sighted: what ``sight`` returned, where that came before: pages are as
                 recent as they were then, and not sighted again.
+            leave: bool, pages that are not whole on the device; None for none.
 
         Returns:
             As many of the leading missing pages as there can be room for; None where
@@ -329,12 +333,10 @@ class TieredCache:
         """
         store, table = self._store, self._table
         raw = _raw(tokens)
-        num_pages = len(raw) // store.page_bytes
         root = self._index.root(digest)
         path = self._index.walk(root, raw)
         known = concat_rows(path)
-        positions = np.flatnonzero(table.entry_of[0].take(known) < 0)
-        num_new = num_pages - len(known)
+        num_new = len(raw) // store.page_bytes - len(known)
         kinds: Kinds = ()
         if sighted is None:
             store.touch(path)
@@ -343,11 +345,7 @@ class TieredCache:
             if times is not None and self._config.write_policy == "selective":
                 once = np.flatnonzero(times < 2)
                 num_new = int(once[0]) if len(once) else num_new
-        if num_new:
-            new = np.arange(len(known), len(known) + num_new)
-            positions = np.concatenate([positions, new])
-        if max_pages is not None:
-            positions = positions[:max_pages]
+        positions = lacking_copies(table, known, num_new, leave)[:max_pages]
         if not len(positions):
             return None
         # The prompt's own pages are not evicted for its later ones.
@@ -380,12 +378,19 @@ class TieredCache:
         self._offloads[plan.plan_id] = table.entry_of[0][rows].astype(np.int64)
         return plan
 
+    def known_pages(self, digest: bytes, tokens: Int32s) -> Int32s:
+        """Return the table's rows of a prompt's leading pages, as far as it has any."""
+        return concat_rows(self._index.walk(self._index.root(digest), _raw(tokens)))
+
+    def watch_rows(self, freed: Callable[[Int32s], None]) -> None:
+        """Have ``freed`` called with the rows that the table gives back."""
+        self._store.table.on_rows_freed = freed
+
     def num_without_copy(self, digest: bytes, tokens: Int32s, first_page: int) -> int:
         """Return how many of a prompt's pages from ``first_page`` on are in no tier."""
-        rows = concat_rows(self._index.walk(self._index.root(digest), _raw(tokens)))
-        num_pages = len(tokens) // self._config.layout.page_tokens
-        num_copied = int(np.count_nonzero(self._table.copies[rows[first_page:]]))
-        return num_pages - first_page - num_copied
+        rows = self.known_pages(digest, tokens)[first_page:]
+        num_pages = len(tokens) // self._config.layout.page_tokens - first_page
+        return num_pages - int(np.count_nonzero(self._table.copies[rows]))
 
     def finish_offload(self, plan: OffloadPlan, result: TransferResult) -> None:
         """Make the copies that arrived hits, and drop the others."""
@@ -526,12 +531,9 @@ class TieredCache:
 
     def memory_bytes(self) -> int:
         """Return the bytes of all arrays (the index's objects not counted)."""
-        sightings = self._chain.sightings
-        num_bytes = self._table.array_bytes() + (
-            sightings.num_bytes if sightings else 0
-        )
-        graves = self._store.tombstones
-        return num_bytes + (graves.num_bytes if graves else 0)
+        sightings, graves = self._chain.sightings, self._store.tombstones
+        num_bytes = self._table.array_bytes() + (graves.num_bytes if graves else 0)
+        return num_bytes + (sightings.num_bytes if sightings else 0)
 
     # Private.
 
@@ -584,15 +586,13 @@ class TieredCache:
         table, rows = self._table, decision.pages
         if (table.born[rows] > decision.version).any():
             return False
-        if not table.in_index[rows].all():
-            return False
         flags = table.flags[rows]
-        if (flags & LOADING).any():
+        if not table.in_index[rows].all() or (flags & LOADING).any():
             return False
-        for number, tier in enumerate(self._tiers):
-            if not (flags[decision.tiers == tier] & (1 << number)).all():
-                return False
-        return True
+        return all(
+            bool((flags[decision.tiers == tier] & (1 << number)).all())
+            for number, tier in enumerate(self._tiers)
+        )
 
 
 def _raw(tokens: Int32s) -> bytes:

@@ -92,26 +92,29 @@ class _Copy:
     device_pages: Int64s
     charge: Callable[[int], None] | None
     source: TierId
+    num_bytes: int
 
 
-def _merge(jobs: Sequence[LoadJob]) -> list[_Copy]:
+def _merge(jobs: Sequence[LoadJob], page_bytes: int) -> list[_Copy]:
     """Return the jobs' segments, those of one region and medium put together."""
-    parts: dict[tuple[int, TierId], list[tuple[Segment, Int64s]]] = {}
+    parts: dict[tuple[int, TierId], list[tuple[Segment, Int64s, int]]] = {}
     for job in jobs:
         for segment in job.segments:
             key = (segment.region.ctypes.data, segment.source)
             pages = job.device_pages[segment.positions]
-            parts.setdefault(key, []).append((segment, pages))
+            num_bytes = job.bytes_of(segment, page_bytes)
+            parts.setdefault(key, []).append((segment, pages, num_bytes))
     merged = []
     for found in parts.values():
         first = found[0][0]
         merged.append(
             _Copy(
                 first.region,
-                np.concatenate([segment.rows for segment, _ in found]),
-                np.concatenate([pages for _, pages in found]),
+                np.concatenate([segment.rows for segment, _, _ in found]),
+                np.concatenate([pages for _, pages, _ in found]),
                 first.charge,
                 first.source,
+                sum(num_bytes for _, _, num_bytes in found),
             )
         )
     return merged
@@ -146,15 +149,24 @@ class LoadJob:
         plan: what is loaded; its sources stay pinned until the completion.
         segments: together they cover each position of the plan once.
         device_pages: int64 [plan.num_pages], where the pages go.
+        page_bytes: int64 [plan.num_pages], bytes that are copied of each, where the
+            device does not take all of them; None for whole pages.
     """
 
     plan: LoadPlan
     segments: tuple[Segment, ...]
     device_pages: Int64s
+    page_bytes: Int64s | None = None
 
     def num_pages_from(self, tier: TierId) -> int:
         """Return how many pages lie in a tier's memory; staged ones are the host's."""
         return sum(len(part.rows) for part in self.segments if part.source is tier)
+
+    def bytes_of(self, segment: Segment, page_bytes: int) -> int:
+        """Return the bytes copied of a segment; ``page_bytes`` are a whole page's."""
+        if self.page_bytes is None:
+            return len(segment.rows) * page_bytes
+        return int(self.page_bytes[segment.positions].sum())
 
 
 class LoadTicket:
@@ -185,10 +197,10 @@ class LoadTicket:
             [] for _ in range(self._num_layers)
         ]
         self._clock = clock
-        self._copies = _merge(jobs)
+        self._copies = _merge(jobs, pool.layout.page_bytes)
         self._group = 1
         if not self._waiter_copies:
-            num_bytes = sum(len(c.rows) for c in self._copies) * pool.layout.page_bytes
+            num_bytes = sum(c.num_bytes for c in self._copies)
             self._group = group_layers(self._num_layers, num_bytes, link)
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
@@ -241,10 +253,10 @@ class LoadTicket:
     @property
     def moved(self) -> dict[TierId, tuple[int, float]]:
         """Bytes of the jobs, and seconds of their copies, by the tier they lay in."""
-        page_bytes = self._pool.layout.page_bytes
+        num_bytes = _bytes_by_tier(self.jobs, self._pool.layout.page_bytes)
         return {
-            tier: (num_pages * page_bytes, self._seconds_by_tier[tier])
-            for tier, num_pages in _pages_by_tier(self.jobs).items()
+            tier: (count, self._seconds_by_tier[tier])
+            for tier, count in num_bytes.items()
         }
 
     @property
@@ -340,7 +352,6 @@ class LoadTicket:
                 self._loader_needed.notify_all()
 
     def _copy_layers(self, first: int, stop: int, by_waiter: bool) -> None:
-        layer_bytes = self._pool.layout.layer_page_bytes
         for copy in self._copies:
             before_s = self._clock.now()
             self._source = None if copy.charge is None else copy.source
@@ -358,7 +369,9 @@ class LoadTicket:
                     self._arrivals[layer].append((copy.source, arrival))
                     before_s = self._clock.now()
             if copy.charge is not None:
-                copy.charge((stop - first) * len(copy.rows) * layer_bytes)
+                # So that all layers together are charged all bytes.
+                ends = [copy.num_bytes * n // self._num_layers for n in (first, stop)]
+                copy.charge(ends[1] - ends[0])
             self._seconds_by_tier[copy.source] += self._clock.now() - before_s
 
     def _land(self) -> str:
@@ -469,16 +482,16 @@ class LayerwiseLoader:
         if error:
             self._give_up(ticket, error)
             return
-        pages_by_tier = _pages_by_tier(ticket.jobs)
-        for tier, num_pages in pages_by_tier.items():
+        moved = ticket.moved
+        for tier, num_pages in _pages_by_tier(ticket.jobs).items():
             self._metrics.record_transfer(
                 tier,
                 TierId.DEVICE,
                 num_pages=num_pages,
-                num_bytes=num_pages * self._pool.layout.page_bytes,
-                seconds=ticket._seconds_by_tier[tier],
+                num_bytes=moved[tier][0],
+                seconds=moved[tier][1],
             )
-        num_bytes = sum(pages_by_tier.values()) * self._pool.layout.page_bytes
+        num_bytes = sum(count for count, _ in moved.values())
         self._post(ticket, num_bytes, ticket.seconds, "")
 
     def _give_up(self, ticket: LoadTicket, error: str) -> None:
@@ -516,3 +529,12 @@ def _pages_by_tier(jobs: Sequence[LoadJob]) -> dict[TierId, int]:
         for segment in job.segments:
             pages[segment.source] = pages.get(segment.source, 0) + len(segment.rows)
     return pages
+
+
+def _bytes_by_tier(jobs: Sequence[LoadJob], page_bytes: int) -> dict[TierId, int]:
+    num_bytes: dict[TierId, int] = {}
+    for job in jobs:
+        for segment in job.segments:
+            count = job.bytes_of(segment, page_bytes)
+            num_bytes[segment.source] = num_bytes.get(segment.source, 0) + count
+    return num_bytes

@@ -49,6 +49,12 @@ GOOD = {
         "--tiered-layerkv-staging-size=1MB",
         "--tiered-layerkv-guard=off",
     ],
+    "sparse": [
+        *ON,
+        "--page-size=16",
+        "--tiered-sparsity=load",
+        "--tiered-sparsity-keep=0.25",
+    ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
 }
@@ -68,10 +74,33 @@ BAD = {
         ],
         "--tiered-encoding",
     ),
+    "encoding sparsity": (
+        [
+            *ON,
+            "--page-size=16",
+            "--disable-overlap-schedule",
+            "--tiered-sparsity=load",
+            "--tiered-encoding=int8",
+        ],
+        "--tiered-encoding",
+    ),
     "layerkv off": ([*ON, "--tiered-layerkv-retain=2"], "--tiered-layerkv-retain"),
     "layerkv pages": (
         [*ON, "--tiered-layerkv=on", "--page-size=1"],
         "--tiered-layerkv",
+    ),
+    "sparse off": ([*ON, "--tiered-sparsity-keep=0.5"], "--tiered-sparsity-keep"),
+    "sparse pages": (
+        [*ON, "--tiered-sparsity=load", "--page-size=1"],
+        "--tiered-sparsity",
+    ),
+    "sparse ranks": (
+        [*ON, "--tiered-sparsity=load", "--tp-size=2"],
+        "--tiered-sparsity: does not go with --tp-size",
+    ),
+    "sparse and layerkv": (
+        [*ON, "--tiered-sparsity=load", "--tiered-layerkv=on", "--page-size=16"],
+        "--tiered-sparsity",
     ),
     "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),

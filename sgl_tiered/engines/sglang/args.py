@@ -23,6 +23,10 @@ from sgl_tiered.engines.sglang.layered.settings import (
     refuse_on_cuda,
     refuse_with_layerkv,
 )
+from sgl_tiered.engines.sglang.sparse.settings import (
+    refuse_device,
+    refuse_with_sparsity,
+)
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["TieredServerArgs", "flag_values", "tiered_config"]
@@ -347,12 +351,28 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_sparsity: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="For requests that allow lossy KV: load only the tokens of a layer "
+            "that attention reads (load; experimental, CPU only) or all (off, "
+            "default).",
+            choices=list(CHOICES["sparsity"]),
+        ),
+        _NS,
+    ] = None
+    tiered_sparsity_keep: A[
+        Optional[float],  # noqa: UP045
+        Arg(help="Share of a layer's tokens that is loaded; default 0.5."),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(
             help="For tests: load a wrong page from the host, as "
             "--tiered-emulate host:fault=... does, or leave pages out where layers are "
-            "streamed (staging); needs SGL_TIERED_ALLOW_FAULTS=1.",
+            "streamed (staging), or keep the wrong tokens of sparse KV (keep); needs "
+            "SGL_TIERED_ALLOW_FAULTS=1.",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,
@@ -415,9 +435,20 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
     if config.layerkv is not None:
         refuse_with_layerkv(server_args)
         _refuse_on_cuda(server_args)
+    if config.sparsity is not None:
+        refuse_with_sparsity(server_args)
+        refuse_device(_device(server_args))
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _refuse_for_one_rank(config)
     return config
+
+
+def _device(server_args: Any) -> str:
+    """Return the kind of device that SGLang runs on."""
+    from sglang.srt.platforms import current_platform
+
+    given = getattr(server_args, "device", None) or "cpu"
+    return "cuda" if current_platform.is_cuda() else str(given).partition(":")[0]
 
 
 def _refuse_on_cuda(server_args: Any) -> None:

@@ -42,9 +42,7 @@ __all__ = ["TieredRadixCache"]
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.001
-"""Nap of the scheduler while all it could do is wait for a read: long enough to leave
-the core to the reader, short enough not to be seen in a TTFT."""
+_IDLE_WAIT_S = 0.001  # a nap that leaves a reader a core, and that no TTFT shows
 
 
 class TieredRadixCache(LendingRadixCache):
@@ -55,6 +53,8 @@ class TieredRadixCache(LendingRadixCache):
         runtime: cache, tiers and pipelines of this rank.
         strategy: ranks the device's pages; None where SGLang does.
     """
+
+    _leave: npt.NDArray[np.bool_] | None = None  # by page: parts are not on the device
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class TieredRadixCache(LendingRadixCache):
         self.end_fetches()
         self._pump()
         if tier is TierId.DEVICE:
-            self.evict(EvictParams(num_tokens=self.evictable_size()))
+            self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
         else:
             self.tiered.drop(tier)
             if self._ahead is not None:
@@ -532,7 +532,9 @@ class TieredRadixCache(LendingRadixCache):
             where = (req.extra_key, req.cache_salt)
             self._ahead.note(digest, tokens, seen_pages, *where)
             return
-        plan = self.tiered.cache.plan_offload(digest, tokens, seen_pages=seen_pages)
+        plan = self.tiered.cache.plan_offload(
+            digest, tokens, seen_pages=seen_pages, leave=self._leave
+        )
         if plan is None:
             return
         firsts = torch.from_numpy(plan.positions.astype(np.int64) * self.page_size)
@@ -589,9 +591,7 @@ class TieredRadixCache(LendingRadixCache):
     def _fail(self, reqs: list[Any], reason: str) -> None:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-        logger.error(
-            "sgl-tiered: %d load(s) to the device broke: %s", len(reqs), reason
-        )
+        logger.error("sgl-tiered: %d load(s) to device broke: %s", len(reqs), reason)
         for req in reqs:
             req.skip_radix_cache_insert = True
             req.discard_output_reason = FINISH_ABORT(

@@ -27,6 +27,12 @@ from sgl_tiered.engines.sglang.layered.settings import (
     read_layerkv,
 )
 from sgl_tiered.engines.sglang.lossy import LOSSY_DEFAULTS, REFUSE
+from sgl_tiered.engines.sglang.sparse.settings import (
+    KEEP_FAULT,
+    SPARSITY_CHOICES,
+    SparsitySettings,
+    read_sparsity,
+)
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import ADMISSIONS, NO_ADMISSION
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
@@ -79,8 +85,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "disk_io": ENGINES,
     "encoding": ENCODINGS,
     "lossy_default": LOSSY_DEFAULTS,
-    "fault_corrupt": ("zero", "swap", STAGING_FAULT),
+    "fault_corrupt": ("zero", "swap", STAGING_FAULT, KEEP_FAULT),
     **LAYERKV_CHOICES,
+    **SPARSITY_CHOICES,
 }
 
 _DEFAULT_STAGING_BYTES = 256 * 2**20
@@ -139,6 +146,8 @@ class TieredConfig:
         encoding: how all pages below the device are written.
         lossy_default: whether requests that do not say so allow KV that was altered:
             refuse or allow.
+        sparsity: of sparse KV; None where it is off.
+        keeps_wrong: sparse KV keeps the wrong tokens on purpose (tests).
     """
 
     host_bytes: int
@@ -174,6 +183,8 @@ class TieredConfig:
     breaks_staging: bool = False
     encoding: Encoding = Encoding.RAW
     lossy_default: str = REFUSE
+    sparsity: SparsitySettings | None = None
+    keeps_wrong: bool = False
 
     @property
     def is_encoded(self) -> bool:
@@ -183,7 +194,7 @@ class TieredConfig:
     @property
     def is_lossy(self) -> bool:
         """Whether anything here alters KV."""
-        return self.is_encoded
+        return self.is_encoded or self.sparsity is not None
 
 
 def read_config(values: Mapping[str, Any]) -> TieredConfig:
@@ -244,6 +255,8 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
         encoding=Encoding[_choice(settings, "encoding", Encoding.RAW.label).upper()],
         lossy_default=_choice(settings, "lossy_default", REFUSE),
+        sparsity=read_sparsity(settings),
+        keeps_wrong=settings.get("fault_corrupt") == KEEP_FAULT,
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
@@ -263,14 +276,18 @@ def _refuse_lossy(config: TieredConfig, *, said: bool) -> None:
         raise ConfigError(
             _flag("lossy_default"),
             "has no effect where nothing alters KV",
-            "add --tiered-encoding int8, or leave it out",
+            "add --tiered-encoding or --tiered-sparsity, or leave it out",
         )
-    if config.layerkv is not None and config.is_encoded:
-        raise ConfigError(
-            _flag("encoding"),
-            f"{config.encoding.label} does not go with --tiered-layerkv yet",
-            "leave one of the two out",
-        )
+    for flag, is_on in (
+        ("layerkv", config.layerkv is not None),
+        ("sparsity", config.sparsity is not None),
+    ):
+        if is_on and config.is_encoded:
+            raise ConfigError(
+                _flag("encoding"),
+                f"{config.encoding.label} does not go with {_flag(flag)} yet",
+                "leave one of the two out",
+            )
 
 
 def _read_file(path: str, known: set[str]) -> dict[str, Any]:
@@ -503,7 +520,7 @@ def _emulation(settings: Mapping[str, Any]) -> tuple[Emulation, ...]:
     if settings.get("fault_corrupt") is not None:
         flags["--tiered-fault-corrupt"] = True
         kind = _choice(settings, "fault_corrupt", "")
-        if kind != STAGING_FAULT:
+        if kind not in (STAGING_FAULT, KEEP_FAULT):
             sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
     for flag, fails in flags.items():
         if fails and not faults_allowed():

@@ -8,6 +8,7 @@ tested without either. Everything here runs on the scheduler's thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from sgl_tiered.cache.waiting import WaitingLoads
 from sgl_tiered.cache.waiting_state import Staging, WaitingLoad
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import LoadPlan
+from sgl_tiered.core.plans import Decision, LoadPlan
 from sgl_tiered.pipelines.layerwise_load import LoadJob, Segment
 from sgl_tiered.pipelines.staging import StagedRead
 from sgl_tiered.tiers.base import MemoryTier
@@ -38,10 +39,12 @@ class RequestState(WaitingLoad[StagedRead]):
     Attributes:
         num_offloaded: pages of the prompt already given to the offload.
         counted: it is in the statistics.
+        load_share: share of the bytes of its pages that a load is expected to bring.
     """
 
     num_offloaded: int = 0
     counted: bool = False
+    load_share: float = 1.0
 
 
 class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
@@ -56,6 +59,8 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
     ) -> None:
         super().__init__(cache, _MEMORY_TIERS, stager, clock)
         self._memory = memory
+        # Bytes to copy of each page to the device; None for whole pages.
+        self.load_bytes: Callable[[Int64s], Int64s] | None = None
         self._states: dict[str, RequestState] = {}
 
     def state(self, rid: str) -> RequestState | None:
@@ -76,6 +81,17 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
             state.decision = None
         return state
 
+    def decide(
+        self, state: RequestState, device_pages: int, *, can_split: bool = False
+    ) -> Decision:
+        """Ask the cache anew, by the bytes that this request's load would bring."""
+        planner = self._cache.planner
+        planner.load_share = state.load_share
+        try:
+            return super().decide(state, device_pages, can_split=can_split)
+        finally:
+            planner.load_share = 1.0
+
     def begin(self, state: RequestState, device_pages: Int64s) -> LoadJob | None:
         """Commit the load into ``device_pages``; None where the cache moved on.
 
@@ -89,7 +105,7 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         end = self.ready_end(state)
         skip = end - len(device_pages)
         assert 0 <= skip <= end <= plan.num_pages, (skip, end, plan.num_pages)
-        return LoadJob(plan, self._segments(plan, state, skip, end), device_pages)
+        return self._job(plan, self._segments(plan, state, skip, end), device_pages)
 
     def begin_back(self, state: RequestState, device_pages: Int64s) -> LoadJob:
         """Return the job for the back of a split prompt, after ``resume`` gave it.
@@ -103,7 +119,7 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         assert begin is not None
         end = plan.num_pages
         assert end - begin == len(device_pages), (begin, end, len(device_pages))
-        return LoadJob(plan, self._segments(plan, state, begin, end), device_pages)
+        return self._job(plan, self._segments(plan, state, begin, end), device_pages)
 
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""
@@ -115,6 +131,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         """Forget every request (the cache is being reset)."""
         for rid in list(self._states):
             self.release(rid)
+
+    def _job(
+        self, plan: LoadPlan, segments: tuple[Segment, ...], device_pages: Int64s
+    ) -> LoadJob:
+        num_bytes = None if self.load_bytes is None else self.load_bytes(device_pages)
+        return LoadJob(plan, segments, device_pages, num_bytes)
 
     def _segments(
         self, plan: LoadPlan, state: RequestState, skip: int, end: int

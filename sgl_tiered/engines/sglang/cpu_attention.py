@@ -143,6 +143,10 @@ def create_cpu_attention(model_runner: Any) -> TieredCpuAttention:
         from sgl_tiered.engines.sglang.layered.attention import LayeredCpuAttention
 
         return LayeredCpuAttention(model_runner.req_to_token_pool, pool)
+    if hasattr(pool, "row_plan"):
+        from sgl_tiered.engines.sglang.sparse.attention import SparseCpuAttention
+
+        return SparseCpuAttention(model_runner.req_to_token_pool, pool)
     return TieredCpuAttention(model_runner.req_to_token_pool, pool)
 
 

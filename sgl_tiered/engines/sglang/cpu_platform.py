@@ -65,8 +65,9 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION_BACKEND
         if given.get("mem_fraction_static") is None:
             server_args.mem_fraction_static = MEM_FRACTION_STATIC
-        if getattr(server_args, "tiered_layerkv", None) == "on":
-            # Layers are placed between two forwards, on the scheduler's thread.
+        places = (("tiered_layerkv", "on"), ("tiered_sparsity", "load"))
+        if any(getattr(server_args, name, None) == value for name, value in places):
+            # KV is placed between two forwards, on the scheduler's thread.
             server_args.disable_overlap_schedule = True
         self._disable_graphs(server_args)
 
@@ -94,16 +95,18 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
-        """Return the pool of layer-wise KV where that is on; None for SGLang's."""
-        from sgl_tiered.engines.sglang.layered.capacity import pool_class
+        """Return the pool of layer-wise or sparse KV; None for SGLang's own."""
+        from sgl_tiered.engines.sglang.layered import capacity as layered
+        from sgl_tiered.engines.sglang.sparse import capacity as sparse
 
-        return pool_class() if kind == "mha" else None
+        return (layered.pool_class() or sparse.pool_class()) if kind == "mha" else None
 
     def get_paged_allocator_cls(self) -> type | None:
-        """Return the allocator of layer-wise KV where that is on; None for SGLang's."""
-        from sgl_tiered.engines.sglang.layered.capacity import allocator_class
+        """Return the allocator of layer-wise or sparse KV; None for SGLang's own."""
+        from sgl_tiered.engines.sglang.layered import capacity as layered
+        from sgl_tiered.engines.sglang.sparse import capacity as sparse
 
-        return allocator_class()
+        return layered.allocator_class() or sparse.allocator_class()
 
     def init_backend(self) -> None:
         """Register the attention backend; called in each process that runs a model."""

@@ -90,6 +90,10 @@ def build_cache(ctx: Any) -> Any:
             from sgl_tiered.engines.sglang.layered.cache import LayeredRadixCache
 
             return LayeredRadixCache(params, runtime, strategy)
+        if config.sparsity is not None:
+            from sgl_tiered.engines.sglang.sparse.cache import SparseRadixCache
+
+            return SparseRadixCache(params, runtime, strategy)
         return TieredRadixCache(params, runtime, strategy)
 
     cache = create_unified_radix_cache(ctx, cache_class=make)
@@ -166,7 +170,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         config.emulate, switchable=config.switchable_faults, clock=clock
     )
     forward_stream = getattr(runner, "forward_stream", None)
-    placed = None
+    placed = sparse = None
     if config.layerkv is not None:
         from sgl_tiered.engines.sglang.layered.build import place_layers
 
@@ -174,6 +178,11 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         device: DevicePool = placed.device
     elif isinstance(layout, EncodedLayout):
         device = EncodedCpuPool(pool, layout)
+    elif config.sparsity is not None:
+        from sgl_tiered.engines.sglang.sparse.build import end_probe, place_rows
+
+        sparse = place_rows(pool, config, layout)
+        device = sparse.device
     else:
         device = make_device_pool(pool, layout, forward_stream)
     host = emulator.wrap(_open_host(config, layout, register))
@@ -195,6 +204,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         clock=clock,
         calibration=read_fitting("--tiered-calibration", config.calibration, model),
     )
+    if sparse is not None:
+        end_probe(pool)
     cost = common_costs(cost, agreement)
     rng = np.random.default_rng(config.seed)
     lookahead = _lookahead(config, layout)
@@ -316,7 +327,12 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 
         return LayeredRuntime(parts, placed.driver)
-    return TieredRuntime(parts, wait_whole=_forward_skips_layers(ctx, pool))
+    wait_whole = _forward_skips_layers(ctx, pool)
+    if sparse is not None:
+        from sgl_tiered.engines.sglang.sparse.cache import SparseRuntime
+
+        return SparseRuntime(parts, sparse, wait_whole=wait_whole)
+    return TieredRuntime(parts, wait_whole=wait_whole)
 
 
 def _encoding_facts(config: TieredConfig, layout: PageLayout) -> dict[str, Any]:

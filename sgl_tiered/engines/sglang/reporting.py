@@ -103,6 +103,10 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         from sgl_tiered.engines.sglang.layered.build import attach_scheduler
 
         attach_scheduler(scheduler, runtime)
+    if runtime.config.sparsity is not None:
+        from sgl_tiered.engines.sglang.sparse import build
+
+        build.attach_scheduler(scheduler)
 
 
 def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -50,6 +50,24 @@ def test_host_hit(rig):
     rig.cache.check()
 
 
+def test_a_load_that_brings_parts_is_weighed_and_paid_by_them(rig):
+    """Its predicted time is that of its bytes, and others are not touched."""
+    rig.keep("abcd")
+    whole = rig.coordinator.decide(rig.track("whole", "abcd"), 0).load_s
+    half = rig.track("half", "abcd")
+    half.load_share = 0.5
+    latency_s = 1e-4
+    predicted_s = rig.coordinator.decide(half, 0).load_s
+    assert predicted_s - latency_s == pytest.approx((whole - latency_s) / 2)
+    again = rig.coordinator.decide(rig.track("again", "abcd"), 0).load_s
+    assert again == whole
+    rig.coordinator.load_bytes = lambda device_pages: device_pages * 10
+    assert rig.coordinator.loadable_pages(half, 0) == 4
+    job = rig.coordinator.begin(half, pages(4))
+    assert job.page_bytes.tolist() == [1000, 1010, 1020, 1030]
+    rig.coordinator.settle(half, landed=True)
+
+
 def test_device_prefix_is_not_loaded(rig):
     """What the device has already is left out of the load."""
     rig.keep("abcd")

@@ -316,6 +316,26 @@ def test_a_ticket_tells_which_tier_failed(loader, pool):
     host.close()
 
 
+def test_parts_of_pages_are_paid_for_as_parts(pool, completions, metrics):
+    """Link, metrics and costs see the bytes that a load brings, layers together."""
+    charges = []
+    region, plan = make_pages(3, SLOT, 4), load_plan([0, 1, 2])
+    segment = Segment(region, plan.addresses, np.arange(3), charges.append)
+    loader = LayerwiseLoader(pool, completions, SystemClock(), metrics)
+    num_bytes = np.array([5, 0, 1002])
+    pages = LoadJob(plan, (segment,), np.array([3, 4, 5], np.int64), num_bytes)
+    assert loader.submit([pages]).wait(PATIENCE_S)
+    assert loader.drain(PATIENCE_S)
+    assert len(charges) == LAYOUT.num_layers
+    assert sum(charges) == 1007
+    (finished,) = completions.drain()
+    assert finished.num_bytes == 1007
+    assert finished.figures.moved[TierId.HOST][0] == 1007
+    edge = metrics.snapshot()["edges"]["host->device"]
+    assert (edge["bytes"], edge["pages"]) == (1007, 3)
+    loader.close(PATIENCE_S)
+
+
 def test_a_paced_copy_is_the_loader_s(pool, completions, metrics):
     """A copy that sleeps for its pace is not done by the thread that computes."""
     pool.waiter_copies = True

@@ -14,6 +14,7 @@ from typing import Any
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.agreement import group_ranks
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
+from sgl_tiered.engines.sglang.sparse.capacity import plan_rows
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.memory import available_memory_bytes
 
@@ -129,6 +130,8 @@ _planned: list[LayerPlan] = []
 def sized(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand around SGLang's sizing of the pool: plan, and give the logical size.
 
+    Rows of sparse KV are planned as well, and leave SGLang's size as it is.
+
     Raises:
         ConfigError: a size does not fit, or pages have one token.
         EngineCompatibilityError: the model's KV is not plain multi-head KV.
@@ -138,11 +141,16 @@ def sized(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
     from sgl_tiered.engines.sglang.args import tiered_config
 
     _planned.clear()
+    plan_rows(None)
     config = original(configurator, *args, **kwargs)
     tiered = tiered_config(get_server_args())
+    page_size = get_server_args().page_size or 1
+    if tiered is not None and tiered.sparsity is not None:
+        layout = _layout(configurator, page_size, "--tiered-sparsity")
+        plan_rows(layout, config.max_total_num_tokens)
     if tiered is None or tiered.layerkv is None:
         return config
-    layout = _layout(configurator, get_server_args().page_size or 1)
+    layout = _layout(configurator, page_size, "--tiered-layerkv")
     plan = plan_layers(
         layout,
         config.max_total_num_tokens,
@@ -187,13 +195,13 @@ def _rank_share_bytes() -> int | None:
     return min(int(one) for one in told) // ranks.num_ranks or None
 
 
-def _layout(configurator: Any, page_size: int) -> PageLayout:
+def _layout(configurator: Any, page_size: int, flag: str) -> PageLayout:
     from sglang.srt.runtime_context import get_parallel
 
     if page_size < 2:
         raise ConfigError(
-            "--tiered-layerkv",
-            "needs pages of several tokens, as layers are placed by pages",
+            flag,
+            "needs pages of several tokens, as they are placed in parts",
             "add --page-size 16",
         )
     model = configurator.model_config

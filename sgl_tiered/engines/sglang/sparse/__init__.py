@@ -1,0 +1,1 @@
+"""Sparse KV inside SGLang: see README.md."""

@@ -1,0 +1,52 @@
+"""What was left out of one load, for its request's report and the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["SparseLoad"]
+
+_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLoad:
+    """One load.
+
+    Attributes:
+        num_tokens: of its pages.
+        kept: per layer, how many of them came to the device.
+        row_bytes: keys and values of a token in a layer.
+    """
+
+    num_tokens: int
+    kept: Sequence[int]
+    row_bytes: int
+
+    @property
+    def rows_dropped(self) -> int:
+        """Tokens that were left out, summed over the layers."""
+        return len(self.kept) * self.num_tokens - sum(self.kept)
+
+    def counters(self) -> dict[str, int]:
+        """Return what the load adds to the counters."""
+        return {
+            "sparsity_loads": 1,
+            "sparsity_rows_dropped": self.rows_dropped,
+            "sparsity_bytes_saved": self.rows_dropped * self.row_bytes,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-able value."""
+        whole = len(self.kept) * self.num_tokens
+        return {
+            "tokens_loaded": self.num_tokens,
+            "kept_share": round(sum(self.kept) / whole, _DIGITS),
+            "kept_share_by_layer": [
+                round(count / self.num_tokens, _DIGITS) for count in self.kept
+            ],
+            "rows_dropped": self.rows_dropped,
+            "bytes_saved": self.rows_dropped * self.row_bytes,
+        }

@@ -1,0 +1,1 @@
+"""KV of which layers lack some tokens: see README.md."""

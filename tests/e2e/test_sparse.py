@@ -1,0 +1,217 @@
+"""Sparse KV on a real server: half of a reloaded prefix, and nobody else is touched.
+
+Requests that refuse lossy KV, and all where everything is kept, get plain SGLang's very
+bits; a reload for one that allows it takes about half of the rows; a choice that is
+wrong on purpose moves the answers, so that the comparison can fail. SGLang's invariant
+checker runs after each step of the scheduler and would end the server.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from sgl_tiered_workloads.sessions import random_tokens
+from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
+from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
+
+from tests.e2e.e2e_support import Case, drop, edge, settle, stats
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+CASE = Case(16, chunk_tokens=512, overlap=False)
+POOL_TOKENS = 2_560
+PREFIX, MORE = 512, 32
+NUM_PROMPTS = 3
+NUM_MIXED = 12
+CHECKED = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+FLOOR = 0.05
+"""What plain SGLang against itself may move a logprob by; see ``e2e_support``."""
+
+
+def prompts(seed, num=NUM_PROMPTS, tokens=PREFIX + MORE):
+    """Return random prompts."""
+    rng = np.random.default_rng(seed)
+    return [list(random_tokens(rng, tokens, VOCAB_TOKENS)) for _ in range(num)]
+
+
+def generate(server, tokens, word=None, num_tokens=8):
+    """Return an answer's tokens with their logprobs, and its ``meta_info``."""
+    sampling = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    if word is not None:
+        sampling["custom_params"] = {"tiered": {"lossy": word}}
+    body = {
+        "input_ids": tokens,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    answer = server.post("/generate", body)
+    meta = answer["meta_info"]
+    told = [(token, logprob) for logprob, token, *_ in meta["output_token_logprobs"]]
+    assert len(told) == num_tokens, meta
+    return told, meta
+
+
+def two_turns(server, word=None, *, reload=True):
+    """Let each prompt's beginning be computed, and then the whole with that reused.
+
+    Returns:
+        The answers to the beginnings, those to the wholes, and the latter's meta.
+    """
+    # In all tiers: a prompt that is computed by parts may be rounded otherwise.
+    server.flush_cache()
+    first, second, metas = [], [], []
+    for tokens in prompts(1):
+        first.append(generate(server, tokens[:PREFIX], word)[0])
+        if reload:
+            drop(server, "device")
+        told, meta = generate(server, tokens, word)
+        assert meta["cached_tokens"] == PREFIX, meta
+        second.append(told)
+        metas.append(meta)
+        if reload:
+            drop(server, "device")
+    return first, second, metas
+
+
+@pytest.fixture(scope="module")
+def plain(servers, model):
+    """Plain SGLang's answers to both turns, the first one's KV reused on the device."""
+    device = CASE.device(model, POOL_TOKENS)
+    server = servers.get(plain_spec(device, "plain-sparse"))
+    answers = two_turns(server, reload=False)[:2]
+    servers.stop()
+    return answers
+
+
+def sparse_server(servers, model, name, *flags, env=None):
+    """Return a server that loads sparse for those who allow it."""
+    device = CASE.device(model, POOL_TOKENS)
+    every = ("--tiered-sparsity=load", "--tiered-load-policy=always", *flags)
+    spec = tiered_spec(device, Tiers(64 * MB), name, every, {**CHECKED, **(env or {})})
+    return servers.get(spec)
+
+
+@pytest.fixture
+def half(servers, model):
+    """One that keeps half of each layer."""
+    return sparse_server(servers, model, "sparse-half", "--tiered-sparsity-keep=0.5")
+
+
+def moved(answers, others):
+    """Return the largest change of a logprob at the answers' first tokens."""
+    return max(
+        abs(mine[0][1] - theirs[0][1]) if mine[0][0] == theirs[0][0] else float("inf")
+        for mine, theirs in zip(answers, others, strict=True)
+    )
+
+
+def test_a_wrong_choice_moves_the_answers(servers, model, plain):
+    """What is recent and what is read is dropped: the bits that others keep change."""
+    server = sparse_server(
+        servers,
+        model,
+        "sparse-wrong",
+        "--tiered-fault-corrupt=keep",
+        env={"SGL_TIERED_ALLOW_FAULTS": "1"},
+    )
+    first, second, metas = two_turns(server, "allow")
+    assert first == plain[0], "nothing was dropped yet"
+    assert all("sparsity" in meta["tiered"][0] for meta in metas)
+    assert moved(second, plain[1]) > FLOOR
+    # The same server, for those who refuse.
+    assert two_turns(server, "refuse")[:2] == plain
+
+
+def test_who_keeps_all_gets_plain_bits(servers, model, plain):
+    """With a share of 1 for requests that allow lossy KV, and for those that refuse."""
+    server = sparse_server(servers, model, "sparse-all", "--tiered-sparsity-keep=1.0")
+    for word in ("allow", "refuse"):
+        first, second, metas = two_turns(server, word)
+        assert (first, second) == plain, word
+        assert all("sparsity" not in meta["tiered"][0] for meta in metas)
+    assert edge(stats(server), "host->device") > 0
+
+
+def test_who_refuses_gets_plain_bits(half, plain):
+    """And loads whole pages; so does who says nothing."""
+    before = stats(half)["counters"]["sparsity_loads"]
+    for word in ("refuse", None):
+        assert two_turns(half, word)[:2] == plain
+    assert stats(half)["counters"]["sparsity_loads"] == before
+
+
+def test_a_reload_takes_half_of_the_rows(half, plain):
+    """Rows on the device, bytes over the link and the report agree with each other."""
+    (tokens,) = prompts(2, 1)
+    used, moved_bytes, metas = {}, {}, {}
+    for word in ("refuse", "allow"):
+        generate(half, tokens[:PREFIX], word)
+        drop(half, "device")
+        state = stats(half)
+        assert state["sparsity"]["rows_used"] == 0
+        before = edge(state, "host->device", "bytes")
+        metas[word] = generate(half, tokens, word)[1]
+        state = settle(half)
+        used[word] = state["sparsity"]["rows_used"]
+        moved_bytes[word] = edge(state, "host->device", "bytes") - before
+        drop(half, "device")
+    assert "sparsity" not in metas["refuse"]["tiered"][0]
+    told = metas["allow"]["tiered"][0]["sparsity"]
+    assert metas["allow"]["cached_tokens"] == PREFIX
+    assert metas["allow"]["cached_tokens_details"]["host"] == PREFIX
+    assert told["tokens_loaded"] == PREFIX
+    assert told["kept_share"] == 0.5
+    assert used["refuse"] - used["allow"] == told["rows_dropped"]
+    assert moved_bytes["refuse"] - moved_bytes["allow"] == told["bytes_saved"]
+    assert 2 * moved_bytes["allow"] == moved_bytes["refuse"]
+
+
+def test_later_turns_append_to_a_sparse_prefix(half):
+    """On the device, and from the host once more: only what is whole was stored."""
+    (tokens,) = prompts(3, 1, PREFIX + 8 * MORE)
+    generate(half, tokens[:PREFIX], "allow")
+    drop(half, "device")
+    before = edge(stats(half), "device->host")
+    for turn in range(1, 5):
+        told, meta = generate(half, tokens[: PREFIX + turn * MORE], "allow")
+        assert meta["cached_tokens"] == PREFIX + (turn - 1) * MORE
+        assert all(np.isfinite(logprob) for _, logprob in told)
+    state = settle(half)
+    # A turn's own pages; its answer's tokens differ from what the next turn says.
+    assert edge(state, "device->host") - before == 4 * MORE // 16
+    assert state["sparsity"]["rows_dropped"] > 0
+    drop(half, "device")
+    meta = generate(half, tokens, "allow")[1]
+    assert meta["cached_tokens_details"]["host"] == PREFIX + 4 * MORE
+    assert meta["tiered"][0]["sparsity"]["kept_share"] < 0.7
+
+
+def test_neither_side_sees_the_other(half):
+    """A prompt that one side has is new to the other."""
+    (tokens,) = prompts(4, 1)
+    generate(half, tokens, "allow")
+    assert generate(half, tokens, "refuse")[1]["cached_tokens"] == 0
+    assert generate(half, tokens, "allow")[1]["cached_tokens"] > 0
+
+
+def test_many_at_once_in_a_tight_pool(half):
+    """Both sides, reloads, evictions, retractions: no leak, and every answer comes."""
+    drop(half, "device")
+    every = prompts(5, NUM_MIXED, 640)
+
+    def ask(number):
+        word = "refuse" if number % 3 == 0 else "allow"
+        return generate(half, every[number % NUM_MIXED], word, num_tokens=24)[0]
+
+    with ThreadPoolExecutor(NUM_MIXED) as threads:
+        rounds = []
+        for _ in range(3):
+            rounds.append(list(threads.map(ask, range(NUM_MIXED))))
+            drop(half, "device")
+    state = settle(half)
+    assert state["counters"]["sparsity_loads"] > 0
+    assert state["sparsity"]["rows_used"] == 0
+    assert state["sparsity"]["rows_dropped"] == 0
