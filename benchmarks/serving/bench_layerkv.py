@@ -166,10 +166,11 @@ class Bench:
             if self.left_s < 0:
                 self.say("no time for more rates")
                 break
+            if knee is not None and not self.args.full:
+                break
             self.say(f"{rate:.2f} requests/s")
             if knee is not None:
-                if self.args.full:
-                    found[rate] = await self._in_turns(servers, rate, 1)
+                found[rate] = await self._in_turns(servers, rate, 1)
                 break
             load = self._load(rate, PROMPT, self.args.requests)
             arms = ARMS if self.args.full else ARMS[:1]
@@ -344,7 +345,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--requests", type=int, default=60, help="per rate and arm")
     parser.add_argument("--repeats", type=int, default=2, help="at the knee")
-    parser.add_argument("--equal", type=int, default=540, help="answers to compare")
+    parser.add_argument("--equal", type=int, default=780, help="answers to compare")
     parser.add_argument("--minutes", type=float, default=38.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")

@@ -70,10 +70,11 @@ REFERENCE_POOL_TOKENS = 65_536
 RUNNING = 8
 """Requests in a decode step at most; waves are larger, so that later ones join."""
 FLAGS = (*CPU_FLAGS, "--max-running-requests", str(RUNNING), *STEP_FLAGS)
-LEAST_EXACT = 0.75
-"""Of the output tokens of forced episodes: one that lacks room is held for a step."""
-TRIES = 3
-"""Of a forced episode: a copy that takes longer holds a prompt for a step."""
+LEAST_EXACT = 0.5
+"""Of the output tokens of an arm's forced episodes: where a prompt lacks room for its
+layers it is held for a step, and the rest of its wave runs in other batches."""
+LEAST_EXACT_OF_ALL = 0.6
+"""Of all requests, whatever the arm."""
 LEAST_PER_ARM = 40
 """Requests that are worth starting a server for."""
 FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
@@ -155,7 +156,7 @@ def _device(model: Path, pool_tokens: int, chunk: int) -> Device:
 
 ARMS = (
     # The smallest pool, and few logical pages: much comes from the tier below.
-    Arm("stream-1", 1_440, 20, ("--tiered-layerkv-retain=1", _link(100)), host_mb=8),
+    Arm("stream-1", 1_760, 20, ("--tiered-layerkv-retain=1", _link(100)), host_mb=8),
     Arm(
         "pause-0",
         1_280,
@@ -166,7 +167,7 @@ ARMS = (
         chunk=WHOLE,
     ),
     # No link: the model's thread copies what it reads.
-    Arm("stream-0", 2_560, 40, ("--tiered-layerkv-retain=0",), chunk=WHOLE),
+    Arm("stream-0", 3_200, 40, ("--tiered-layerkv-retain=0",), chunk=WHOLE),
     Arm(
         "pause-auto",
         2_560,
@@ -175,7 +176,7 @@ ARMS = (
         "pause",
         chunk=WHOLE,
     ),
-    Arm("stream-auto", 2_560, 40, ("--tiered-layerkv-retain=auto", _link(60))),
+    Arm("stream-auto", 3_200, 40, ("--tiered-layerkv-retain=auto", _link(60))),
     # All is retained until there is no room.
     Arm("stream-4", 1_600, 20, ("--tiered-layerkv-retain=4", _link(200))),
 )
@@ -256,6 +257,10 @@ async def compare_answers(
         found["unlike_waves"] += len(facts["unlike_waves"])
         found[arm.name] = facts
         say(f"    {facts}")
+    if found["exact"] < LEAST_EXACT_OF_ALL * num:
+        problems.append(
+            f"equality: {found['exact']} answers compared bit for bit, of {num} asked"
+        )
     pauses = any(arm.decode == "pause" for arm in arms)
     problems += [
         f"equality: {name} is 0 in all arms, so there was no pressure"
@@ -328,10 +333,8 @@ class _Runner:
             ["--tiered-fault-corrupt=staging"],
             {"SGL_TIERED_ALLOW_FAULTS": "1"},
         )
-        answers, _ = await self._play(spec, some, 1)
-        result = _forced(
-            _runs(some), [run for one in answers for run in one[-1]], spread
-        )
+        answers, _ = await self._play(spec, some)
+        result = _forced(_runs(some), [run for one in answers for run in one], spread)
         negative_control({"broken staging": result})
         return result
 
@@ -347,19 +350,14 @@ class _Runner:
             singly: ask for equal bits in other batches than plain's as well.
         """
         spec = arm.spec(self._model, f"equal-{arm.name}")
-        is_forced = arm.decode == "stream"
-        answers, facts = await self._play(spec, works, TRIES if is_forced else 1)
+        answers, facts = await self._play(spec, works)
         forced: tuple[list[WaveRun], list[WaveRun]] = ([], [])
         free: tuple[list[WaveRun], list[WaveRun]] = ([], [])
-        for work, tries in zip(works, answers, strict=True):
-            *others, last = tries
-            ours, theirs = forced if is_forced and work.episode.is_forced else free
+        for work, runs in zip(works, answers, strict=True):
+            is_forced = work.episode.is_forced and arm.decode == "stream"
+            ours, theirs = forced if is_forced else free
             ours += work.reference
-            theirs += last
-            # Their answers count as well, under the rule for other batches.
-            for runs in others:
-                free[0].extend(work.reference)
-                free[1].extend(runs)
+            theirs += runs
         results: dict[str, GateResult] = {}
         facts["unlike_waves"] = []
         if forced[0]:
@@ -377,13 +375,10 @@ class _Runner:
         return results, facts
 
     async def _play(
-        self, spec: ServerSpec, works: Sequence[Work], num_tries: int
-    ) -> tuple[list[list[list[WaveRun]]], dict[str, Any]]:
-        """Return the tries of each episode, and what the server's layers did.
-
-        A forced episode is tried again where a wave's batches were not plain's.
-        """
-        runs: list[list[list[WaveRun]]] = []
+        self, spec: ServerSpec, works: Sequence[Work]
+    ) -> tuple[list[list[WaveRun]], dict[str, Any]]:
+        """Return the runs of each episode, and what the server's layers did."""
+        runs: list[list[WaveRun]] = []
         async with self._served(spec) as (server, client, log):
             play = partial(
                 run_planned,
@@ -394,18 +389,12 @@ class _Runner:
                 settle=partial(_settle, server),
             )
             for work in works:
-                tries: list[list[WaveRun]] = []
-                for _ in range(num_tries if work.episode.is_forced else 1):
-                    tries.append(await play(work.episode, work.reference))
-                    if not unlike_waves(work.reference, tries[-1]):
-                        break
-                runs.append(tries)
+                runs += [await play(work.episode, work.reference)]
             layers = (await asyncio.to_thread(stats, server))["layerkv"]
         facts = {name: layers[f"layerkv_{name}"] for name in LAYER_FACTS}
         facts["aborted"] = sum(
             record.error is not None
-            for tries in runs
-            for one in tries
+            for one in runs
             for run in one
             for record in run.doomed
         )
