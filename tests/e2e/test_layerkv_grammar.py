@@ -57,6 +57,8 @@ PAUSE = (
     # A prompt of 200 tokens takes 20 ms of the link, many times a step.
     "--tiered-emulate=host:bandwidth=10MB",
 )
+ENV = {"TORCHDYNAMO_DISABLE": "1"}
+"""SGLang compiles a penalty at its first use, which takes minutes on a busy machine."""
 ANSWER_TOKENS = 90
 """More than a constrained answer has, which ends by itself."""
 FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
@@ -205,7 +207,7 @@ class Plain:
 def plain(servers, model, wave):
     """Plain SGLang's answers, and how to compare with them."""
     device = Device(model, REFERENCE_POOL_TOKENS, PAGE, FLAGS)
-    server = servers.get(plain_spec(device, "plain-grammar"))
+    server = servers.get(replace(plain_spec(device, "plain-grammar"), env=ENV))
     together = send(server, wave)
     alone = [send(server, [one]) for one in wave]
     free = [send(server, [replace(one, sampling={})]) for one in wave]
@@ -280,7 +282,7 @@ def recorded(one, answer):
 
 def pausing(servers, model):
     """Return a server with layer-wise KV whose device holds a part of a wave."""
-    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    env = {**ENV, "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     device = Device(model, POOL_TOKENS, PAGE, FLAGS)
     return servers.get(tiered_spec(device, Tiers(32 * MB), "grammar", PAUSE, env))
 
