@@ -36,13 +36,14 @@ def keys(default: str) -> dict[str, Any]:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sgl_tiered.core.ids import Encoding
+    from sgl_tiered.engines.sglang.asking import tokenized_request
     from sgl_tiered.engines.sglang.config import TieredConfig
     from sgl_tiered.metrics.registry import MetricsRegistry
 
     config = TieredConfig(1, encoding=Encoding.INT8, lossy_default=default)
     runtime = SimpleNamespace(config=config, metrics=MetricsRegistry())
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tiered=runtime))
-    found = {}
+    found, questions = {}, {}
     for name, asked in ASKED.items():
         word = asked.get("word")
         custom = {} if word is None else {"tiered": {"lossy": word}}
@@ -57,7 +58,21 @@ def keys(default: str) -> dict[str, Any]:
             lora_id=asked.get("lora_id"),
         )
         found[name] = req.extra_key
-    return {"keys": found, "counters": runtime.metrics.snapshot()["counters"]}
+    counters = dict(runtime.metrics.snapshot()["counters"])
+    for name, key in found.items():
+        asked_about = SimpleNamespace(extra_key=key, cache_salt=None, priority=None)
+        question = tokenized_request(asked_about, name, array("q", [1, 2, 3]))
+        req = Scheduler._create_generation_req(
+            scheduler,
+            question,
+            name,
+            "",
+            question.input_ids,
+            question.sampling_params,
+            extra_key=question.extra_key,
+        )
+        questions[name] = req.extra_key
+    return {"keys": found, "questions": questions, "counters": counters}
 
 
 def story(backend: str) -> dict[str, Any]:

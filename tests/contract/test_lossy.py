@@ -40,6 +40,13 @@ def test_the_flag_moves_only_those_who_say_nothing(told):
     }
 
 
+@pytest.mark.parametrize("default", ["refuse", "allow"])
+def test_a_question_of_ours_is_kept_where_its_request_is(told, default):
+    """It is marked anew when SGLang makes it, and finds the same prompt."""
+    seen = told["requests"][default]
+    assert seen["questions"] == seen["keys"]
+
+
 def test_words_are_counted(told):
     """Seven requests each."""
     counters = told["requests"]["refuse"]["counters"]

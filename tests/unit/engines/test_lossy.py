@@ -4,7 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_tiered.engines.sglang.explain import Namespaces
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.core.encoded import encoded_layout
+from sgl_tiered.core.ids import Encoding
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.engines.sglang.explain import Explainer, Namespaces
 from sgl_tiered.engines.sglang.lossy import (
     ALLOW,
     REFUSE,
@@ -14,7 +18,9 @@ from sgl_tiered.engines.sglang.lossy import (
     marked_key,
     unmarked_key,
 )
+from sgl_tiered.metrics.ledger import RequestLedger
 
+RAW = PageLayout(2, 16, 64)
 KEYS = [None, "key", "keylora1", "tiered-lossy|", "tiered-lossy|key", "tiered-exact|k"]
 
 
@@ -108,3 +114,26 @@ def test_an_explanation_names_the_other_side_of_the_wall():
     assert names.siblings("key", "salt", None) == {
         "for requests that allow lossy KV": b"salted"
     }
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+@pytest.mark.parametrize("layout", [RAW, encoded_layout(RAW, Encoding.INT8, 2, 16)])
+def test_who_refuses_is_told_that_the_tiers_hold_nothing_for_it(layout, refuses):
+    """For the whole pages behind its prefix, and only where they are encoded."""
+    ledger = RequestLedger(10, ManualClock(1.0))
+    cache = SimpleNamespace(config=SimpleNamespace(layout=layout))
+    req = SimpleNamespace(
+        rid="r",
+        origin_input_ids=[0] * 81,
+        extra_key=marked_key(None, allows=not refuses),
+    )
+    ledger.queued("r", 81)
+    Explainer(ledger, cache).admitted(req, None, 32)
+    missing = ledger.details("r")["missing"]
+    if layout is RAW or not refuses:
+        assert missing == []
+        return
+    (span,) = missing
+    assert (span["first_token"], span["tokens"]) == (32, 48)
+    assert span["cause"] == "not allowed"
+    assert "int8" in span["text"]
