@@ -53,8 +53,16 @@ class RowsMachine(RuleBasedStateMachine):
             self.idle.remove(page)
             self.has[page] = np.ones((LAYERS, TOKENS), np.bool_)
 
-    @rule(number=PICK, count=st.integers(1, 4), seed=PICK, share=st.floats(0, 1))
-    def load_sparse(self, number: int, count: int, seed: int, share: float) -> None:
+    @rule(
+        number=PICK,
+        count=st.integers(1, 4),
+        seed=PICK,
+        share=st.floats(0, 1),
+        public=st.booleans(),
+    )
+    def load_sparse(
+        self, number: int, count: int, seed: int, share: float, public: bool
+    ) -> None:
         pages = self.pages(number, count)
         rng = np.random.default_rng(seed)
         kept = rng.random((LAYERS, len(pages) * TOKENS)) < share
@@ -65,6 +73,9 @@ class RowsMachine(RuleBasedStateMachine):
             self.idle.remove(page)
             self.has[page] = kept[:, place * TOKENS : (place + 1) * TOKENS].copy()
             self.private.add(page)
+        if public:
+            self.rows.publish(pages)
+            self.private -= set(pages.tolist())
 
     @rule(number=PICK)
     def publish(self, number: int) -> None:
@@ -76,7 +87,9 @@ class RowsMachine(RuleBasedStateMachine):
     @rule(number=PICK)
     def lock(self, number: int) -> None:
         shared = [page for page in self.has if page not in self.private]
-        pages = self.some(number, shared)
+        # Those that lack something count; several may hold the same.
+        lacking = [page for page in shared if not self.has[page].all()]
+        pages = self.some(number, lacking or shared)
         self.rows.hold(pages)
         self.locks.append(pages.tolist())
 

@@ -113,6 +113,8 @@ SEAMS: tuple[Seam, ...] = (
             "dec_lock_ref",
             "evict",
             "evict_for_alloc",
+            "evictable_size",
+            "path_device_indices",
             "reset",
         ),
     ),
@@ -124,6 +126,7 @@ SEAMS: tuple[Seam, ...] = (
             "collect_full_device_indices",
             "match_full_device_prefix",
             "root_node_handle",
+            "evictable_size",
         ),
     ),
     Seam(
@@ -195,7 +198,26 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "pages given back",
         _SRT + "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator",
-        attributes=("_release_page_ids", "clear"),
+        attributes=(
+            "_release_page_ids",
+            "clear",
+            "alloc",
+            "alloc_extend",
+            "alloc_decode",
+            "available_size",
+        ),
+    ),
+    Seam(
+        "size that the pool's use is told by",
+        _SRT + "managers.scheduler_components.pool_stats_observer."
+        "SchedulerPoolStatsObserver",
+        attributes=("max_total_num_tokens",),
+    ),
+    Seam(
+        "size that leaks are told by",
+        _SRT + "managers.scheduler_components.invariant_checker."
+        "SchedulerInvariantChecker",
+        attributes=("max_total_num_tokens",),
     ),
     Seam("decode step", _SCHEDULER + ".update_running_batch", ("batch",)),
     Seam(

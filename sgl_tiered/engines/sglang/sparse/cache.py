@@ -83,6 +83,7 @@ class SparseRadixCache(TieredRadixCache):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The parent's constructor calls reset() and asks for sizes.
         self._fresh: dict[str, Int64s] = {}
+        self._chosen: dict[str, SparseLoad] = {}
         self._sparse: SparseParts | None = None
         super().__init__(*args, **kwargs)
         runtime: Any = self.tiered
@@ -115,9 +116,11 @@ class SparseRadixCache(TieredRadixCache):
         """Take slots for the host hit of an admitted request and queue its load."""
         self._loading = params.req
         try:
-            return super().init_load_back(params)
+            loaded = super().init_load_back(params)
         finally:
             self._loading = None
+        self._settle(params.req.rid, is_kept=loaded[0] > 0)
+        return loaded
 
     def resume_split(self, req: Any) -> int:
         """Put the back of a split prompt behind what was computed, if it has come."""
@@ -126,6 +129,18 @@ class SparseRadixCache(TieredRadixCache):
             return super().resume_split(req)
         finally:
             self._loading = None
+
+    def keep_back(self, req: Any) -> None:
+        """Note that the pass with the back of a split prompt will run."""
+        if req.rid in self._backs:
+            self._settle(req.rid, is_kept=True)
+        super().keep_back(req)
+
+    def undo_back(self, req: Any) -> None:
+        """Take the back of a split prompt away again: its pass does not run."""
+        if req.rid in self._backs:
+            self._settle(req.rid, is_kept=False)
+        super().undo_back(req)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
         """Take slots, with rows for what is kept of the load they are for."""
@@ -157,10 +172,18 @@ class SparseRadixCache(TieredRadixCache):
             pages = slots[:: self.page_size].cpu().numpy() // self.page_size
             self._fresh[req.rid] = pages
             counts = [len(tokens) for tokens in kept]
-            runtime: Any = self.tiered
             row_bytes = 2 * sparse.device.layout.token_bytes
-            runtime.note_sparse(req.rid, SparseLoad(num_tokens, counts, row_bytes))
+            self._chosen[req.rid] = SparseLoad(num_tokens, counts, row_bytes)
         return slots
+
+    def _settle(self, rid: str, *, is_kept: bool) -> None:
+        """Report a load that will run; forget one whose slots were given back."""
+        chosen = self._chosen.pop(rid, None)
+        if not is_kept:
+            self._fresh.pop(rid, None)
+        elif chosen is not None:
+            runtime: Any = self.tiered
+            runtime.note_sparse(rid, chosen)
 
     def repair_loads(self, runner: Any, batch: Any) -> bool:
         """Compute what broken loads failed to bring: all of it, in all layers."""
@@ -193,6 +216,7 @@ class SparseRadixCache(TieredRadixCache):
     def reset(self) -> None:
         """Forget every page in every tier."""
         self._fresh.clear()
+        self._chosen.clear()
         if self._sparse is not None:
             self._sparse.measured.clear()
         super().reset()
@@ -219,6 +243,7 @@ class SparseRadixCache(TieredRadixCache):
 
     def _forget(self, rid: str) -> None:
         self._fresh.pop(rid, None)
+        self._chosen.pop(rid, None)
         self._rows.measured.discard(rid)
         super()._forget(rid)
 

@@ -91,6 +91,15 @@ def refuse_with_sparsity(server_args: Any) -> None:
             raise ConfigError(
                 "--tiered-sparsity", f"does not go with {flag} {value!r} yet", remedy
             )
+    # Where no device is named, the CPU platform switches it off.
+    if getattr(server_args, "device", "cpu") == "cpu" and not getattr(
+        server_args, "disable_overlap_schedule", True
+    ):
+        raise ConfigError(
+            "--tiered-sparsity",
+            "does not go with the overlap schedule yet",
+            "add --disable-overlap-schedule",
+        )
 
 
 def refuse_device(device: str) -> None:
@@ -108,7 +117,6 @@ def refuse_device(device: str) -> None:
 # Attention and the table of rows are ours on the CPU platform only, and what moves KV
 # behind the scheduler's back was not tried. Speculation the tiers refuse themselves.
 _NEEDED: dict[str, tuple[object, str]] = {
-    "disable_overlap_schedule": (True, "add --disable-overlap-schedule"),
     "enable_mixed_chunk": (False, "leave that out"),
     "enable_dynamic_chunking": (False, "leave that out"),
     "enable_pdmux": (False, "leave that out"),
