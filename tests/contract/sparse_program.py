@@ -348,6 +348,71 @@ def broken_promise() -> str:
     return ""
 
 
+def slot_by_slot(allocator: Any, seed: int) -> dict[str, int]:
+    """Give slots to prefills and decodes, which begin pages and fill others' ends."""
+    rows, page = allocator.get_kvcache().binding, allocator.page_size
+    rng = np.random.default_rng(seed)
+    requests: list[list[int]] = []
+    did: Counter[str] = Counter()
+
+    def prefill() -> None:
+        fresh: list[list[int]] = [[], []]
+        chosen = [fresh[0]]
+        if requests:
+            chosen.append(requests[rng.integers(len(requests))])
+        more = [int(num) for num in rng.integers(1, 5 * page, len(chosen))]
+        before = torch.tensor([len(slots) for slots in chosen])
+        after = before + torch.tensor(more)
+        last = torch.tensor([slots[-1] if slots else -1 for slots in chosen])
+        was_free = rows.num_free
+        out = allocator.alloc_extend(before, before, after, after, last, sum(more))
+        if out is None:
+            assert rows.num_free == was_free, "refused, and rows are gone"
+            did["refused"] += 1
+            return
+        did["prefills"] += 1
+        found = out.tolist()
+        for slots, num in zip(chosen, more, strict=True):
+            slots += found[:num]
+            found = found[num:]
+        requests.append(fresh[0])
+
+    def decode() -> None:
+        chosen = requests[:3]
+        after = torch.tensor([len(slots) + 1 for slots in chosen])
+        last = torch.tensor([slots[-1] for slots in chosen])
+        out = allocator.alloc_decode(after, after, last) if chosen else None
+        for slots, slot in zip(chosen, [] if out is None else out, strict=False):
+            slots.append(int(slot))
+        did["decodes" if out is not None else "refused"] += 1
+
+    def load() -> None:
+        num = int(rng.integers(1, 4)) * page
+        kept = [np.flatnonzero(rng.random(num) < 0.5) for _ in range(rows.num_layers)]
+        out = allocator.alloc_kept(num, kept)
+        if out is not None:
+            requests.append(out.tolist())
+
+    def leave() -> None:
+        if requests:
+            slots = torch.tensor(requests.pop(int(rng.integers(len(requests)))))
+            allocator.free_group_begin()
+            allocator.free(slots)
+            allocator.free_group_end()
+
+    for _ in range(300):
+        rng.choice([prefill, decode, load, leave], p=[0.3, 0.4, 0.1, 0.2])()
+        rows.check()
+        slots = [slot for request in requests for slot in request]
+        assert len(set(slots)) == len(slots), "a slot was given twice"
+        pages = {slot // page for slot in slots}
+        has_rows = (rows.table[:, page:] >= 0).any(axis=0).reshape(-1, page).any(axis=1)
+        assert set((np.flatnonzero(has_rows) + 1).tolist()) <= pages
+        total = len(pages) * page + allocator.available_size()
+        assert total - allocator.sizes.unevictable == allocator.sizes.total
+    return dict(did)
+
+
 def settings() -> dict[str, Any]:
     """Write and read rows through SGLang's pool, page 0 and dropped tokens included."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -395,4 +460,5 @@ if __name__ == "__main__":
     told: dict[str, Any] = {name: story(name) for name in ("rust", "python")}
     told["dishonest"] = broken_promise()
     told["pool"] = settings()
+    told["slots"] = slot_by_slot(Bench("python", 1).allocator, 0)
     print(json.dumps(told))

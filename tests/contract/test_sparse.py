@@ -41,6 +41,12 @@ def test_evictable_tokens_must_count_as_what_they_free(told):
     assert told["dishonest"]
 
 
+def test_new_pages_get_rows_and_ends_of_old_ones_have_them(told):
+    """Prefills and decodes, slot by slot; the program has counted rows and sizes."""
+    assert min(told["slots"].get(kind, 0) for kind in ("prefills", "decodes")) > 20
+    assert told["slots"]["refused"] > 0
+
+
 def test_rows_take_and_give_what_is_written(told):
     """In all layers; padding has a place, and a dropped token is never written to."""
     pool = told["pool"]
