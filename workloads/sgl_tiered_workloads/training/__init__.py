@@ -1,0 +1,1 @@
+"""The demo model that learned: corpus, tasks, network, training, evaluation."""
