@@ -138,7 +138,7 @@ _TINY = Shape(
     num_heads=2,
     num_kv_heads=1,
     intermediate=128,
-    vocab_tokens=512,
+    vocab_tokens=1024,
     max_positions=512,
 )
 

@@ -18,9 +18,9 @@ RECALL_TOKENS = ("<|set|>", "<|ask|>", "<|again|>")
 class Vocabulary:
     """Token ids by role.
 
-    ``words`` (int32 [num_words]): tokens that are a whole lower-case word of three
-    letters or more behind a space, without the most frequent. A text made of them has
-    exactly these tokens again when it is encoded. ``plain`` (int32): every token that
+    ``words`` (int32 [num_words]): tokens that are three lower-case letters or more
+    behind a space, without the most frequent. A text made of them has exactly these
+    tokens again when it is encoded. ``plain`` (int32): every token that
     is not special. ``ends_line`` (bool [num_tokens]): the token holds a line feed.
     """
 

@@ -43,7 +43,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
         folder,
         512,
         texts=[text.text for text in texts],
-        vocab_tokens=512,
+        vocab_tokens=1024,
         more_tokens=RECALL_TOKENS,
     )
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
