@@ -1,1 +1,1 @@
-"""The demo model that learned: corpus, tasks, network, training, evaluation."""
+"""training: see README.md."""
