@@ -33,6 +33,11 @@ serve: install ## leave a tiered server running; prints a curl line and its flag
 	@$(SAY) serve "starting a tiered server; stop it with Ctrl-C"
 	@exec $(PY) benchmarks/serving/serve.py $(ARGS)
 
+.PHONY: model
+model: install ## train the demo model on 2 cores (at most 90 minutes; goes on if stopped)
+	@$(SAY) model "training in out/model: stop it with Ctrl-C, run it again to go on"
+	@exec $(PY) -m sgl_tiered_workloads.training --out out/model --resume $(ARGS)
+
 .PHONY: doctor
 doctor: install ## what this machine offers, and the flags it suggests
 	@exec $(PY) -m sgl_tiered.cli.main doctor $(ARGS)

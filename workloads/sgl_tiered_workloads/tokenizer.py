@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,25 @@ def corpus_digest() -> str:
     return digest.hexdigest()
 
 
-def train_tokenizer(folder: Path, max_positions: int) -> None:
+def train_tokenizer(
+    folder: Path,
+    max_positions: int,
+    *,
+    texts: Iterable[str] | None = None,
+    vocab_tokens: int = VOCAB_TOKENS,
+    more_tokens: Sequence[str] = (),
+) -> None:
     """Train the tokenizer and save it into ``folder`` (which must exist).
 
     Args:
         folder: where ``tokenizer.json`` and its config go.
         max_positions: longest sequence of the model, in tokens.
+        texts: what to train on; ``corpus_texts()`` unless given.
+        vocab_tokens: entries of the vocabulary, special tokens included.
+        more_tokens: special tokens whose ids follow ``SPECIAL_TOKENS``.
+
+    Raises:
+        RuntimeError: the texts are too few for so many entries.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -84,16 +97,16 @@ def train_tokenizer(folder: Path, max_positions: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     bpe_trainer: Any = trainers.BpeTrainer
     trainer = bpe_trainer(
-        vocab_size=VOCAB_TOKENS,
-        special_tokens=list(SPECIAL_TOKENS),
+        vocab_size=vocab_tokens,
+        special_tokens=[*SPECIAL_TOKENS, *more_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus_texts(), trainer)
-    if tokenizer.get_vocab_size() != VOCAB_TOKENS:
+    tokenizer.train_from_iterator(corpus_texts() if texts is None else texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_tokens:
         raise RuntimeError(
             f"the corpus gave {tokenizer.get_vocab_size()} tokens, "
-            f"not {VOCAB_TOKENS}: is the standard library's source installed?"
+            f"not {vocab_tokens}: is the standard library's source installed?"
         )
     saved: Any = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
