@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 CASE = Case(16, overlap=False)
 PROMPT_TOKENS, CACHED_TOKENS, NUM_PROMPTS = 600, 592, 4
 BOUNDS = {"int8": 0.25, "int4": 3.0}
-"""How far a logprob of an answer's token may be from plain SGLang's. Wide: the model's
-weights are random and made to hang on every page; a wrong page moves it further."""
+"""How far a logprob of an answer's token may be from plain SGLang's. Wide guesses: the
+model's weights are random and made to hang on every page."""
 
 
 def prompts():
