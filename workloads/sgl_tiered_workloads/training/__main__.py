@@ -87,7 +87,7 @@ def _keep_freed_memory() -> None:
     """Let the C library keep what tensors free, instead of giving it to the system.
 
     Otherwise every large tensor of every step is made of new pages, which the system
-    clears first: a third of a step's time. Where there is no glibc, nothing changes.
+    clears first. Where there is no glibc, nothing changes.
     """
     threshold, trim, most = -3, -1, 1 << 30  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
     try:

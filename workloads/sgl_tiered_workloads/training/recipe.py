@@ -167,4 +167,4 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
-"""Recipes by name: ``demo`` takes at most 90 minutes on two cores, ``tiny`` seconds."""
+"""Recipes by name: ``demo`` is meant for 90 minutes on two cores, ``tiny`` seconds."""

@@ -99,7 +99,7 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
     A thread of its own for half of a batch meets the other once a step. Two threads in
     every operation meet hundreds of times, and each time the slower one is waited for:
-    on two cores with anything else running, that took several times as long.
+    on two busy cores a product ran at 450 GFLOP/s in one thread and at 192 in two.
     """
     return ThreadPoolExecutor(
         num_threads, initializer=torch.set_num_threads, initargs=(1,)
