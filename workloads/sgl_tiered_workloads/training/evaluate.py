@@ -107,7 +107,6 @@ class Judged:
         return {name: getattr(self, name) for name in Judged.__slots__}
 
 
-@torch.inference_mode()
 def right_answers(
     model: LoadedModel, prompts: Sequence[RecallPrompt]
 ) -> NDArray[np.bool_]:
@@ -122,16 +121,16 @@ def right_answers(
         for row, prompt in enumerate(some):
             tokens[row, : len(prompt.tokens)] = torch.from_numpy(prompt.tokens)
         positions = torch.arange(longest).expand(len(some), -1)
-        hidden = model.network.hidden(model.own, tokens, positions)
-        for row, prompt in enumerate(some):
-            stop = len(prompt.tokens) - 1
-            asked = hidden[row, stop - len(prompt.answer) : stop]
-            given = model.network.logits(model.own, asked).argmax(-1)
-            right.append(given.tolist() == prompt.answer.tolist())
+        with torch.inference_mode():
+            hidden = model.network.hidden(model.own, tokens, positions)
+            for row, prompt in enumerate(some):
+                stop = len(prompt.tokens) - 1
+                asked = hidden[row, stop - len(prompt.answer) : stop]
+                given = model.network.logits(model.own, asked).argmax(-1)
+                right.append(given.tolist() == prompt.answer.tolist())
     return np.array(right)
 
 
-@torch.inference_mode()
 def text_losses(
     model: LoadedModel,
     tokens: NDArray[np.int32],
@@ -147,11 +146,11 @@ def text_losses(
     for start in range(0, len(tokens) - window_tokens + 1, window_tokens):
         window = torch.from_numpy(tokens[start : start + window_tokens]).long()[None]
         given = torch.cat((torch.full_like(window[:, :1], bos), window[:, :-1]), dim=1)
-        hidden = model.network.hidden(
-            model.own, given, torch.arange(window_tokens)[None]
-        )
-        losses, _ = model.network.losses(model.own, hidden, window)
-        found.append(losses[0].numpy())
+        positions = torch.arange(window_tokens)[None]
+        with torch.inference_mode():
+            hidden = model.network.hidden(model.own, given, positions)
+            losses, _ = model.network.losses(model.own, hidden, window)
+            found.append(losses[0].numpy())
     return np.stack(found)
 
 

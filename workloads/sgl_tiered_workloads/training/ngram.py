@@ -82,7 +82,8 @@ class NgramModel:
             freed = tables.discount * followers
             mixed = np.maximum(counts - tables.discount, 0.0) + freed * shorter
             shorter[known] = mixed[known] / totals[known]
-        return np.log(found)
+        logs: NDArray[np.float64] = np.log(found)
+        return logs
 
     def _keys(self, tokens: NDArray[np.int32], length: int) -> _Keys:
         """Return every n-gram as an integer, the last token in the lowest bits."""

@@ -128,27 +128,27 @@ class Optimizer:
         parameter.grad = None
         return gradient
 
-    @torch.no_grad()
     def _matrices(self, size: tuple[int, ...], names: list[str], rate: float) -> None:
-        directions = []
-        for name in names:
-            gradient = self._gradient(name)
-            average = self._first[name].lerp_(gradient, 1 - _MOMENTUM)
-            directions.append(gradient.lerp(average, _MOMENTUM))
-        batch = orthogonalised(torch.stack(directions).to(self._dtype)).float()
-        # A tall matrix writes more outputs than it reads inputs: a larger step keeps
-        # the change of one output alike.
-        scaled = rate * max(1.0, size[0] / size[1]) ** 0.5
-        for name, direction in zip(names, batch, strict=True):
-            parameter = self._parameters[name]
-            parameter.mul_(1 - rate * self._decay).sub_(direction, alpha=scaled)
+        with torch.no_grad():
+            directions = []
+            for name in names:
+                gradient = self._gradient(name)
+                average = self._first[name].lerp_(gradient, 1 - _MOMENTUM)
+                directions.append(gradient.lerp(average, _MOMENTUM))
+            batch = orthogonalised(torch.stack(directions).to(self._dtype)).float()
+            # A tall matrix writes more outputs than it reads inputs: a larger step
+            # keeps the change of one output alike.
+            scaled = rate * max(1.0, size[0] / size[1]) ** 0.5
+            for name, direction in zip(names, batch, strict=True):
+                parameter = self._parameters[name]
+                parameter.mul_(1 - rate * self._decay).sub_(direction, alpha=scaled)
 
-    @torch.no_grad()
     def _vector(self, name: str, rate: float) -> None:
-        gradient = self._gradient(name)
-        first, second = self._first[name], self._second[name]
-        first.lerp_(gradient, 1 - _BETAS[0])
-        second.lerp_(gradient.square(), 1 - _BETAS[1])
-        unbiased = first / (1 - _BETAS[0] ** self._num_steps)
-        spread = (second / (1 - _BETAS[1] ** self._num_steps)).sqrt()
-        self._parameters[name].sub_(unbiased / (spread + _EPS), alpha=rate)
+        with torch.no_grad():
+            gradient = self._gradient(name)
+            first, second = self._first[name], self._second[name]
+            first.lerp_(gradient, 1 - _BETAS[0])
+            second.lerp_(gradient.square(), 1 - _BETAS[1])
+            unbiased = first / (1 - _BETAS[0] ** self._num_steps)
+            spread = (second / (1 - _BETAS[1] ** self._num_steps)).sqrt()
+            self._parameters[name].sub_(unbiased / (spread + _EPS), alpha=rate)
