@@ -37,6 +37,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,6 +53,9 @@ __all__ = ["PRESETS", "ModelPreset", "main", "make_model"]
 
 _MAKER_VERSION = 1
 """Raise it whenever the same preset would give other weights."""
+_making = threading.Lock()
+"""To build a model, transformers changes torch's default dtype for a while: of two
+threads at once, the second would put the first one's back for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,7 @@ def _write_weights(shape: ModelPreset, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     config = _config(shape)
-    with torch.random.fork_rng(devices=[]):
+    with _making, torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
         model: Any = AutoModelForCausalLM.from_config(config)
         _scale(model, shape)

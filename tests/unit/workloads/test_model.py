@@ -75,6 +75,8 @@ def test_concurrent_makers_leave_one_whole_model(tmp_path: Path) -> None:
     assert len(set(made)) == 1
     assert list(tmp_path.iterdir()) == [made[0]]
     assert (made[0] / "model.safetensors").exists()
+    # They have left it at bfloat16, for all that came after in the process.
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.usefixtures("quick")
