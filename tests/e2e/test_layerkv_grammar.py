@@ -261,8 +261,20 @@ def send(server, wave):
     )
 
 
+def ranked(top):
+    """Return the best tokens of a position; masked ones have no logprob.
+
+    Without the last place: of equals, which one gets it depends on the batch.
+    """
+    told = [(lp, token) for lp, token, *_ in top if lp is not None and lp > -1e4]
+    least = min((lp for lp, _ in told), default=0.0)
+    if len(told) == len(top):
+        told = [pair for pair in told if pair[0] > least]
+    return tuple(sorted(told, key=lambda pair: (-pair[0], pair[1])))
+
+
 def recorded(one, answer):
-    """Return a record for the gate; tokens that are masked have no logprob."""
+    """Return a record for the gate."""
     meta = answer["meta_info"]
     return RequestRecord(
         key=one.key,
@@ -272,10 +284,7 @@ def recorded(one, answer):
         started_s=0.0,
         output=tuple(answer["output_ids"]),
         logprobs=tuple(item[0] for item in meta["output_token_logprobs"]),
-        top_logprobs=tuple(
-            tuple((lp, token) for lp, token, *_ in top if lp is not None and lp > -1e4)
-            for top in meta["output_top_logprobs"]
-        ),
+        top_logprobs=tuple(map(ranked, meta["output_top_logprobs"])),
         cached_tokens=meta["cached_tokens"],
     )
 
