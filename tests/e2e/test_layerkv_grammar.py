@@ -16,7 +16,6 @@ import pytest
 from sgl_tiered_workloads.gate import (
     Spread,
     measure_spread,
-    negative_control,
     widest_spread,
 )
 from sgl_tiered_workloads.records import RequestRecord
@@ -309,7 +308,8 @@ def test_exchanged_constraints_are_caught(servers, model, wave, plain):
     kept = [one.is_kept(said) for one, said in zip(wave, answered.texts, strict=True)]
     assert kept == [False, False, *[True] * len(others)]
     result = plain.judge(answered)
-    negative_control({"exchanged": result})
+    # Not the control of the harness: other lengths are no damage that it knows.
+    assert not result.passed
     assert {one.key for one in result.differences} == {first.key, second.key}
 
 
