@@ -14,7 +14,6 @@ LIBRARY = ("argparse", "ast", "calendar", "cgi", "cmd", "code", "copy", "csv", "
 @pytest.fixture(scope="module")
 def corpus_and_folder(tmp_path_factory):
     """A few files of the library on both sides, and a tokenizer trained on them."""
-    pytest.importorskip("sgl_tiered_workloads.training.prompts")
     from sgl_tiered_workloads.tokenizer import train_tokenizer
     from sgl_tiered_workloads.training.corpus import Corpus, SourceText
     from sgl_tiered_workloads.training.vocabulary import RECALL_TOKENS

@@ -12,7 +12,6 @@ SHAPE = LlamaShape(2, 4, 2, 32, 1e-5, 10_000.0)
 @pytest.fixture
 def codecs(monkeypatch):
     """The three encodings for pages of 16 tokens."""
-    pytest.importorskip("sgl_tiered_kernels.kv_codec")
     from offline.codecs import make_codecs
 
     return make_codecs(("fp8", "int8", "int4"), SHAPE)
