@@ -97,9 +97,10 @@ def _card(
 
 {shape.num_params / 1e6:.1f} M parameters in {shape.num_layers} layers of \
 {shape.hidden}, {shape.num_heads} query heads on {shape.num_kv_heads} key-value heads \
-of {shape.head_dim}, embedding tied, {shape.vocab_tokens:,} tokens of byte-level BPE, \
+of {shape.head_dim}, {shape.vocab_tokens:,} tokens of byte-level BPE, \
 {shape.max_positions:,} positions. It shows caches and sparsification at work on \
-attention that was learned. It knows no facts and follows no instructions.
+attention that was learned (two groups of heads began with a weak form of copying, the
+rest at random). It knows no facts and follows no instructions.
 
 ## Data
 

@@ -13,17 +13,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from sgl_tiered_workloads.training.copying import begin_with_copying
 from sgl_tiered_workloads.training.recipe import Shape
 
 __all__ = [
     "EMBEDDING",
+    "OUTPUT",
     "Network",
     "hf_config",
     "initial_parameters",
 ]
 
 EMBEDDING = "model.embed_tokens.weight"
-_EMBEDDING_STD = 0.05
+OUTPUT = "lm_head.weight"
+# As long as what a layer writes after some hundred steps, so that none drowns it.
+_EMBEDDING_STD = 1.0
+_OUTPUT_STD = 0.01
 _QUERY_BLOCK = 512
 
 Parameters = Mapping[str, torch.Tensor]
@@ -51,14 +56,17 @@ def _shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
             _layer(index, "mlp.up_proj"): (inner, hidden),
             _layer(index, "mlp.down_proj"): (hidden, inner),
         }
-    return found | {"model.norm.weight": (hidden,)}
+    return found | {
+        "model.norm.weight": (hidden,),
+        OUTPUT: (shape.vocab_tokens, hidden),
+    }
 
 
 def initial_parameters(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     """Draw the parameters (float32) to start from.
 
-    Both projections into the residual stream are zero, so that every layer begins as
-    the identity and none has to be unlearned.
+    Both projections into the residual stream are zero, so that a layer begins as the
+    identity and need not be unlearned; but for two groups of heads, see ``copying``.
     """
     generator = torch.Generator().manual_seed(seed)
     found = {}
@@ -68,11 +76,14 @@ def initial_parameters(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
             tensor.fill_(1.0)
         elif name == EMBEDDING:
             tensor.normal_(0.0, _EMBEDDING_STD, generator=generator)
+        elif name == OUTPUT:
+            tensor.normal_(0.0, _OUTPUT_STD, generator=generator)
         elif "o_proj" in name or "down_proj" in name:
             tensor.zero_()
         else:
             tensor.normal_(0.0, size[1] ** -0.5, generator=generator)
         found[name] = tensor
+    begin_with_copying(found, shape, EMBEDDING, OUTPUT, seed + 1)
     return found
 
 
@@ -101,7 +112,7 @@ def hf_config(shape: Shape, *, bos: int, eos: int, pad: int) -> dict[str, Any]:
         # Both spellings: transformers 5 reads the first, older readers the second.
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "rope_theta": shape.rope_theta,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "use_cache": True,
         "vocab_size": shape.vocab_tokens,
@@ -209,7 +220,7 @@ class Network:
 
     def logits(self, own: Parameters, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 scores of the next token, [..., vocab_tokens]."""
-        return F.linear(hidden, own[EMBEDDING]).float()
+        return F.linear(hidden, own[OUTPUT]).float()
 
     def losses(
         self, own: Parameters, hidden: torch.Tensor, targets: torch.Tensor

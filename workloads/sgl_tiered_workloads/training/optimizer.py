@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sgl_tiered_workloads.training.network import EMBEDDING
+from sgl_tiered_workloads.training.network import EMBEDDING, OUTPUT
 
 __all__ = ["Optimizer", "orthogonalised"]
 
@@ -49,7 +49,8 @@ class Optimizer:
         parameters: by name, float32 leaves; matrices other than the embedding are
         Muon's.
         matrix_rate: Muon's rate.
-        vector_rate: AdamW's rate.
+        embedding_rate: AdamW's rate for the embedding.
+        vector_rate: AdamW's rate for the others.
         matrix_decay: weight decay of the matrices, per unit of rate.
         dtype: what Muon's products are computed in.
     """
@@ -59,18 +60,21 @@ class Optimizer:
         parameters: Mapping[str, torch.Tensor],
         *,
         matrix_rate: float,
+        embedding_rate: float,
         vector_rate: float,
         matrix_decay: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self._parameters = dict(parameters)
-        self._rates = (matrix_rate, vector_rate)
+        self._matrix_rate = matrix_rate
+        self._embedding_rate = embedding_rate
+        self._vector_rate = vector_rate
         self._decay = matrix_decay
         self._dtype = dtype
         self._groups: dict[tuple[int, ...], list[str]] = {}
         self._vectors: list[str] = []
         for name, value in self._parameters.items():
-            if value.ndim == 2 and name != EMBEDDING:
+            if value.ndim == 2 and name not in (EMBEDDING, OUTPUT):
                 self._groups.setdefault(tuple(value.shape), []).append(name)
             else:
                 self._vectors.append(name)
@@ -79,7 +83,7 @@ class Optimizer:
         self._num_steps = 0
 
     def step(self, rate: float, pool: Executor | None = None) -> None:
-        """Apply the gradients and clear them; ``rate`` scales both rates.
+        """Apply the gradients and clear them; ``rate`` scales all rates.
 
         A ``pool`` computes matrices of different sizes side by side; the result is the
         same.
@@ -88,10 +92,11 @@ class Optimizer:
 
         def vectors() -> None:
             for name in self._vectors:
-                self._vector(name, rate * self._rates[1])
+                own = self._embedding_rate if name == EMBEDDING else self._vector_rate
+                self._vector(name, rate * own)
 
         jobs: list[Callable[[], None]] = [
-            partial(self._matrices, size, names, rate * self._rates[0])
+            partial(self._matrices, size, names, rate * self._matrix_rate)
             for size, names in self._groups.items()
         ]
         jobs.append(vectors)

@@ -22,7 +22,7 @@ class Shape:
     intermediate: int
     vocab_tokens: int
     max_positions: int
-    rope_theta: float = 100_000.0
+    rope_theta: float = 10_000_000.0
     norm_eps: float = 1e-5
 
     @property
@@ -32,11 +32,11 @@ class Shape:
 
     @property
     def num_params(self) -> int:
-        """Trained numbers; the embedding serves as the output layer too."""
+        """Trained numbers."""
         attention = 2 * self.hidden * (self.num_heads + self.num_kv_heads)
         per_layer = attention * self.head_dim + 3 * self.hidden * self.intermediate
         norms = (2 * self.num_layers + 1) * self.hidden
-        return self.num_layers * per_layer + self.vocab_tokens * self.hidden + norms
+        return self.num_layers * per_layer + 2 * self.vocab_tokens * self.hidden + norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,11 @@ class Phase:
 class Recipe:
     """A whole training: equal recipes on equal corpora give equal models.
 
-    Rates: ``matrix_rate`` is Muon's, for matrices; ``vector_rate`` is AdamW's, for the
-    embedding and the norms. Both rise over ``warmup_steps`` and fall to zero over the
-    last ``decay_share`` of all steps. ``num_shards`` threads compute a step's
-    sequences; it is part of the recipe because sums in another order round differently.
+    Rates: ``matrix_rate`` is Muon's, for matrices; AdamW has ``embedding_rate`` for the
+    embedding, ``vector_rate`` for output layer and norms. All rise over
+    ``warmup_steps`` and fall to zero over the last ``decay_share`` of all steps.
+    ``num_shards`` threads compute a step's sequences; it is part of the recipe because
+    sums in another order round differently.
     """
 
     name: str
@@ -70,7 +71,8 @@ class Recipe:
     phases: tuple[Phase, ...]
     seed: int = 0
     matrix_rate: float = 0.02
-    vector_rate: float = 0.004
+    embedding_rate: float = 0.02
+    vector_rate: float = 0.002
     matrix_decay: float = 0.01
     warmup_steps: int = 100
     decay_share: float = 0.4
@@ -149,11 +151,11 @@ RECIPES: dict[str, Recipe] = {
             name="demo",
             shape=_DEMO,
             phases=(
-                # Dense: copying forms here, in the shortest sequences that can hold it.
-                Phase(600, 256, 16, Mix(0.5, 0.3, 0.3), stretch=0.3),
-                Phase(1200, 512, 8, Mix(0.25, 0.1, 0.05, 2.0), stretch=0.6),
-                Phase(700, 1024, 6, Mix(0.1, 0.05, 0.0, 4.0), stretch=0.6),
-                Phase(400, 4608, 2, Mix(0.09, 0.03, 0.0, 4.0)),
+                # Dense: what to look for, and where, is learned in short sequences.
+                Phase(300, 256, 16, Mix(0.45, 0.4, 0.3), stretch=0.3),
+                Phase(2600, 512, 8, Mix(0.15, 0.08, 0.05, 2.0), stretch=0.6),
+                Phase(900, 1024, 6, Mix(0.1, 0.05, 0.0, 4.0), stretch=0.6),
+                Phase(250, 4608, 2, Mix(0.09, 0.03, 0.0, 4.0)),
             ),
         ),
         Recipe(

@@ -143,6 +143,7 @@ class Trainer:
         self._optimizer = Optimizer(
             self.parameters,
             matrix_rate=recipe.matrix_rate,
+            embedding_rate=recipe.embedding_rate,
             vector_rate=recipe.vector_rate,
             matrix_decay=recipe.matrix_decay,
             dtype=dtype,

@@ -38,7 +38,7 @@ def lively_parameters(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = initial_parameters(shape, seed)
     for name, value in found.items():
-        if "o_proj" in name or "down_proj" in name or "norm" in name:
+        if any(part in name for part in ("o_proj", "down_proj", "norm", "lm_head")):
             value.add_(0.2 * torch.randn(value.shape, generator=generator))
     return found
 
@@ -57,13 +57,28 @@ def test_logits_are_those_of_transformers() -> None:
     config = transformers.LlamaConfig(**hf_config(SHAPE, bos=1, eos=2, pad=0))
     model = transformers.LlamaForCausalLM(config).float().eval()
     missing, unexpected = model.load_state_dict(parameters, strict=False)
-    assert set(missing) <= {"lm_head.weight"}
+    assert not missing
     assert not unexpected
     tokens = torch.randint(0, 100, (2, 37), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours, theirs = logits(SHAPE, parameters, tokens), model(tokens).logits
     assert ours.std() > 0.2
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("distance", [100, 1000, 3000])
+def test_an_untrained_model_leans_to_copy(distance: int) -> None:
+    """What followed a token before is likelier behind it than what never did."""
+    shape = RECIPES["demo"].shape
+    parameters = initial_parameters(shape, 0)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randperm(shape.vocab_tokens, generator=generator)[None, :distance]
+    tokens = torch.cat((tokens, tokens[:, :40]), dim=1)
+    scores = logits(shape, parameters, tokens[:, :-1])[0, distance:]
+    copied = tokens[0, distance + 1 :]
+    ranks = (scores > scores.gather(1, copied[:, None])).sum(1)
+    # By chance it would be in the middle.
+    assert ranks.float().median() < shape.vocab_tokens / 20
 
 
 def test_no_token_sees_what_follows() -> None:
@@ -140,7 +155,9 @@ def test_vectors_are_changed_as_adam_does() -> None:
     """Five steps on a vector equal torch's AdamW without decay."""
     ours = {EMBEDDING: torch.randn(7, 5, generator=torch.Generator().manual_seed(8))}
     theirs = ours[EMBEDDING].clone().requires_grad_()
-    own = Optimizer(ours, matrix_rate=1.0, vector_rate=0.01, matrix_decay=0.0)
+    own = Optimizer(
+        ours, matrix_rate=1.0, embedding_rate=0.01, vector_rate=1.0, matrix_decay=0.0
+    )
     adam = torch.optim.AdamW(
         [theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0
     )
@@ -156,7 +173,11 @@ def test_vectors_are_changed_as_adam_does() -> None:
 def test_a_missing_gradient_is_an_error() -> None:
     """A parameter that the loss does not reach is not skipped in silence."""
     own = Optimizer(
-        {"w": torch.zeros(3, 3)}, matrix_rate=1.0, vector_rate=1.0, matrix_decay=0.0
+        {"w": torch.zeros(3, 3)},
+        matrix_rate=1.0,
+        embedding_rate=1.0,
+        vector_rate=1.0,
+        matrix_decay=0.0,
     )
     with pytest.raises(RuntimeError, match="no gradient"):
         own.step(1.0)
