@@ -23,7 +23,7 @@ install: ## make the virtual environment with SGLang, the plugin and the tools
 	@bash scripts/install.sh "$(VENV)"
 
 .PHONY: demo
-demo: install ## plain SGLang against SGLang with tiers, on a model made on the spot
+demo: install ## plain SGLang against SGLang with tiers, on a model that we trained
 	@$(SAY) demo "plain SGLang, then SGLang with tiers, on the same work (about 8 minutes)"
 	@$(PY) benchmarks/serving/demo.py $(ARGS)
 	@$(SAY) demo "done"

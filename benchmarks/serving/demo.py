@@ -9,6 +9,10 @@ than four times the device pool, one request at a time:
 - ``plain``: plain SGLang with the small pool.
 - ``tiered``: the same small pool, with host memory and disk below it.
 
+The model is the small Llama that this repository trained (``make model``). Each turn
+asks for a value that was stated thousands of tokens before, so right answers can be
+counted.
+
 The last two replay the reference's prompts. Before the gate counts, a negative
 control proves that it can fail: two prompts with one early page exchanged for
 another prompt's page stand for a cache that serves a wrong page.
@@ -32,7 +36,6 @@ from sgl_tiered_workloads.gate import (
     negative_control,
     plain_spread,
 )
-from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 from sgl_tiered_workloads.report import draw_demo, format_table, summarise
 from sgl_tiered_workloads.server import (
@@ -44,7 +47,6 @@ from sgl_tiered_workloads.server import (
 from sgl_tiered_workloads.sessions import (
     ChatShape,
     PlannedRequest,
-    chat_sessions,
     random_tokens,
     replay,
     swap_page,
@@ -57,24 +59,27 @@ from sgl_tiered_workloads.systems import (
     plain_spec,
     tiered_spec,
 )
-from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
+from sgl_tiered_workloads.training.chats import RecallChats, recall_chats
+from sgl_tiered_workloads.training.corpus import Corpus, TextTokens
+from sgl_tiered_workloads.training.vocabulary import Vocabulary
+from tokenizers import Tokenizer
 
-PRESET = "demo"
+MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
 PAGE_SIZE = 16
-POOL_TOKENS = 5120
+POOL_TOKENS = 7168
 REFERENCE_POOL_TOKENS = 65536
 SHAPE = ChatShape(
     num_sessions=10,
     num_turns=4,
     system_tokens=512,
-    first_tokens=2000,
+    first_tokens=3000,
     user_tokens=48,
     answer_tokens=24,
 )
 SEED = 7
 # Less than the working set, so that the disk has work too.
-HOST_BYTES = 160 * MB
-DISK_BYTES = 1000 * MB
+HOST_BYTES = 48 * MB
+DISK_BYTES = 500 * MB
 
 
 @dataclass(slots=True)
@@ -92,7 +97,7 @@ def main() -> int:
     """Run the demo; 0 if the gate is green."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
-    parser.add_argument("--models", type=Path, default=Path("out/models"))
+    parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--port", type=int, help="default: a free one")
     parser.add_argument(
         "--server-flag",
@@ -116,9 +121,8 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
         f"{working_set:,} tokens of KV, {working_set / POOL_TOKENS:.1f} times the "
         f"device pool of {POOL_TOKENS:,}"
     )
-    say(f"making the {PRESET} model (random weights, cached in {args.models})")
-    model = make_model(PRESET, args.models)
-    device = Device(model, POOL_TOKENS, PAGE_SIZE, (*CPU_FLAGS, *args.server_flag))
+    chats, vocab_tokens = _chats(args.model)
+    device = Device(args.model, POOL_TOKENS, PAGE_SIZE, (*CPU_FLAGS, *args.server_flag))
     disk = args.out / "disk"
     shutil.rmtree(disk, ignore_errors=True)
     disk.mkdir(parents=True)
@@ -127,7 +131,7 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
 
     def keep(spec: ServerSpec, records: list[RequestRecord]) -> None:
         runs[spec.name] = records
-        facts = {"preset": PRESET, "shape": asdict(SHAPE), "seed": SEED}
+        facts = {"model": args.model.name, "shape": asdict(SHAPE), "seed": SEED}
         facts |= {"pool_tokens": POOL_TOKENS, "working_set_tokens": working_set}
         header = make_header(spec.name, facts)
         write_records(args.out / f"{spec.name}.jsonl", header, records)
@@ -135,29 +139,37 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
     say("reference: plain SGLang whose device pool holds everything")
     spec = plain_spec(device.with_pool(REFERENCE_POOL_TOKENS), "reference")
     with SglangServer(spec, args.out / "logs", args.port, say=say) as server:
-        await _warm_up(server)
-        sessions = chat_sessions(SHAPE, np.random.default_rng(SEED), VOCAB_TOKENS)
+        await _warm_up(server, vocab_tokens)
         async with StreamingClient(server.url) as client:
-            keep(spec, await run_chat(client, sessions, _Ticker(say, spec.name)))
+            keep(spec, await run_chat(client, chats.sessions, _Ticker(say, spec.name)))
         say("reference: two prompts with a wrong page, for the negative control")
         wrong = await _wrong_pages(server, runs["reference"])
     requests = replay(runs["reference"])
     for spec in (plain_spec(device), tiered_spec(device, tiers)):
         say(f"{spec.name}: the small device pool")
         with SglangServer(spec, args.out / "logs", args.port, say=say) as server:
-            await _warm_up(server)
+            await _warm_up(server, vocab_tokens)
             keep(spec, await _replay(server, requests, _Ticker(say, spec.name)))
     shutil.rmtree(disk, ignore_errors=True)
     result = _gate(runs, wrong)
-    _report(args.out, runs, result)
+    _report(args.out, runs, result, chats)
     say(f"records, logs and picture are in {args.out}")
     return 0 if result.passed else 1
 
 
-async def _warm_up(server: SglangServer) -> None:
+def _chats(model: Path) -> tuple[RecallChats, int]:
+    """Return chats about text that the model was not trained on, and its vocabulary."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    vocabulary = Vocabulary.of(tokenizer)
+    text = TextTokens.encode(Corpus.read().held_out, tokenizer, vocabulary)
+    rng = np.random.default_rng(SEED)
+    return recall_chats(SHAPE, text, vocabulary, rng), vocabulary.num_tokens
+
+
+async def _warm_up(server: SglangServer, vocab_tokens: int) -> None:
     """Run each path once (compute, hit, decode), then empty the caches."""
     generator = np.random.default_rng(0)
-    prompt = random_tokens(generator, 600, VOCAB_TOKENS)
+    prompt = random_tokens(generator, 600, vocab_tokens)
     await _replay(server, [PlannedRequest(f"w{i}", prompt, 8) for i in range(3)])
     await asyncio.to_thread(server.flush_cache)
 
@@ -223,7 +235,10 @@ def _gate(
 
 
 def _report(
-    out: Path, runs: dict[str, list[RequestRecord]], result: GateResult
+    out: Path,
+    runs: dict[str, list[RequestRecord]],
+    result: GateResult,
+    chats: RecallChats,
 ) -> None:
     titles = {
         "plain": "plain SGLang",
@@ -232,6 +247,14 @@ def _report(
     }
     summaries = [summarise(titles[name], runs[name], PAGE_SIZE) for name in titles]
     print("\n" + format_table(summaries))
+    right = {
+        titles[name]: chats.num_right({r.key: r.output for r in runs[name]})
+        for name in titles
+    }
+    print(
+        f"right answers of {len(chats.answers)}: "
+        + ", ".join(f"{name} {number}" for name, number in right.items())
+    )
     if not result.passed:
         print("the gate is red: no speed is claimed")
         return
@@ -241,12 +264,10 @@ def _report(
         f"tiers, {tiered.later_ttft_p50_s * 1e3:.0f} ms with them: "
         f"{plain.later_ttft_p50_s / tiered.later_ttft_p50_s:.1f} times lower"
     )
-    shape = PRESETS[PRESET]
     subtitle = (
         f"{SHAPE.num_sessions} chats x {SHAPE.num_turns} turns, one at a time; KV "
         f"{SHAPE.working_set_tokens / POOL_TOKENS:.1f}x the device pool of "
-        f"{POOL_TOKENS:,} tokens; Llama, {shape.num_layers} layers, random weights, "
-        "CPU"
+        f"{POOL_TOKENS:,} tokens; a small Llama that learned, CPU"
     )
     draw_demo(
         out / "demo.png", {titles[n]: runs[n] for n in titles}, PAGE_SIZE, subtitle
