@@ -95,12 +95,12 @@ def _card(
     )
     return f"""# A small Llama that minds its context
 
-{shape.num_params / 1e6:.1f} M parameters in {shape.num_layers} layers of \
-{shape.hidden}, {shape.num_heads} query heads on {shape.num_kv_heads} key-value heads \
-of {shape.head_dim}, {shape.vocab_tokens:,} tokens of byte-level BPE, \
-{shape.max_positions:,} positions. It shows caches and sparsification at work on \
-attention that was learned (two groups of heads began with a weak form of copying, the
-rest at random). It knows no facts and follows no instructions.
+{shape.num_params / 1e6:.1f} M parameters, {shape.num_layers} layers of {shape.hidden},
+{shape.num_heads} query heads on {shape.num_kv_heads} key-value heads of
+{shape.head_dim}, {shape.vocab_tokens:,} tokens of byte-level BPE,
+{shape.max_positions:,} positions. It shows caches and sparsification at work on
+attention that was learned: two groups of heads began with a weak form of copying, all
+else at random. It knows no facts and follows no instructions.
 
 ## Data
 
@@ -114,7 +114,8 @@ out by a digest of its path, from the tokenizer too. Corpus digest:
 
 {facts["steps"]:,} of {recipe.num_steps:,} steps, {facts["tokens"] / 1e6:.1f} M tokens,
 {facts["minutes"]:.0f} minutes; Muon at {recipe.matrix_rate}, AdamW at
-{recipe.vector_rate}, seed {recipe.seed}. Loss on text at the end: {rows[-1][5]:.3f}
+{recipe.embedding_rate} for the embedding and {recipe.vector_rate} for output layer and
+norms, seed {recipe.seed}. Loss on text at the end: {rows[-1][5]:.3f}
 nats per token (`loss.csv`, `loss.png`).
 
 | steps | batch | pairs | copies | random text | stretched positions |
