@@ -12,7 +12,7 @@ from reload.measure import Options, Reloads
 from reload.picture import draw
 from reload.results import TARGETS, summary, table
 from sgl_tiered_workloads.model import make_model
-from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
+from sgl_tiered_workloads.server import exit_on_signals
 
 __all__ = ["PRESET", "measure_reloads", "model_of"]
 
@@ -33,13 +33,13 @@ def measure_reloads(
 ) -> dict[str, Any]:
     """Measure, write table, picture and result to the folder, and return the result.
 
-    A server that does not start is a problem in the result.
+    A server that does not start, and a request that fails, are problems in the result.
     """
     exit_on_signals()
     try:
         reloads = Reloads(options, say)
         findings = asyncio.run(reloads.run())
-    except ServerStartError as error:
+    except RuntimeError as error:
         say(str(error))
         reason = str(error).partition("\n")[0]
         return {"missed": list(TARGETS), "problems": [f"serving: {reason}"]}
