@@ -224,7 +224,9 @@ class Reloads:
         """Bring the prefixes in, and ask for each again and again."""
         scale, schedule = self._options.scale, self._schedule
         num = scale.prefixes
-        await self._ask(server, schedule.turns("hit", num, num), arm.wishes)
+        first = schedule.turns("hit", num, num)
+        # The device is dropped here too: that waits until the last one was stored.
+        await self._ask(server, first, arm.wishes, from_host=True)
         warm = schedule.turns("hit", num, scale.warm, first=num)
         await self._ask(server, warm, arm.wishes, from_host=True)
         before = await self._loaded_bytes(server)
@@ -249,7 +251,7 @@ class Reloads:
                 first, again = (
                     self._schedule.request("room", number, turn) for turn in (0, 1)
                 )
-                await self._ask(server, [first], wishes)
+                await self._ask(server, [first], wishes, from_host=True)
                 await self._ask(server, [again], wishes, from_host=True)
                 await settle(server, None)
                 state = await asyncio.to_thread(stats, server)

@@ -17,7 +17,7 @@ from sgl_tiered_workloads.records import RequestRecord, read_records
 from sgl_tiered_workloads.server import ServerSpec
 
 PREFIX, TAIL = 64, 8
-LAYERS, TOKEN_BYTES = 2, 256
+LAYERS, TOKEN_BYTES = 2, 2 * 2 * 2 * 2 * 32
 COMPUTED_S, LOADED_S, REST_S = 2.0, 1.0, 0.05
 CONFIG = {
     "num_hidden_layers": LAYERS,
