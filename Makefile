@@ -117,7 +117,7 @@ bench-slo: install ## SLO admission off and on: violations and throughput
 	@exec $(PY) benchmarks/serving/bench_slo.py $(ARGS)
 
 .PHONY: bench-sparsity
-bench-sparsity: install ## what dropping and encoding KV costs a model that learned
+bench-sparsity: install ## dropping and encoding KV: quality, and TTFT (emulated link)
 	@exec $(PY) benchmarks/quality/bench_sparsity.py $(ARGS)
 
 .PHONY: bench-fidelity

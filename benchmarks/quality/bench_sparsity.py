@@ -1,14 +1,19 @@
-"""Quality against bytes: what dropping and encoding KV costs a model that learned.
+"""Dropping and encoding KV: what it costs a model that learned, and what it gains.
 
     python benchmarks/quality/bench_sparsity.py --model FOLDER [--quick]
 
-A prefix of 2,048 tokens or more is computed densely, its KV is compressed before
-anything behind it is seen, and only what follows is scored: perplexity of held-out
-text, and the share of questions about pairs 1,000 to 4,000 tokens back that are
-answered right.
-Writes records, a table and a picture; the last line is one JSON object (README.md has
-its keys). Exit status 1: a whole prefix was not as good as the dense one, so that the
-measurement is wrong.
+Parts (both by default; ``--part`` picks):
+
+- ``serving``: TTFT of reloads over a throttled link, on real servers one at a time
+  (../serving/reload/README.md);
+- ``quality``: no server. A prefix of 2,048 tokens or more is computed densely, its KV
+  is compressed before anything behind it is seen, and only what follows is scored:
+  perplexity of held-out text, and the share of questions about pairs 1,000 to 4,000
+  tokens back that are answered right.
+
+Writes records, tables and pictures; the last line is one JSON object (the READMEs have
+its keys). Exit status 1: answers differed where they must not, or a whole prefix was
+not as good as the dense one, so that the measurement is wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +43,8 @@ from sgl_tiered.policies.sparsity.solver import HeldCurves
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 ENCODINGS = ("fp8", "int8", "int4")
 COMPOSED = (("car", 0.5, "int8"), ("car", 0.5, "int4"), ("car", 0.25, "int4"))
+PARTS = ("serving", "quality")
+"""In this order: the servers are measured while this process has done nothing yet."""
 DISTANCES = (1024, 2048, 3072, 4096)
 NUM_PREFIX = 2048
 NUM_AFTER = 512
@@ -80,8 +88,20 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint")
+    parser.add_argument("--model", type=Path, help="a checkpoint, for quality")
+    parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path("out/bench-sparsity"))
+    parser.add_argument(
+        "--serving-model", type=Path, help="a checkpoint; a preset unless given"
+    )
+    parser.add_argument("--models", type=Path, default=Path("out/models"))
+    parser.add_argument(
+        "--serving-minutes",
+        type=float,
+        default=20.0,
+        help="after which only dense and 50 %% go on",
+    )
+    parser.add_argument("--first-port", type=int, help="default: any free ports")
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--questions", type=int, default=25, help="per distance")
     parser.add_argument(
@@ -97,6 +117,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--random-cases", action="store_true", help="any vocabulary")
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     args = parser.parse_args()
+    args.part = args.part or list(PARTS)
+    if "quality" in args.part and args.model is None:
+        parser.error("quality needs --model; or leave it out by --part serving")
     if args.quick:
         args.texts, args.questions = min(args.texts, 2), min(args.questions, 1)
     return args
@@ -105,6 +128,51 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Measure and report; return the exit status."""
     args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    measures = {"serving": measure_serving, "quality": measure_quality}
+    found: dict[str, dict[str, Any]] = {}
+    for part in [part for part in PARTS if part in args.part]:
+        found[part] = measures[part](args)
+        # After each: what the one found is not lost with the other.
+        last = merged(found)
+        (args.out / "result.json").write_text(json.dumps(last, indent=1) + "\n")
+    print(json.dumps(last))
+    return 1 if last["problems"] else 0
+
+
+def merged(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return all keys of all parts, what was missed and the problems of all."""
+    both = ("missed", "problems")
+    last = {
+        key: value
+        for part in parts.values()
+        for key, value in part.items()
+        if key not in both
+    }
+    return last | {key: [one for p in parts.values() for one in p[key]] for key in both}
+
+
+def measure_serving(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of reloads on real servers."""
+    # Benches of servers share a folder beside this one.
+    sys.path.append(str(Path(__file__).parents[1] / "serving"))
+    from reload.measure import Options
+    from reload.run import measure_reloads, model_of
+    from reload.schedule import FULL, NORMAL, QUICK
+
+    scale = FULL if os.environ.get("FULL") == "1" else NORMAL
+    options = Options(
+        model=model_of(args.serving_model, args.models),
+        out=args.out / "serving",
+        scale=QUICK if args.quick else scale,
+        minutes=args.serving_minutes,
+        first_port=args.first_port,
+    )
+    return measure_reloads(options, lambda text: print(text, flush=True))
+
+
+def measure_quality(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of the methods, and write records, table and picture."""
     model = Llama.load(args.model)
     source = source_of(args)
     texts = source.texts(args.split, args.texts, NUM_PREFIX, NUM_AFTER)
@@ -119,7 +187,6 @@ def main() -> int:
 
         codecs = make_codecs(tuple(args.encodings), model.shape, args.page_tokens)
     methods = methods_of(args.selections, args.shares, args.encodings)
-    args.out.mkdir(parents=True, exist_ok=True)
     records = []
     with (args.out / "records.jsonl").open("w") as file:
         for record in records_of(model, cases, methods, selections, curves, codecs):
@@ -129,16 +196,12 @@ def main() -> int:
     (args.out / "table.md").write_text(table(figures) + "\n")
     draw(figures, args.out / "pareto.png")
     print(table(figures))
-    problems = problems_of(figures)
-    last = headline(figures) | {
+    return headline(figures) | {
         "split": args.split,
         "num_texts": len(texts),
         "num_questions": len(cases) - len(texts),
-        "problems": problems,
+        "problems": problems_of(figures),
     }
-    (args.out / "result.json").write_text(json.dumps(last, indent=1) + "\n")
-    print(json.dumps(last))
-    return 1 if problems else 0
 
 
 def source_of(args: argparse.Namespace) -> CaseSource:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,14 +68,21 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
         url: the server's address, such as ``http://127.0.0.1:30000``.
         logprobs: ask for the logprobs of the top five tokens of each output token.
         timeout_s: of one request, from start to last token.
+        wishes: what every request says to a server with tiers, in its
+            ``custom_params``, such as ``{"lossy": "allow"}``; None for nothing.
     """
 
     def __init__(
-        self, url: str, logprobs: bool = True, timeout_s: float = 600.0
+        self,
+        url: str,
+        logprobs: bool = True,
+        timeout_s: float = 600.0,
+        wishes: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._url = url
         self._logprobs = logprobs
+        self._wishes = None if wishes is None else dict(wishes)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     def _connect(self) -> aiohttp.ClientSession:
@@ -121,11 +128,15 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
     def _body(self, requests: Sequence[PlannedRequest]) -> dict[str, Any]:
         single = len(requests) == 1
         prompts = [list(request.prompt) for request in requests]
+        wished: dict[str, Any] = {}
+        if self._wishes is not None:
+            wished["custom_params"] = {"tiered": self._wishes}
         sampling = [
             {
                 "temperature": 0.0,
                 "max_new_tokens": request.max_new_tokens,
                 "ignore_eos": True,
+                **wished,
             }
             for request in requests
         ]

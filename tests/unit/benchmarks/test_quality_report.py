@@ -237,8 +237,9 @@ def test_the_program_runs_from_checkpoint_to_last_line(
     monkeypatch.setattr(bench, "NUM_PREFIX", 150)
     monkeypatch.setattr(bench, "NUM_AFTER", 70)
     monkeypatch.setattr(bench, "DISTANCES", (40, 160))
-    flags = ["--model", str(tmp_path), "--random-cases", "--quick", "--shares", "1"]
-    flags += ["0.6", "--encodings", "--out", str(tmp_path / "out")]
+    flags = ["--part", "quality", "--model", str(tmp_path), "--random-cases"]
+    flags += ["--quick", "--shares", "1", "0.6", "--encodings"]
+    flags += ["--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["bench_sparsity.py", *flags])
     assert bench.main() == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -38,7 +38,9 @@ Script = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 def play(
-    script: Script, use: Callable[[StreamingClient], Awaitable[list[RequestRecord]]]
+    script: Script,
+    use: Callable[[StreamingClient], Awaitable[list[RequestRecord]]],
+    wishes: dict[str, Any] | None = None,
 ) -> tuple[list[RequestRecord], list[dict[str, Any]]]:
     """Run ``use`` against a server that streams what ``script`` returns."""
     bodies: list[dict[str, Any]] = []
@@ -65,7 +67,7 @@ def play(
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
-            async with StreamingClient(url) as client:
+            async with StreamingClient(url, wishes=wishes) as client:
                 return await use(client)
         finally:
             await runner.cleanup()
@@ -130,6 +132,18 @@ def test_requests_have_their_keys_as_names_only_if_asked() -> None:
     assert "rid" not in plain[0]
     assert named[0]["rid"] == ["a", "b"]
     assert single[0]["rid"] == "a"
+
+
+def test_wishes_go_with_every_request_and_only_if_there_are_any() -> None:
+    """A plain server gets no ``custom_params``."""
+    events = [event([7], 1, True)]
+    wishes = {"lossy": "allow"}
+    _, told = play(lambda _: events, lambda c: c.run_sequential([ASK, ASK]), wishes)
+    _, silent = play(lambda _: events, lambda c: c.run_sequential([ASK]))
+    for body in told:
+        assert body["sampling_params"]["custom_params"] == {"tiered": wishes}
+        assert body["sampling_params"]["max_new_tokens"] == 3
+    assert "custom_params" not in silent[0]["sampling_params"]
 
 
 def test_failures_are_values() -> None:
