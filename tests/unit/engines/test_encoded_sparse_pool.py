@@ -134,7 +134,8 @@ def test_scattered_pages_are_encoded_as_dense_ones():
 def touched(layout, region_row, layer, tokens):
     """Count the bytes of an encoded page of which the reference's result depends.
 
-    Found by turning each byte over, one at a time, and decoding anew.
+    Found by turning each byte over, one at a time, and decoding anew. No number may be
+    zero, which is zero whatever its scale.
     """
     before = reference.decode_page(layout, layer, region_row, 0)
     count = 0
@@ -150,17 +151,16 @@ def touched(layout, region_row, layer, tokens):
     return count
 
 
-@pytest.mark.parametrize("tokens", [[], [4], [0, 7], [7, 8], list(range(16))], ids=str)
+@pytest.mark.parametrize("tokens", [[], [4], [0, 7], [7, 8]], ids=str)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_bytes_charged_are_those_that_matter(encoding, tokens):
     """As many as there are bytes whose change would change what is loaded."""
-    device, pool = made(encoding)
-    layout = device.layout
-    region, rows = stored_pages(device, pool, np.array([7]))
+    layout = encoded_layout(PageLayout(2, TOKENS, 32), encoding, 1, 16, key_group=GROUP)
     kept = np.zeros((1, 1, TOKENS), np.bool_)
     kept[0, 0, tokens] = True
-    one = region[rows[:1]]
-    assert kept_bytes(layout, kept).tolist() == [touched(layout, one, 1, tokens)]
+    # As codes, scales and zeros alike.
+    page = np.full((1, layout.page_bytes), 0x41, np.uint8)
+    assert kept_bytes(layout, kept).tolist() == [touched(layout, page, 1, tokens)]
 
 
 @given(seed=st.integers(0, 10_000), share=st.floats(0, 1))
