@@ -39,7 +39,8 @@ def kept_bytes(layout: EncodedLayout, kept: Bools) -> Int64s:
         layout: of the pages.
         kept: bool [num_layers, n, page_tokens].
     """
-    grouped = kept.reshape(*kept.shape[:2], -1, layout.key_group)
+    num_groups = layout.page_tokens // layout.key_group
+    grouped = kept.reshape(*kept.shape[:2], num_groups, layout.key_group)
     tokens = grouped.sum(axis=(0, 2, 3))
     groups = grouped.any(axis=3).sum(axis=(0, 2))
     count: Int64s = tokens * layout.single_token_bytes + groups * layout.shared_bytes
@@ -94,7 +95,8 @@ class EncodedSparsePool(SparseDevicePool):
             return np.full(len(device_pages), self._layout.page_bytes, np.int64)
         table = self._binding.table
         has = table[:, self._binding.slots(device_pages)] >= 0
-        return kept_bytes(self._whole, has.reshape(len(table), len(device_pages), -1))
+        shape = (len(table), len(device_pages), self._whole.page_tokens)
+        return kept_bytes(self._whole, has.reshape(shape))
 
     def _bring(
         self,

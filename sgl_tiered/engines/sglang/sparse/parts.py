@@ -59,7 +59,8 @@ class SparseParts:
             mean: float32 [num_layers, n * page_tokens], as for ``choose``.
             lacking: bool [n], pages that were loaded so, and are stored already.
         """
-        unknown = np.isnan(mean).reshape(len(mean), len(lacking), -1).any(axis=(0, 2))
+        shape = (len(mean), len(lacking), self.binding.page_tokens)
+        unknown = np.isnan(mean).reshape(shape).any(axis=(0, 2))
         missing = np.flatnonzero(unknown & ~lacking)
         return int(missing[0]) if len(missing) else len(lacking)
 
