@@ -104,7 +104,7 @@ class StoredTokens:
             return None
         if not self._known[rows].all():
             return None
-        return [np.flatnonzero(layer) for layer in self._read(rows)]
+        return [np.flatnonzero(layer).astype(np.int64) for layer in self._read(rows)]
 
     def forget(self, rows: Int32s) -> None:
         """Forget pages, known or not: their rows are given up."""

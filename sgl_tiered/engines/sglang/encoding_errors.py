@@ -23,6 +23,7 @@ SAMPLE_EVERY = 64
 _DIGITS = 5
 
 Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
 Int64s = npt.NDArray[np.int64]
 Page = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 """Keys and values of a page in a layer, [page_tokens, kv_heads, head_dim] each, in the
@@ -43,7 +44,7 @@ class EncodingErrors:
         self._layout = layout
         self._num_seen = 0
         # Replaced as a whole, so that readers never see half of an update.
-        self._found = (0, np.zeros((2, layout.num_layers)))
+        self._found: tuple[int, Floats] = (0, np.zeros((2, layout.num_layers)))
 
     def sample(
         self, region: Bytes, rows: Int64s, page: Callable[[int, int], Page]

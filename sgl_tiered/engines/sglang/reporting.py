@@ -218,9 +218,9 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
 
 def _report(runtime: Any, rid: str) -> dict[str, Any] | None:
     """Return what was decided for a request; with the encoding, where there is one."""
-    report = runtime.take_report(rid)
+    report: dict[str, Any] | None = runtime.take_report(rid)
     if report is None or not runtime.config.is_encoded:
-        return report  # type: ignore[no-any-return]
+        return report
     return {**report, "encoding": runtime.config.encoding.label}
 
 

@@ -127,12 +127,13 @@ class SparseDevicePool:
         slots = self._binding.slots(device_pages)
         places = self._binding.table[layer, slots].reshape(len(rows), -1)
         has = places >= 0
-        pages, tokens = np.nonzero(has)
+        pages, found = np.nonzero(has)
+        tokens: Int64s = found.astype(np.int64)
         if self._chosen is not None:
             if (has.sum(axis=1) != self.stored_tokens).any():
                 raise ValueError("a page has rows for other tokens than were stored")
             # Of a page's kept tokens, the first is the stored page's first.
-            tokens = np.tile(np.arange(self.stored_tokens), len(rows))
+            tokens = np.tile(np.arange(self.stored_tokens, dtype=np.int64), len(rows))
         there = places[has].astype(np.int64)
         self._bring(layer, region, rows[pages], tokens, there, by_team=by_waiter)
 
@@ -159,7 +160,7 @@ class SparseDevicePool:
                 if (counts != self.stored_tokens).any():
                     raise ValueError("it was not said what to store of a page")
                 wanted = slots[chosen]
-            found = self._binding.table[layer, wanted].astype(np.int64)
+            found: Int64s = self._binding.table[layer, wanted].astype(np.int64)
             return found.reshape(len(rows), -1)
 
         self._store(region, rows, places)
@@ -169,7 +170,7 @@ class SparseDevicePool:
     ) -> None:
         """Write all layers of what lies in the device's rows ``places(layer)``."""
         count = self.stored_tokens
-        tokens = np.tile(np.arange(count), len(rows))
+        tokens = np.tile(np.arange(count, dtype=np.int64), len(rows))
         for layer in range(self._layout.num_layers):
             there = places(layer).reshape(-1)
             self._copy(layer, region, rows.repeat(count), tokens, there, is_up=False)
