@@ -130,6 +130,20 @@ class EncodedLayout(PageLayout):
         return self.key_bytes + self.value_bytes
 
     @property
+    def single_token_bytes(self) -> int:
+        """Bytes that one token has to itself in one layer.
+
+        Its codes, and the scales and zeros of its values.
+        """
+        scales = self.width // self.value_group * (1 + self.has_zeros)
+        return self.key_row_bytes + self.value_row_bytes + scales
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the scales and zeros that the keys of a group share in one layer."""
+        return self.width * (1 + self.has_zeros)
+
+    @property
     def bits(self) -> float:
         """Bits per number, everything included."""
         return 8 * self.layer_page_bytes / (2 * self.page_tokens * self.width)

@@ -55,6 +55,12 @@ GOOD = {
         "--tiered-sparsity=load",
         "--tiered-sparsity-keep=0.25",
     ],
+    "sparse encoded": [
+        *ON,
+        "--page-size=64",
+        "--tiered-sparsity=store",
+        "--tiered-encoding=int8",
+    ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
 }
@@ -70,16 +76,6 @@ BAD = {
             "--page-size=16",
             "--disable-overlap-schedule",
             "--tiered-layerkv=on",
-            "--tiered-encoding=int8",
-        ],
-        "--tiered-encoding",
-    ),
-    "encoding sparsity": (
-        [
-            *ON,
-            "--page-size=16",
-            "--disable-overlap-schedule",
-            "--tiered-sparsity=load",
             "--tiered-encoding=int8",
         ],
         "--tiered-encoding",

@@ -23,6 +23,9 @@ BOUNDS = {"int8": 0.25, "int4": 3.0}
 """How far a logprob of an answer's token may be from plain SGLang's. Wide guesses: the
 model's weights are random and made to hang on every page."""
 
+ERRORS = {"int8": 0.05, "int4": 0.5}
+"""How large the relative error of a layer's keys or values may be; wide as well."""
+
 
 def prompts():
     generator = np.random.default_rng(21)
@@ -112,12 +115,17 @@ def test_only_who_allows_it_is_given_lossy_kv(servers, model, plain, encoding):
     ratio = num_pages * raw_bytes / edge(state, "device->host", "bytes")
     assert ratio == pytest.approx(state["served"]["encoding_ratio"], rel=1e-3)
     assert ratio >= {"int8": 1.8, "int4": 4.0}[encoding]
+    errors = state["encoding_error"]
+    assert errors["pages_sampled"] >= num_pages // 64
+    for by_layer in (errors["keys_by_layer"], errors["values_by_layer"]):
+        assert 0 < min(by_layer) <= max(by_layer) < ERRORS[encoding]
 
     # From the host it comes changed, by a little: that it comes changed at all shows
     # that these tests would see it.
     drop(server, "device")
     loaded = answers(server, "allow")
     assert cached(loaded, "host") == [CACHED_TOKENS] * NUM_PROMPTS
+    assert {meta["tiered"][0]["encoding"] for *_, meta in loaded} == {encoding}
     apart = moves(loaded, reused)
     print(f"{encoding}: {len(apart)} logprobs, max {max(apart)}, mean {np.mean(apart)}")
     assert 0 < max(apart) < BOUNDS[encoding]

@@ -215,3 +215,67 @@ def test_many_at_once_in_a_tight_pool(half):
     assert state["counters"]["sparsity_loads"] > 0
     assert state["sparsity"]["rows_used"] == 0
     assert state["sparsity"]["rows_dropped"] == 0
+
+
+def whole_bytes(state):
+    """Return the bytes of keys and values of the prefix, as the device has them."""
+    return PREFIX * state["served"]["model"]["kv_bytes_per_token"]
+
+
+def test_encoded_pages_are_loaded_sparse(servers, model, plain):
+    """Kept tokens only are decoded, and paid for; who refuses is not touched."""
+    server = sparse_server(servers, model, "sparse-int4", "--tiered-encoding=int4")
+    assert two_turns(server, "refuse", reload=False)[:2] == plain
+    assert edge(settle(server), "device->host") == 0
+
+    first, second, metas = two_turns(server, "allow")
+    assert first == plain[0], "nothing was altered yet"
+    state = settle(server)
+    for (_, logprob), meta in zip((told[0] for told in second), metas, strict=True):
+        assert np.isfinite(logprob)
+        ours = meta["tiered"][0]
+        assert meta["cached_tokens_details"]["host"] == PREFIX
+        assert ours["encoding"] == ours["sparsity"]["encoding"] == "int4"
+        assert ours["sparsity"]["kept_share"] == 0.5
+        both = ours["sparsity"]["bytes_loaded"] + ours["sparsity"]["bytes_saved"]
+        ratio = state["served"]["encoding_ratio"]
+        assert whole_bytes(state) / both == pytest.approx(ratio, rel=1e-3)
+        # Less than all, and more than the tokens' share: keys' scales come as a whole.
+        assert 0.5 < ours["sparsity"]["bytes_loaded"] / both < 0.8
+    told = [meta["tiered"][0]["sparsity"]["bytes_loaded"] for meta in metas]
+    assert edge(state, "host->device", "bytes") == sum(told)
+    errors = state["encoding_error"]
+    assert errors["pages_sampled"] > 0
+    assert len(errors["keys_by_layer"]) == len(errors["values_by_layer"])
+    for error in errors["keys_by_layer"] + errors["values_by_layer"]:
+        assert 0 < error < 0.5
+
+
+def test_tiers_hold_what_is_kept(servers, model, plain):
+    """Rows are half as large, loads bring all of them, and later turns add to them."""
+    server = sparse_server(servers, model, "sparse-store", "--tiered-sparsity=store")
+    assert two_turns(server, "refuse", reload=False)[:2] == plain
+    assert edge(settle(server), "device->host") == 0
+
+    (tokens,) = prompts(6, 1)
+    page_bytes = whole_bytes(settle(server)) * CASE.page_size // PREFIX
+    # The last 64 tokens of a prompt are judged by the next turn.
+    judged = PREFIX - 64
+    generate(server, tokens[:PREFIX], "allow")
+    state = settle(server)
+    stored = edge(state, "device->host")
+    assert stored == judged // CASE.page_size
+    assert 2 * edge(state, "device->host", "bytes") == stored * page_bytes
+    for found in (judged, judged + MORE):
+        drop(server, "device")
+        before = edge(stats(server), "host->device", "bytes")
+        told, meta = generate(server, tokens, "allow")
+        assert all(np.isfinite(logprob) for _, logprob in told)
+        assert meta["cached_tokens_details"]["host"] == found
+        ours = meta["tiered"][0]["sparsity"]
+        assert ours["kept_share_by_layer"] == [0.5] * len(ours["kept_share_by_layer"])
+        moved_bytes = edge(settle(server), "host->device", "bytes") - before
+        assert moved_bytes == ours["bytes_loaded"] == ours["bytes_saved"]
+        assert 2 * moved_bytes == found // CASE.page_size * page_bytes
+    state = settle(server)
+    assert state["sparsity"]["pages_stored"] == (judged + MORE) // CASE.page_size

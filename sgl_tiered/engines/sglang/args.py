@@ -355,8 +355,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="For requests that allow lossy KV: load only the tokens of a layer "
-            "that attention reads (load; experimental, CPU only) or all (off, "
-            "default).",
+            "that attention reads (load; experimental, CPU only), offload no others "
+            "(store), or keep all (off, default).",
             choices=list(CHOICES["sparsity"]),
         ),
         _NS,

@@ -192,6 +192,12 @@ class TieredConfig:
         return self.encoding is not Encoding.RAW
 
     @property
+    def alters_all(self) -> bool:
+        """Whether all pages below the device are other than those on it."""
+        drops = self.sparsity is not None and self.sparsity.on_store
+        return self.is_encoded or drops
+
+    @property
     def is_lossy(self) -> bool:
         """Whether anything here alters KV."""
         return self.is_encoded or self.sparsity is not None
@@ -278,16 +284,12 @@ def _refuse_lossy(config: TieredConfig, *, said: bool) -> None:
             "has no effect where nothing alters KV",
             "add --tiered-encoding or --tiered-sparsity, or leave it out",
         )
-    for flag, is_on in (
-        ("layerkv", config.layerkv is not None),
-        ("sparsity", config.sparsity is not None),
-    ):
-        if is_on and config.is_encoded:
-            raise ConfigError(
-                _flag("encoding"),
-                f"{config.encoding.label} does not go with {_flag(flag)} yet",
-                "leave one of the two out",
-            )
+    if config.layerkv is not None and config.is_encoded:
+        raise ConfigError(
+            _flag("encoding"),
+            f"{config.encoding.label} does not go with {_flag('layerkv')} yet",
+            "leave one of the two out",
+        )
 
 
 def _read_file(path: str, known: set[str]) -> dict[str, Any]:

@@ -19,9 +19,15 @@ from sgl_tiered_kernels import kv_codec
 from sgl_tiered.core.encoded import EncodedLayout, encoded_layout
 from sgl_tiered.core.ids import Encoding
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.engines.sglang.encoding_errors import EncodingErrors, Page
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 
-__all__ = ["LEAST_PAGE_TOKENS", "EncodedCpuPool", "encoded_pool_layout"]
+__all__ = [
+    "LEAST_PAGE_TOKENS",
+    "EncodedCpuPool",
+    "as_numbers",
+    "encoded_pool_layout",
+]
 
 LEAST_PAGE_TOKENS = 16
 """Below, the scales of a key's channels take as much room as the numbers."""
@@ -75,8 +81,9 @@ class EncodedCpuPool:
 
     def __init__(self, pool: Any, layout: EncodedLayout) -> None:
         self._layout = layout
-        self._keys = [_as_numbers(buffer) for buffer in pool.k_buffer]
-        self._values = [_as_numbers(buffer) for buffer in pool.v_buffer]
+        self._keys = [as_numbers(buffer) for buffer in pool.k_buffer]
+        self._values = [as_numbers(buffer) for buffer in pool.v_buffer]
+        self.errors = EncodingErrors(layout)
         kv_codec.prepare(self._keys[0].dtype)
 
     @property
@@ -130,10 +137,22 @@ class EncodedCpuPool:
                 self._values[layer],
                 device_pages,
             )
+        self.errors.sample(
+            region, rows, lambda n, layer: self._page(device_pages[n], layer)
+        )
+
+    def _page(self, page: int, layer: int) -> Page:
+        """Return keys and values of one page in one layer, as they are here."""
+        tokens = self._layout.page_tokens
+        slots = slice(page * tokens, (page + 1) * tokens)
+        return self._keys[layer][slots], self._values[layer][slots]
 
 
-def _as_numbers(buffer: torch.Tensor) -> npt.NDArray[Any]:
-    """Return token rows as the kernel takes them: bfloat16 as its bits."""
+def as_numbers(buffer: torch.Tensor) -> npt.NDArray[Any]:
+    """Return token rows [rows, heads, dim] as the kernel takes them: no copy.
+
+    bfloat16 comes as its bits, in uint16.
+    """
     if buffer.dtype == torch.bfloat16:
         bits: npt.NDArray[Any] = buffer.view(torch.int16).numpy().view(np.uint16)
         return bits

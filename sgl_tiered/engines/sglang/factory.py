@@ -30,12 +30,10 @@ from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
 )
-from sgl_tiered.engines.sglang.encoded_pools import (
-    EncodedCpuPool,
-    encoded_pool_layout,
-)
+from sgl_tiered.engines.sglang.encoded_pools import EncodedCpuPool
 from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
 from sgl_tiered.engines.sglang.lengths import LengthReader
+from sgl_tiered.engines.sglang.page_forms import page_form
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import common_costs, measure_costs
 from sgl_tiered.engines.sglang.rank_disk import adopt, open_disk
@@ -145,10 +143,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     allocator = ctx.params.token_to_kv_pool_allocator
     pool = allocator.get_kvcache()
     raw = page_layout(pool, ctx.params.page_size)
-    layout, form = raw, ""
-    if config.is_encoded:
-        layout = encoded_pool_layout(pool, raw, config.encoding)
-        form = f" {layout.form}"
+    form = page_form(pool, raw, config)
+    layout = form.layout
     engine = "sglang " + importlib.metadata.version("sglang")
     model = model_facts(ctx, raw)
 
@@ -158,7 +154,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
     namespace = Namespace(
         fingerprint(),
-        f"{pool.dtype} {model.attention_backend}{form}",
+        f"{pool.dtype} {model.attention_backend}{form.name}",
         layout.page_tokens,
         # The same on all ranks: keys of pages are among what decisions read.
         f"0/{agreement.num_ranks}",
@@ -176,13 +172,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
         placed = place_layers(pool, config, clock, emulator, agreement, forward_stream)
         device: DevicePool = placed.device
-    elif isinstance(layout, EncodedLayout):
-        device = EncodedCpuPool(pool, layout)
     elif config.sparsity is not None:
         from sgl_tiered.engines.sglang.sparse.build import end_probe, place_rows
 
-        sparse = place_rows(pool, config, layout)
+        sparse = place_rows(pool, config, form)
         device = sparse.device
+    elif isinstance(layout, EncodedLayout):
+        device = EncodedCpuPool(pool, layout)
     else:
         device = make_device_pool(pool, layout, forward_stream)
     host = emulator.wrap(_open_host(config, layout, register))
@@ -315,7 +311,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         probe=figures,
         served={
             **report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
-            **_encoding_facts(config, layout),
+            **form.facts(config),
         },
         lengths=_lengths(config),
         promoter=promoter,
@@ -333,18 +329,6 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
         return SparseRuntime(parts, sparse, wait_whole=wait_whole)
     return TieredRuntime(parts, wait_whole=wait_whole)
-
-
-def _encoding_facts(config: TieredConfig, layout: PageLayout) -> dict[str, Any]:
-    """Return how pages are written below the device; empty where as they are."""
-    if not isinstance(layout, EncodedLayout):
-        return {}
-    return {
-        "encoding": config.encoding.label,
-        "encoding_form": layout.form,
-        "encoding_ratio": round(layout.ratio, 3),
-        "lossy_default": config.lossy_default,
-    }
 
 
 def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:

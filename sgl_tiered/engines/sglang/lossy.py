@@ -49,7 +49,7 @@ class LossySettings(Protocol):
         ...
 
     @property
-    def is_encoded(self) -> bool:
+    def alters_all(self) -> bool:
         """Whether all pages below the device are altered."""
         ...
 
@@ -98,7 +98,7 @@ def kept_exact(req: Any, config: LossySettings) -> bool:
 
     Neither are its pages offloaded: nobody who refuses could use them.
     """
-    return config.is_encoded and not is_lossy_key(req.extra_key)
+    return config.alters_all and not is_lossy_key(req.extra_key)
 
 
 def mark_generation(req: Any, config: LossySettings) -> None:

@@ -188,7 +188,7 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
                 return {}
             # SGLang joins the lists of a request's outputs, so there is one with one.
             reports = [
-                runtime.explainer.finished(req, runtime.take_report(req.rid))
+                runtime.explainer.finished(req, _report(runtime, req.rid))
                 if req.finished()
                 else None
                 for req in reqs
@@ -214,6 +214,20 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
             return details
 
     return TieredOutputStreamer
+
+
+def _report(runtime: Any, rid: str) -> dict[str, Any] | None:
+    """Return what was decided for a request; with the encoding, where there is one."""
+    report: dict[str, Any] | None = runtime.take_report(rid)
+    if report is None or not runtime.config.is_encoded:
+        return report
+    return {**report, "encoding": runtime.config.encoding.label}
+
+
+def _errors(runtime: Any) -> dict[str, Any]:
+    """Return what the encoding changes, by layer; empty where nothing is encoded."""
+    errors = getattr(runtime.parts.device, "errors", None)
+    return {} if errors is None else {"encoding_error": errors.stats()}
 
 
 def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
@@ -246,7 +260,7 @@ def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
     elif runtime is not None and question == PROFILE_KEY:
         out.internal_state = {"tiered_profile": profile_state(controller.scheduler)}
     elif runtime is not None:
-        out.internal_state["tiered"] = runtime.stats()
+        out.internal_state["tiered"] = {**runtime.stats(), **_errors(runtime)}
     return out
 
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sgl_tiered.core.ids import Encoding
 from sgl_tiered.engines.sglang.config import FAULT_ENV, read_config
 from sgl_tiered.engines.sglang.sparse.report import SparseLoad
 from sgl_tiered.engines.sglang.sparse.settings import (
@@ -32,10 +33,23 @@ def test_on_is_lossy():
     assert config.sparsity.keep == 1.0
 
 
+def test_what_is_dropped_on_store_is_nobodys_exact_page():
+    """Then all that the tiers hold is altered, as where it is encoded; both go."""
+    config = read_config({**HOST, "sparsity": "load", "encoding": "int4"})
+    assert config.sparsity is not None
+    assert config.alters_all
+    assert not config.sparsity.on_store
+    assert not read_config({**HOST, "sparsity": "load"}).alters_all
+    config = read_config({**HOST, "sparsity": "store", "sparsity_keep": 0.3})
+    assert config.sparsity.on_store
+    assert config.alters_all
+    assert config.sparsity.tokens_of(16) == 5
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"sparsity": "store"}, "'store' is unknown"),
+        ({"sparsity": "drop"}, "'drop' is unknown"),
         ({"sparsity_keep": 0.5}, "no effect"),
         ({"sparsity": "load", "sparsity_keep": 0.0}, "not a share"),
         ({"sparsity": "load", "sparsity_keep": 1.5}, "not a share"),
@@ -103,14 +117,15 @@ def test_a_gpu_is_refused():
 
 def test_a_load_is_reported():
     """By layer, in rows and bytes; counters add up over loads."""
-    load = SparseLoad(100, [50, 100, 25], 256)
+    load = SparseLoad(100, [50, 100, 25], 44_800, 76_800, Encoding.INT4)
     told = load.as_dict()
     assert told["kept_share_by_layer"] == [0.5, 1.0, 0.25]
     assert told["kept_share"] == round(175 / 300, 4)
     assert told["rows_dropped"] == 125
-    assert told["bytes_saved"] == 125 * 256
+    assert told["encoding"] == "int4"
+    assert (told["bytes_loaded"], told["bytes_saved"]) == (44_800, 32_000)
     assert load.counters() == {
         "sparsity_loads": 1,
         "sparsity_rows_dropped": 125,
-        "sparsity_bytes_saved": 125 * 256,
+        "sparsity_bytes_saved": 32_000,
     }

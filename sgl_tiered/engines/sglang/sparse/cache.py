@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.lossy import is_lossy_key
@@ -43,7 +44,7 @@ class SparseRuntime(TieredRuntime):
         super().__init__(parts, wait_whole=wait_whole)
         self.sparse = sparse
         self.coordinator.load_bytes = sparse.device.load_bytes
-        parts.cache.watch_rows(sparse.pages.forget)
+        parts.cache.watch_rows(sparse.forget)
         self._loads: OrderedDict[str, SparseLoad] = OrderedDict()
 
     def note_sparse(self, rid: str, load: SparseLoad) -> None:
@@ -79,6 +80,8 @@ class SparseRadixCache(TieredRadixCache):
 
     # Whose load slots are being taken for.
     _loading: Any = None
+    # What attention gave to the prompt that is being offloaded, where that decides.
+    _judged: npt.NDArray[np.float32] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The parent's constructor calls reset() and asks for sizes.
@@ -154,7 +157,10 @@ class SparseRadixCache(TieredRadixCache):
         if span is not None:
             rows, first_token = span
             mean, reads = sparse.pages.get(rows)
-            kept = sparse.choose(first_token, mean)
+            if sparse.stored is None:
+                kept = sparse.choose(first_token, mean)
+            else:
+                kept = sparse.stored.kept(rows)
         num_rows = sparse.binding.num_layers * num_tokens
         if kept is not None:
             num_rows = sum(len(tokens) for tokens in kept)
@@ -171,9 +177,7 @@ class SparseRadixCache(TieredRadixCache):
         if kept is not None:
             pages = slots[:: self.page_size].cpu().numpy() // self.page_size
             self._fresh[req.rid] = pages
-            counts = [len(tokens) for tokens in kept]
-            row_bytes = 2 * sparse.device.layout.token_bytes
-            self._chosen[req.rid] = SparseLoad(num_tokens, counts, row_bytes)
+            self._chosen[req.rid] = sparse.load_of(pages, kept)
         return slots
 
     def _settle(self, rid: str, *, is_kept: bool) -> None:
@@ -220,6 +224,14 @@ class SparseRadixCache(TieredRadixCache):
         if self._sparse is not None:
             self._sparse.measured.clear()
         super().reset()
+
+    def submit_offload(
+        self, plan: OffloadPlan, device_pages: Int64s, node: Any
+    ) -> bool:
+        """Settle what is stored of the pages, then queue the copy as before."""
+        if self._judged is not None:
+            self._rows.choose_stored(plan, self._judged, device_pages)
+        return super().submit_offload(plan, device_pages, node)
 
     # -- Private ---------------------------------------------------------------
 
@@ -303,13 +315,22 @@ class SparseRadixCache(TieredRadixCache):
         return True
 
     def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
-        """Offload what is whole; what lacks tokens has a whole copy below."""
-        lacking = self._rows.binding.dropped[self._pages(req, num_tokens)] > 0
+        """Offload what is whole; what lacks tokens has its copy below.
+
+        Where only a choice of each page is stored, that ends before the first page
+        with a token that no query has judged yet: a later turn will offload it.
+        """
+        sparse, pages = self._rows, self._pages(req, num_tokens)
+        lacking = sparse.binding.dropped[pages] > 0
+        if sparse.stored is not None:
+            self._judged = sparse.slots.read(sparse.binding.slots(pages))[0]
+            lacking = lacking[: sparse.num_judged(self._judged, lacking)]
+            num_tokens = len(lacking) * self.page_size
         self._leave = lacking if lacking.any() else None
         try:
             super()._offload(req, state, num_tokens)
         finally:
-            self._leave = None
+            self._leave = self._judged = None
 
     def _keep_mass(self, req: Any, num_tokens: int) -> None:
         """Keep beside the table what attention gave to a request's pages so far."""

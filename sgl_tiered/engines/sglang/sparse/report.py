@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_tiered.core.ids import Encoding
+
 __all__ = ["SparseLoad"]
 
 _DIGITS = 4
@@ -18,12 +20,16 @@ class SparseLoad:
     Attributes:
         num_tokens: of its pages.
         kept: per layer, how many of them came to the device.
-        row_bytes: keys and values of a token in a layer.
+        num_bytes: read for them of what the tiers hold.
+        whole_bytes: of whole pages, written as the tiers write.
+        encoding: how that is.
     """
 
     num_tokens: int
     kept: Sequence[int]
-    row_bytes: int
+    num_bytes: int
+    whole_bytes: int
+    encoding: Encoding = Encoding.RAW
 
     @property
     def rows_dropped(self) -> int:
@@ -35,7 +41,7 @@ class SparseLoad:
         return {
             "sparsity_loads": 1,
             "sparsity_rows_dropped": self.rows_dropped,
-            "sparsity_bytes_saved": self.rows_dropped * self.row_bytes,
+            "sparsity_bytes_saved": self.whole_bytes - self.num_bytes,
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,5 +54,7 @@ class SparseLoad:
                 round(count / self.num_tokens, _DIGITS) for count in self.kept
             ],
             "rows_dropped": self.rows_dropped,
-            "bytes_saved": self.rows_dropped * self.row_bytes,
+            "encoding": self.encoding.label,
+            "bytes_loaded": self.num_bytes,
+            "bytes_saved": self.whole_bytes - self.num_bytes,
         }

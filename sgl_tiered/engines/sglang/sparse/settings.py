@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ __all__ = [
     "refuse_with_sparsity",
 ]
 
-SPARSITY_CHOICES: Mapping[str, tuple[str, ...]] = {"sparsity": ("off", "load")}
+SPARSITY_CHOICES: Mapping[str, tuple[str, ...]] = {"sparsity": ("off", "load", "store")}
 KEEP_FAULT = "keep"
 """Word of ``--tiered-fault-corrupt`` that keeps the wrong tokens."""
 DEFAULT_KEEP = 0.5
@@ -24,13 +25,19 @@ DEFAULT_KEEP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SparsitySettings:
-    """What a server with ``--tiered-sparsity load`` was told.
+    """What a server with ``--tiered-sparsity load`` or ``store`` was told.
 
     Attributes:
         keep: share of a layer's tokens that a load brings to the device.
+        on_store: the others are left out when pages are offloaded already.
     """
 
     keep: float = DEFAULT_KEEP
+    on_store: bool = False
+
+    def tokens_of(self, page_tokens: int) -> int:
+        """Return how many tokens of each page are stored, where some are left out."""
+        return math.ceil(self.keep * page_tokens)
 
 
 def read_sparsity(settings: Mapping[str, Any]) -> SparsitySettings | None:
@@ -62,7 +69,9 @@ def read_sparsity(settings: Mapping[str, Any]) -> SparsitySettings | None:
                 f"does not go with --tiered-{name.replace('_', '-')} {unwanted} yet",
                 remedy,
             )
-    return SparsitySettings(DEFAULT_KEEP if keep is None else _share(keep))
+    return SparsitySettings(
+        DEFAULT_KEEP if keep is None else _share(keep), on_store=mode == "store"
+    )
 
 
 def refuse_with_sparsity(server_args: Any) -> None:
