@@ -20,7 +20,7 @@ from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.lossy import is_lossy_key
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.sparse.parts import SparseParts
-from sgl_tiered.engines.sglang.sparse.report import SparseLoad
+from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
 from sgl_tiered.engines.sglang.tokens import plain_tokens
 
 __all__ = ["SparseRadixCache", "SparseRuntime"]
@@ -43,8 +43,11 @@ class SparseRuntime(TieredRuntime):
         super().__init__(parts, wait_whole=wait_whole)
         self.sparse = sparse
         self.coordinator.load_bytes = sparse.device.load_bytes
-        parts.cache.watch_rows(sparse.pages.forget)
+        parts.cache.watch_rows(sparse.gauge.forget_rows)
         self._loads: OrderedDict[str, SparseLoad] = OrderedDict()
+        # Of all sparse loads so far: tokens, and those of each layer that came.
+        self._num_tokens = 0
+        self._num_kept = [0] * sparse.binding.num_layers
 
     def note_sparse(self, rid: str, load: SparseLoad) -> None:
         """Note what is left out of a request's load, for its report."""
@@ -53,6 +56,9 @@ class SparseRuntime(TieredRuntime):
             self._loads.popitem(last=False)
         for name, value in load.counters().items():
             self.metrics.add(name, value)
+        self._num_tokens += load.num_tokens
+        for layer, count in enumerate(load.kept):
+            self._num_kept[layer] += count
 
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what was decided for a request, and what of its KV was left out."""
@@ -64,7 +70,9 @@ class SparseRuntime(TieredRuntime):
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture of tiers and rows."""
-        return {**super().stats(), "sparsity": self.sparse.stats()}
+        shares = shares_by_layer(self._num_kept, self._num_tokens)
+        told = {**self.sparse.stats(), "kept_share_by_layer": shares}
+        return {**super().stats(), "sparsity": told}
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return the counters and the occupancy, for exporters."""
@@ -88,6 +96,8 @@ class SparseRadixCache(TieredRadixCache):
         super().__init__(*args, **kwargs)
         runtime: Any = self.tiered
         self._sparse = runtime.sparse
+        # Of the bytes of whole pages, what loads are expected to bring.
+        self._share = self._rows.choice.share()
 
     # -- What SGLang may count on ----------------------------------------------
 
@@ -153,8 +163,8 @@ class SparseRadixCache(TieredRadixCache):
         kept = None
         if span is not None:
             rows, first_token = span
-            mean, reads = sparse.pages.get(rows)
-            kept = sparse.choose(first_token, mean)
+            known = sparse.gauge.known(rows)
+            kept = sparse.choice.keep(first_token, num_tokens, known)
         num_rows = sparse.binding.num_layers * num_tokens
         if kept is not None:
             num_rows = sum(len(tokens) for tokens in kept)
@@ -167,13 +177,14 @@ class SparseRadixCache(TieredRadixCache):
             return None
         slots = slots.to(torch.int64)
         if span is not None:
-            sparse.slots.write(slots.cpu().numpy(), mean, reads)
+            sparse.gauge.write(slots.cpu().numpy(), known)
         if kept is not None:
             pages = slots[:: self.page_size].cpu().numpy() // self.page_size
             self._fresh[req.rid] = pages
             counts = [len(tokens) for tokens in kept]
             row_bytes = 2 * sparse.device.layout.token_bytes
-            self._chosen[req.rid] = SparseLoad(num_tokens, counts, row_bytes)
+            policy = sparse.choice.selection.name
+            self._chosen[req.rid] = SparseLoad(num_tokens, counts, row_bytes, policy)
         return slots
 
     def _settle(self, rid: str, *, is_kept: bool) -> None:
@@ -238,7 +249,7 @@ class SparseRadixCache(TieredRadixCache):
         state = super()._track(key, req)
         if state is not None and is_lossy_key(req.extra_key):
             self._rows.measured.add(req.rid)
-            state.load_share = self._rows.share
+            state.load_share = self._share
         return state
 
     def _forget(self, rid: str) -> None:
@@ -323,8 +334,7 @@ class SparseRadixCache(TieredRadixCache):
         known = self.tiered.cache.known_pages(state.digest, tokens)
         pages = self._pages(req, num_tokens)[: len(known)]
         sparse = self._rows
-        mean, reads = sparse.slots.read(sparse.binding.slots(pages))
-        sparse.pages.put(known, mean, reads)
+        sparse.gauge.keep(known, sparse.binding.slots(pages))
 
     def _pages(self, req: Any, num_tokens: int) -> Int64s:
         """Return the device pages of a request's leading tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SparseLoad"]
+__all__ = ["SparseLoad", "shares_by_layer"]
 
 _DIGITS = 4
 
@@ -19,11 +19,13 @@ class SparseLoad:
         num_tokens: of its pages.
         kept: per layer, how many of them came to the device.
         row_bytes: keys and values of a token in a layer.
+        policy: who chose.
     """
 
     num_tokens: int
     kept: Sequence[int]
     row_bytes: int
+    policy: str
 
     @property
     def rows_dropped(self) -> int:
@@ -42,11 +44,15 @@ class SparseLoad:
         """Return a JSON-able value."""
         whole = len(self.kept) * self.num_tokens
         return {
+            "policy": self.policy,
             "tokens_loaded": self.num_tokens,
             "kept_share": round(sum(self.kept) / whole, _DIGITS),
-            "kept_share_by_layer": [
-                round(count / self.num_tokens, _DIGITS) for count in self.kept
-            ],
+            "kept_share_by_layer": shares_by_layer(self.kept, self.num_tokens),
             "rows_dropped": self.rows_dropped,
             "bytes_saved": self.rows_dropped * self.row_bytes,
         }
+
+
+def shares_by_layer(kept: Sequence[int], num_tokens: int) -> list[float]:
+    """Return per layer the share of the tokens that came to the device, rounded."""
+    return [round(count / max(num_tokens, 1), _DIGITS) for count in kept]
