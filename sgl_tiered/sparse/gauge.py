@@ -106,10 +106,9 @@ class MassGauge:
             )
 
         self.every = book(0) if selection.needs_mass else None
-        self.last = (
-            book(selection.window_tokens) if selection.window_tokens > 0 else None
-        )
-        self.books = tuple(book for book in (self.every, self.last) if book is not None)
+        window = selection.window_tokens
+        self.last = book(window) if window > 0 else None
+        self.books = tuple(made for made in (self.every, self.last) if made is not None)
 
     @property
     def num_pages(self) -> int:

@@ -17,6 +17,8 @@ from sgl_tiered.sparse.gauge import Reading
 
 __all__ = ["RECENT", "SINKS", "SpanChoice"]
 
+Int64s = npt.NDArray[np.int64]
+
 SINKS = 4
 """The first tokens of a prompt: attention rests there where it has nothing to read
 (arXiv:2309.17453), and without them it goes astray."""
@@ -96,7 +98,7 @@ class SpanChoice:
             kept = [_others(tokens, num_tokens) for tokens in kept]
         elif unknown.any():
             kept = [
-                np.union1d(tokens, np.flatnonzero(row))
+                np.union1d(tokens, np.flatnonzero(row)).astype(np.int64)
                 for tokens, row in zip(kept, unknown, strict=True)
             ]
         if all(len(tokens) == num_tokens for tokens in kept):
@@ -128,7 +130,8 @@ class SpanChoice:
         )
 
 
-def _others(kept: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+def _others(kept: Int64s, num_tokens: int) -> Int64s:
     """Return as many tokens, those first that are not kept."""
-    dropped = np.setdiff1d(np.arange(num_tokens), kept)
-    return np.sort(np.concatenate([dropped, kept])[: len(kept)])
+    dropped = np.setdiff1d(np.arange(num_tokens, dtype=np.int64), kept)
+    others: Int64s = np.sort(np.concatenate([dropped, kept])[: len(kept)])
+    return others

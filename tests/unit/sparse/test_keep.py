@@ -1,4 +1,4 @@
-"""What of a span stays: what the registry's selections say of its facts, and its ends."""
+"""What of a span stays: what a selection says of its facts, and its ends."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_facts_are_sums_where_selections_want_sums():
 
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_span_in_the_middle_has_no_sinks(name):
-    """They are the prompt's first tokens, not the span's; its end stays all the same."""
+    """They are the first tokens of the prompt, not of the span; its end stays."""
     known = readings(name)
     for reading in known:
         reading.mean[:, :, :64] = 0.0
