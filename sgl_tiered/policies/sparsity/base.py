@@ -89,7 +89,7 @@ class PrefixFacts:
         shapes = of_tokens, (self.num_layers, *of_tokens)
         if self.reads is not None and self.reads.shape not in shapes:
             raise ValueError(
-                f"reads {self.reads.shape} is neither [{self.num_tokens}] nor "
+                f"reads {self.reads.shape} is not [{self.num_tokens}], nor "
                 f"[{self.num_layers}, {self.num_tokens}]"
             )
         if self.curves is not None and self.curves.num_layers != self.num_layers:
