@@ -1,18 +1,22 @@
-"""Which tokens of a prefix stay, layer by layer, when it is loaded to the device."""
+"""Which tokens of a span stay, layer by layer, when it is loaded to the device.
+
+The choice is a selection's (``policies/sparsity``). Here are the facts that it is given
+of a span, the budget, and what stays whatever it says.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
 
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.sparsity.base import KeepSets, PrefixFacts, Selection
+from sgl_tiered.policies.sparsity.solver import HeldCurves, ratios_for_quality
+from sgl_tiered.sparse.gauge import Reading
 
-__all__ = ["KeepFacts", "KeepPolicy", "KeepShare", "KeepWrong"]
+__all__ = ["RECENT", "SINKS", "SpanChoice"]
 
-Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 SINKS = 4
@@ -20,103 +24,114 @@ SINKS = 4
 (arXiv:2309.17453), and without them it goes astray."""
 RECENT = 64
 """The last tokens before what is computed next: no query far off has judged them."""
+_ROUNDING = 1e-6
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KeepFacts:
-    """What is known of a span of a prompt that is to be loaded.
-
-    Attributes:
-        first_token: position in the prompt of the span's first token.
-        num_tokens: of the span.
-        mass: float32 [num_layers, num_tokens], the mean share of their attention that
-            later queries gave to a token; NaN where no query was asked.
-    """
-
-    first_token: int
-    num_tokens: int
-    mass: Float32s
-
-
-class KeepPolicy(Protocol):
-    """Chooses; a pure function of the facts."""
-
-    def keep(self, facts: KeepFacts) -> list[Int64s]:
-        """Return per layer the tokens of the span that stay, ascending, from 0."""
-        ...
-
-
-class KeepShare:
-    """The same share of every layer: the tokens that attention read most.
-
-    The first tokens of the prompt and the last of the span always stay, and so do
-    those of which nothing is known, even where that is more than the share.
+class SpanChoice:
+    """A selection with a budget. A pure function of its arguments.
 
     Args:
-        share: of a layer's tokens, above 0 and at most 1.
-        sinks: first tokens of a prompt.
-        recent: last tokens of a span.
-
-    Raises:
-        ConfigError: the share is outside.
+        selection: who chooses.
+        num_layers: of the model.
+        keep: the byte budget, as a share of all layers' tokens, above 0 and at most 1.
+        max_lost: the quality budget instead: the share of long-range attention that may
+            be lost; needs ``curves``. Every selection gets the bytes that the solver
+            needs for it.
+        curves: of the model's profile.
+        is_wrong: for tests only: keeps what the selection drops. A gate that a good
+            choice passes has to fail with it.
     """
 
     def __init__(
-        self, share: float, *, sinks: int = SINKS, recent: int = RECENT
+        self,
+        selection: Selection,
+        num_layers: int,
+        keep: float,
+        *,
+        max_lost: float | None = None,
+        curves: HeldCurves | None = None,
+        is_wrong: bool = False,
     ) -> None:
-        if not 0.0 < share <= 1.0:
-            raise ConfigError(
-                "the share of tokens to keep",
-                f"is {share}",
-                "give a number above 0 and at most 1",
-            )
-        self._share = share
-        self._sinks = sinks
-        self._recent = recent
+        if max_lost is not None and curves is None:
+            raise ValueError("a quality budget without curves")
+        self.selection = selection
+        self._num_layers = num_layers
+        self._keep = keep
+        self._max_lost = max_lost
+        self._curves = curves
+        self._is_wrong = is_wrong
 
-    def keep(self, facts: KeepFacts) -> list[Int64s]:
-        """Return per layer the tokens that stay; O(tokens) each."""
-        num_tokens = facts.num_tokens
-        place = np.arange(num_tokens)
-        always = (facts.first_token + place < self._sinks) | (
-            place >= num_tokens - self._recent
+    def share(self, floor: float = 0.0) -> float:
+        """Return the share of all layers' tokens to keep.
+
+        Args:
+            floor: every layer keeps this share at least.
+        """
+        if self._max_lost is None or self._curves is None:
+            return self._keep
+        ratios = ratios_for_quality(self._curves, self._max_lost, floor)
+        return float(ratios.mean())
+
+    def keep(
+        self, first_token: int, num_tokens: int, known: tuple[Reading, ...]
+    ) -> KeepSets | None:
+        """Return per layer the tokens of the span that stay, ascending, from 0.
+
+        What the selection looks at and nobody has judged stays, even where that is more
+        than the budget.
+
+        Args:
+            first_token: position in the prompt of the span's first token.
+            num_tokens: of the span.
+            known: of its tokens, a reading for each book of the selection's gauge.
+
+        Returns:
+            None if all stays: also where nothing is known of any token.
+        """
+        unknown = np.zeros((self._num_layers, num_tokens), np.bool_)
+        for reading in known:
+            unknown |= reading.reads <= 0.0
+        if unknown.all():
+            return None
+        kept = self.selection.keep(self.facts(first_token, num_tokens, known))
+        if self._is_wrong:
+            kept = [_others(tokens, num_tokens) for tokens in kept]
+        elif unknown.any():
+            kept = [
+                np.union1d(tokens, np.flatnonzero(row)).astype(np.int64)
+                for tokens, row in zip(kept, unknown, strict=True)
+            ]
+        if all(len(tokens) == num_tokens for tokens in kept):
+            return None
+        return kept
+
+    def facts(
+        self, first_token: int, num_tokens: int, known: tuple[Reading, ...]
+    ) -> PrefixFacts:
+        """Return what the selection is told; arguments as for ``keep``."""
+        num_sinks = min(max(SINKS - first_token, 0), num_tokens)
+        num_always = min(num_sinks + RECENT, num_tokens)
+        readings = list(known)
+        mass = readings.pop(0) if self.selection.needs_mass else None
+        recent = readings.pop(0) if self.selection.window_tokens else None
+        share = self.share(num_always / max(num_tokens, 1))
+        whole = self._num_layers * num_tokens
+        return PrefixFacts(
+            self._num_layers,
+            num_tokens,
+            math.ceil(share * whole - _ROUNDING),
+            mass=None if mass is None else mass.mean * mass.reads[:, None],
+            reads=None if mass is None else mass.reads,
+            # A window is as long for all tokens, so means rank them as sums do.
+            recent_mass=None if recent is None else recent.mean,
+            curves=self._curves,
+            num_sinks=num_sinks,
+            num_recent=RECENT,
         )
-        count = int(np.ceil(self._share * num_tokens))
-        return [_best(np.where(always, np.inf, row), count) for row in facts.mass]
 
 
-class KeepWrong:
-    """Keeps what attention read least and drops what is recent: for tests only.
-
-    A gate that a good choice passes has to fail with this one.
-
-    Args:
-        share: of a layer's tokens.
-    """
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-
-    def keep(self, facts: KeepFacts) -> list[Int64s]:
-        """Return per layer the first tokens of the span but the very first ones."""
-        num_tokens = facts.num_tokens
-        count = max(1, int(np.ceil(self._share * num_tokens)))
-        mass = np.where(np.isnan(facts.mass), np.inf, facts.mass).copy()
-        mass[:, -min(RECENT, num_tokens // 2) :] = np.inf
-        chosen = np.argsort(mass, axis=1, kind="stable")[:, :count]
-        return [np.sort(row).astype(np.int64) for row in chosen]
-
-
-def _best(mass: Float32s, count: int) -> Int64s:
-    """Return the places of the ``count`` largest values, and of all inf and NaN."""
-    worth = np.where(np.isnan(mass), np.inf, mass)
-    forced = np.isinf(worth)
-    left = count - int(np.count_nonzero(forced))
-    if left > 0 and left < int(np.count_nonzero(~forced)):
-        rest = np.flatnonzero(~forced)
-        # Stable, so that equal masses give the same choice everywhere.
-        best = rest[np.argsort(-worth[rest], kind="stable")[:left]]
-        forced[best] = True
-    elif left > 0:
-        forced[:] = True
-    return np.flatnonzero(forced).astype(np.int64)
+def _others(kept: Int64s, num_tokens: int) -> Int64s:
+    """Return as many tokens, those first that are not kept."""
+    dropped = np.setdiff1d(np.arange(num_tokens, dtype=np.int64), kept)
+    others: Int64s = np.sort(np.concatenate([dropped, kept])[: len(kept)])
+    return others

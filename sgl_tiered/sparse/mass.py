@@ -1,63 +1,73 @@
 """How much attention each token received: on the device's slots, and beside the table.
 
-Two numbers per layer and token: ``mean``, the mean over queries (and heads) of the
-share of their attention that went to the token, and ``reads``, over how many queries.
+Two things per layer and token: ``mean``, the mean over queries of the attention that a
+KV head's query heads gave to the token together, and ``reads``, over how many queries.
 ``SlotMass`` has them for the slots of the device while requests compute; ``PageMass``
 keeps them for the pages of the cache's table, as long as these have a row there.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PageMass", "SlotMass", "reads_of", "sampled_queries"]
+__all__ = ["PageMass", "Run", "SlotMass", "reads_of", "sampled_queries"]
 
 Float32s = npt.NDArray[np.float32]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
-LOCAL = 64
-"""Attention over a shorter distance is left out: it says what the own text reads, and
-not what later turns will. The tokens that are so near to the end stay unjudged."""
-_MAX_TAIL = 64
-_SHARE = 8
-"""One query in so many is asked: their scores are computed a second time, which costs
-half of their attention."""
-_BLOCK = 8
-_MAX_BLOCKS = 8
+_TAIL = 64
+_RUN = 32
+"""Queries in a row: the keys are turned to float32 once for each run."""
 _MAX_READS = 60_000.0
 """Below the largest float16; more queries say nothing new."""
 _FIRST_CAPACITY = 256
 
 
-def sampled_queries(num_queries: int) -> list[tuple[int, int]]:
-    """Return the queries of a prefill that are asked what they read, as ranges.
+class Run(NamedTuple):
+    """Queries of a prefill in a row, from ``begin`` until before ``end``.
 
-    The last ones, which stand for what comes next, and short runs spread over the
-    others: an eighth of all at most, or 16 where that is more, and never above 128.
+    ``weight`` says how many of the prefill's queries each of them stands for.
     """
-    if num_queries <= 2 * _BLOCK:
-        return [(0, num_queries)] if num_queries else []
-    tail = min(_MAX_TAIL, max(_BLOCK, num_queries // _SHARE // 2))
-    others = num_queries - tail
-    num_blocks = min(_MAX_BLOCKS, others // (2 * _SHARE * _BLOCK))
-    ranges = []
-    for block in range(num_blocks):
-        stop = (block + 1) * others // num_blocks
-        ranges.append((stop - _BLOCK, stop))
-    return [*ranges, (others, num_queries)]
+
+    begin: int
+    end: int
+    weight: float
 
 
-def reads_of(positions: Int64s, first: int, last: int) -> Float32s:
-    """Return how many of the queries see each token from ``LOCAL`` tokens away.
+def sampled_queries(num_queries: int, most: int) -> list[Run]:
+    """Return the queries of a prefill that are asked what they read, in order.
+
+    All of them, or, where there are more than ``most`` (128 at least), the last 64,
+    which stand for themselves, and short runs spread evenly, which stand for the rest.
+    """
+    if num_queries <= most:
+        return [Run(0, num_queries, 1.0)] if num_queries else []
+    others = num_queries - _TAIL
+    num_runs = max((most - _TAIL) // _RUN, 1)
+    runs, begin = [], 0
+    for run in range(num_runs):
+        end = (run + 1) * others // num_runs
+        # In the middle of those that it stands for.
+        at = (begin + end - _RUN) // 2
+        runs.append(Run(at, at + _RUN, (end - begin) / _RUN))
+        begin = end
+    return [*runs, Run(others, num_queries, 1.0)]
+
+
+def reads_of(positions: Int64s, first: int, last: int, local: int) -> Float32s:
+    """Return how many of the queries see each token from ``local`` tokens away.
 
     Args:
         positions: int64 [n], of the tokens.
         first, last: of the queries, positions as well; ``last`` is not among them.
+        local: nearer queries do not count; 0 counts a token's own query as well.
     """
     seen: Float32s = np.clip(
-        last - np.maximum(first, positions + LOCAL), 0, None
+        last - np.maximum(first, positions + local), 0, None
     ).astype(np.float32)
     return seen
 
@@ -67,11 +77,12 @@ class SlotMass:
 
     Args:
         num_layers: of the model.
+        num_heads: KV heads.
         num_slots: of the device.
     """
 
-    def __init__(self, num_layers: int, num_slots: int) -> None:
-        self._sums = np.zeros((num_layers, num_slots), np.float32)
+    def __init__(self, num_layers: int, num_heads: int, num_slots: int) -> None:
+        self._sums = np.zeros((num_layers, num_heads, num_slots), np.float32)
         self._reads = np.zeros((num_layers, num_slots), np.float32)
 
     @property
@@ -79,33 +90,53 @@ class SlotMass:
         """Host memory of the sums."""
         return self._sums.nbytes + self._reads.nbytes
 
-    def add(self, layer: int, slots: Int64s, mass: Float32s, reads: Float32s) -> None:
+    def add(
+        self,
+        layer: int,
+        slots: Int64s,
+        mass: Float32s,
+        reads: Float32s,
+        window: int = 0,
+    ) -> None:
         """Add what some queries gave to tokens, each slot once.
 
         Args:
             layer: which.
             slots: int64 [n].
-            mass: float32 [n], summed over the queries, a mean over the heads.
+            mass: float32 [num_heads, n], summed over the queries.
             reads: float32 [n], from ``reads_of``.
+            window: what is known comes from the last so many queries: of what was known
+                before, as much fades as the new ones take the place of. 0: all count.
         """
-        self._sums[layer, slots] += mass
-        self._reads[layer, slots] += reads
+        sums, of_layer = self._sums[layer], self._reads[layer]
+        if window:
+            before = of_layer[slots]
+            left = np.maximum(window - reads, 0.0)
+            fade = np.minimum(left / np.maximum(before, 1.0), 1.0)
+            sums[:, slots] *= fade
+            of_layer[slots] *= fade
+        sums[:, slots] += mass
+        of_layer[slots] += reads
 
     def read(self, slots: Int64s) -> tuple[Float32s, Float32s]:
-        """Return mean (NaN where nobody was asked) and reads, [num_layers, n]."""
+        """Return mean [num_layers, num_heads, n] and reads [num_layers, n].
+
+        The mean is NaN where nobody was asked.
+        """
         reads = self._reads[:, slots]
-        mean = np.full(reads.shape, np.nan, np.float32)
-        np.divide(self._sums[:, slots], reads, out=mean, where=reads > 0)
+        mean = self._sums[:, :, slots] / np.maximum(reads, 1e-30)[:, None]
+        np.copyto(mean, np.nan, where=reads[:, None] <= 0.0)
         return mean, reads
 
     def write(self, slots: Int64s, mean: Float32s, reads: Float32s) -> None:
         """Set what was known of tokens that are loaded."""
-        self._sums[:, slots] = np.where(reads > 0, mean, 0.0) * reads
+        known = np.where(reads[:, None] > 0.0, mean, 0.0)
+        self._sums[:, :, slots] = known * reads[:, None]
         self._reads[:, slots] = reads
 
     def forget(self, slots: Int64s) -> None:
         """Forget what slots held."""
-        self._sums[:, slots] = 0.0
+        self._sums[:, :, slots] = 0.0
         self._reads[:, slots] = 0.0
 
 
@@ -116,16 +147,21 @@ class PageMass:
 
     Args:
         num_layers: of the model.
+        num_heads: KV heads.
         page_tokens: of a page.
         max_pages: most pages to keep.
     """
 
-    def __init__(self, num_layers: int, page_tokens: int, max_pages: int) -> None:
+    def __init__(
+        self, num_layers: int, num_heads: int, page_tokens: int, max_pages: int
+    ) -> None:
         if max_pages < 1:
             raise ValueError(f"no side table of {max_pages} pages")
         self._max_pages = max_pages
         capacity = min(_FIRST_CAPACITY, max_pages)
-        self._kept = np.zeros((capacity, 2, num_layers, page_tokens), np.float16)
+        # The means of all heads, and the reads.
+        shape = (capacity, num_layers, num_heads + 1, page_tokens)
+        self._kept = np.zeros(shape, np.float16)
         self._row_of = np.full(capacity, -1, np.int64)
         self._free: list[int] = list(range(capacity - 1, -1, -1))
         self._place_of = np.full(_FIRST_CAPACITY, -1, np.int32)
@@ -146,12 +182,16 @@ class PageMass:
 
         Args:
             rows: int32 [n], rows of the cache's table, each once.
-            mean, reads: float32 [num_layers, n * page_tokens], as ``SlotMass.read``.
+            mean: float32 [num_layers, num_heads, n * page_tokens].
+            reads: float32 [num_layers, n * page_tokens]; both as ``SlotMass.read``.
         """
-        self.forget(rows[: -self._max_pages])
-        rows = rows[-self._max_pages :]
+        beyond = max(len(rows) - self._max_pages, 0)
+        self.forget(rows[:beyond])
+        rows = rows[beyond:]
         if not len(rows):
             return
+        first = beyond * self._kept.shape[3]
+        mean, reads = mean[:, :, first:], reads[:, first:]
         self._know(int(rows.max()))
         new = rows[self._place_of[rows] < 0]
         if len(new):
@@ -161,29 +201,25 @@ class PageMass:
         places = self._place_of[rows]
         # Among those that had to go there may be some of these.
         stays = places >= 0
-        for part, values in enumerate((np.nan_to_num(mean), reads)):
-            bounded = np.minimum(values, _MAX_READS)
-            paged = bounded.reshape(len(values), -1, self._kept.shape[3])
-            paged = paged[:, -len(rows) :].transpose(1, 0, 2)
-            self._kept[places[stays], part] = paged[stays]
+        values = np.concatenate([np.nan_to_num(mean), reads[:, None]], axis=1)
+        paged = np.minimum(values, _MAX_READS).reshape(*values.shape[:2], len(rows), -1)
+        self._kept[places[stays]] = paged.transpose(2, 0, 1, 3)[stays]
 
     def get(self, rows: Int32s) -> tuple[Float32s, Float32s]:
-        """Return mean and reads, [num_layers, n * page_tokens]; NaN, 0: not known."""
-        num_layers, page_tokens = self._kept.shape[2:]
-        shape = (num_layers, len(rows), page_tokens)
-        mean = np.full(shape, np.nan, np.float32)
-        reads = np.zeros(shape, np.float32)
+        """Return mean and reads, shaped as ``put`` takes them; NaN, 0: not known."""
+        num_layers, num_parts, page_tokens = self._kept.shape[1:]
+        found = np.zeros((num_layers, num_parts, len(rows), page_tokens), np.float32)
         if len(rows):
             self._know(int(rows.max()))
         places = self._place_of[rows]
         known = places >= 0
         if known.any():
             kept = self._kept[places[known]].astype(np.float32)
-            seen = kept[:, 1].transpose(1, 0, 2)
-            reads[:, known] = seen
-            mean[:, known] = np.where(seen > 0, kept[:, 0].transpose(1, 0, 2), np.nan)
-        flat = (num_layers, len(rows) * page_tokens)
-        return mean.reshape(flat), reads.reshape(flat)
+            found[:, :, known] = kept.transpose(1, 2, 0, 3)
+        flat = found.reshape(num_layers, num_parts, -1)
+        mean, reads = flat[:, :-1], flat[:, -1]
+        np.copyto(mean, np.nan, where=reads[:, None] <= 0.0)
+        return mean, reads
 
     def forget(self, rows: Int32s) -> None:
         """Forget pages, known or not: their rows are given up."""

@@ -40,7 +40,15 @@ def prefixes(draw: st.DrawFn, *, max_tokens: int = 60) -> PrefixFacts:
         num_tokens=num_tokens,
         budget_tokens=draw(st.integers(0, num_layers * num_tokens + 10)),
         mass=mass,
-        reads=draw(st.sampled_from([None, np.arange(num_tokens, 0, -1.0)])),
+        reads=draw(
+            st.sampled_from(
+                [
+                    None,
+                    np.arange(num_tokens, 0, -1.0),
+                    rng.random((num_layers, num_tokens)) * 100,
+                ]
+            )
+        ),
         recent_mass=mass[:, :, ::-1],
         curves=curves,
         num_sinks=draw(st.integers(0, 6)),

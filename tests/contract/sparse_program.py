@@ -64,8 +64,9 @@ class Bench:
         from sgl_tiered.engines.sglang.sparse.capacity import RowPlan, SparseSizes
         from sgl_tiered.engines.sglang.sparse.parts import SparseParts
         from sgl_tiered.engines.sglang.sparse.pool import SparsePool
-        from sgl_tiered.sparse.keep import KeepShare
-        from sgl_tiered.sparse.mass import PageMass
+        from sgl_tiered.policies.sparsity.car import CarSelection
+        from sgl_tiered.sparse.gauge import MassGauge
+        from sgl_tiered.sparse.keep import SpanChoice
 
         plan = RowPlan(PageLayout(LAYERS, PAGE, 2 * 8 * 2), 4 * NUM_PAGES, NUM_PAGES)
         pool_class = type("Pool", (SparsePool,), {"row_plan": plan})
@@ -88,12 +89,21 @@ class Bench:
             kvcache=self.pool,
             need_sort=bool(seed % 2),
         )
+        selection = CarSelection()
+        self.pool.gauge = MassGauge(
+            selection,
+            num_layers=LAYERS,
+            num_heads=2,
+            num_slots=self.rows.table.shape[1],
+            page_tokens=PAGE,
+            max_bytes=1 << 20,
+            most_queries=128,
+        )
         sparse = SparseParts(
             self.rows,
             None,
-            KeepShare(0.5),
-            self.pool.mass,
-            PageMass(LAYERS, PAGE, 64),
+            SpanChoice(selection, LAYERS, 0.5),
+            self.pool.gauge,
             self.pool.measured,
         )
         params = CacheInitParams(

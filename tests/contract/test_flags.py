@@ -54,6 +54,8 @@ GOOD = {
         "--page-size=16",
         "--tiered-sparsity=load",
         "--tiered-sparsity-keep=0.25",
+        "--tiered-sparsity-policy=snapkv",
+        "--tiered-sparsity-queries=512",
     ],
     "sparse encoded": [
         *ON,
@@ -86,6 +88,14 @@ BAD = {
         "--tiered-layerkv",
     ),
     "sparse off": ([*ON, "--tiered-sparsity-keep=0.5"], "--tiered-sparsity-keep"),
+    "sparse budget": (
+        [*ON, "--tiered-sparsity=load", "--tiered-sparsity-budget=0.1"],
+        "--tiered-sparsity-budget: needs a profile",
+    ),
+    "sparse profile": (
+        [*ON, "--tiered-sparsity=load", "--tiered-sparsity-profile={tmp}/none.json"],
+        "--tiered-sparsity-profile",
+    ),
     "sparse pages": (
         [*ON, "--tiered-sparsity=load", "--page-size=1"],
         "--tiered-sparsity",

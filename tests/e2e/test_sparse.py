@@ -8,6 +8,7 @@ checker runs after each step of the scheduler and would end the server.
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +17,7 @@ from sgl_tiered_workloads.sessions import random_tokens
 from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
+from sgl_tiered.policies.sparsity.profile import FRACTIONS, SparsityProfile
 from tests.e2e.e2e_support import Case, drop, edge, settle, stats
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
@@ -163,6 +165,7 @@ def test_a_reload_takes_half_of_the_rows(half, plain):
     assert metas["allow"]["cached_tokens"] == PREFIX
     assert metas["allow"]["cached_tokens_details"]["host"] == PREFIX
     assert told["tokens_loaded"] == PREFIX
+    assert told["policy"] == "car"
     assert told["kept_share"] == 0.5
     assert used["refuse"] - used["allow"] == told["rows_dropped"]
     assert moved_bytes["refuse"] - moved_bytes["allow"] == told["bytes_saved"]
@@ -279,3 +282,42 @@ def test_tiers_hold_what_is_kept(servers, model, plain):
         assert 2 * moved_bytes == found // CASE.page_size * page_bytes
     state = settle(server)
     assert state["sparsity"]["pages_stored"] == (judged + MORE) // CASE.page_size
+
+
+@pytest.fixture
+def profiled(servers, model, tmp_path_factory):
+    """One with a profile whose layers need fewer tokens the higher they are."""
+    config = json.loads((model / "config.json").read_text())
+    num_layers = config["num_hidden_layers"]
+    powers = np.linspace(0.9, 0.05, num_layers)[:, None]
+    path = tmp_path_factory.getbasetemp() / "layers.json"
+    SparsityProfile(
+        model="by hand",
+        fingerprint="",
+        num_kv_heads=config["num_key_value_heads"],
+        num_tokens=1,
+        num_prompts=1,
+        local_tokens=64,
+        small_share=np.zeros((num_layers, config["num_attention_heads"])),
+        fractions=np.array(FRACTIONS),
+        held_by_top=np.array(FRACTIONS) ** powers,
+    ).save(path)
+    flags = (f"--tiered-sparsity-profile={path}", "--tiered-sparsity-budget=0.1")
+    return sparse_server(servers, model, "sparse-profile", *flags)
+
+
+def test_a_profile_gives_each_layer_its_share(profiled, plain):
+    """Requests that refuse get plain bits; of the others low layers keep more."""
+    assert two_turns(profiled, "refuse")[:2] == plain
+    first, _, metas = two_turns(profiled, "allow")
+    assert first == plain[0], "nothing was dropped yet"
+    for meta in metas:
+        told = meta["tiered"][0]["sparsity"]
+        shares = told["kept_share_by_layer"]
+        assert shares == sorted(shares, reverse=True)
+        # The ends stay everywhere: 4 and 64 tokens.
+        assert shares[0] > shares[-1] >= round(68 / PREFIX, 4)
+        assert 0.0 < told["kept_share"] < 1.0
+    state = stats(profiled)["sparsity"]
+    assert state["policy"] == "car"
+    np.testing.assert_allclose(state["kept_share_by_layer"], shares, atol=0.01)

@@ -363,7 +363,46 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
     ] = None
     tiered_sparsity_keep: A[
         Optional[float],  # noqa: UP045
-        Arg(help="Share of a layer's tokens that is loaded; default 0.5."),
+        Arg(
+            help="Share of all layers' tokens that is loaded; default 0.5. With "
+            "--tiered-sparsity-profile layers share it out by what they lose."
+        ),
+        _NS,
+    ] = None
+    tiered_sparsity_policy: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Who selects the tokens: what distant queries read most, in each "
+            "layer as many as it needs (car, default) or the same share of each "
+            "(car-uniform); for comparison the methods h2o, snapkv, pyramidkv, random "
+            "and recent.",
+            choices=list(CHOICES["sparsity_policy"]),
+        ),
+        _NS,
+    ] = None
+    tiered_sparsity_profile: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="File of sgl-tiered profile for this model: how few tokens of each "
+            "layer hold what is read from afar. Default none."
+        ),
+        _NS,
+    ] = None
+    tiered_sparsity_budget: A[
+        Optional[float],  # noqa: UP045
+        Arg(
+            help="In place of --tiered-sparsity-keep, the share of long-range "
+            "attention that may be lost, e.g. 0.02: as few tokens are loaded as the "
+            "profile allows."
+        ),
+        _NS,
+    ] = None
+    tiered_sparsity_queries: A[
+        Optional[int],  # noqa: UP045
+        Arg(
+            help="How many queries of a pass of a prefill are asked at most what they "
+            "read, 128 or more; default 2048. Of a longer pass a sample is."
+        ),
         _NS,
     ] = None
     tiered_fault_corrupt: A[

@@ -64,9 +64,9 @@ class EncodingErrors:
         row, zero = rows[due : due + 1], np.zeros(1, np.int64)
         for layer in range(self._layout.num_layers):
             parts = page(due, layer)
-            back = [np.empty_like(part) for part in parts]
-            kv_codec.decode_layer(self._layout, layer, *back, zero, region, row)
-            for kind, (was, now) in enumerate(zip(parts, back, strict=True)):
+            keys, values = (np.empty_like(part) for part in parts)
+            kv_codec.decode_layer(self._layout, layer, keys, values, zero, region, row)
+            for kind, (was, now) in enumerate(zip(parts, (keys, values), strict=True)):
                 errors[kind, layer] = _relative(was, now)
         # A page with what is no number says nothing of the others.
         if np.isfinite(errors).all():

@@ -159,6 +159,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         # The same on all ranks: keys of pages are among what decisions read.
         f"0/{agreement.num_ranks}",
     )
+    if config.sparsity is not None:
+        from sgl_tiered.engines.sglang.sparse.build import check_profile
+
+        check_profile(config, pool, ctx.model_config, namespace.model_fingerprint)
     is_cuda = bool(pool.k_buffer[0].is_cuda)
     register = cuda_register("--tiered-host-size") if is_cuda else None
     metrics = MetricsRegistry()

@@ -41,8 +41,9 @@ class PrefixFacts:
             ``mass_power``; float [num_layers, num_heads, num_tokens]. Queries nearer
             than the selection's ``local_tokens`` are left out. One "head" where
             somebody has summed over them.
-        reads: queries that ``mass`` is a sum over, per token; [num_tokens]. Without it
-            every later token of the prefix counts as one.
+        reads: queries that ``mass`` is a sum over, per token; [num_tokens], or where
+            layers have lacked tokens before [num_layers, num_tokens]. Without it every
+            later token of the prefix counts as one.
         recent_mass: as ``mass``, but of the prefix's last ``window_tokens`` queries.
         curves: how the model's layers hold their mass, from a profile.
         num_sinks: first tokens that are always kept; 0 for a span that does not begin
@@ -84,8 +85,13 @@ class PrefixFacts:
                     f"{name} {mass.shape} is not [{self.num_layers}, heads, "
                     f"{self.num_tokens}]"
                 )
-        if self.reads is not None and self.reads.shape != (self.num_tokens,):
-            raise ValueError(f"reads {self.reads.shape} is not [{self.num_tokens}]")
+        of_tokens = (self.num_tokens,)
+        shapes = of_tokens, (self.num_layers, *of_tokens)
+        if self.reads is not None and self.reads.shape not in shapes:
+            raise ValueError(
+                f"reads {self.reads.shape} is not [{self.num_tokens}], nor "
+                f"[{self.num_layers}, {self.num_tokens}]"
+            )
         if self.curves is not None and self.curves.num_layers != self.num_layers:
             raise ValueError(
                 f"curves of {self.curves.num_layers} layers, not {self.num_layers}"

@@ -45,6 +45,8 @@ def per_read(mass: Floats, facts: PrefixFacts, local_tokens: int) -> Floats:
     if reads is None:
         later = np.arange(facts.num_tokens, 0, -1) - local_tokens
         reads = np.maximum(later, 0)
+    if reads.ndim == 2:
+        reads = reads[:, None]
     mean: Floats = mass / (reads + max(local_tokens, 1)).astype(np.float32)
     return mean
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.sglang
 pytest.importorskip("sglang")
 torch = pytest.importorskip("torch")
 
-from sgl_tiered.sparse.mass import LOCAL, SlotMass  # noqa: E402
+from sgl_tiered.sparse.gauge import MassGauge  # noqa: E402
 from sgl_tiered.sparse.rows import RowBinding  # noqa: E402
 
 LAYERS, TOKENS, PAGES = 2, 16, 40
@@ -60,7 +60,7 @@ class Pools:
         self.sparse = SimpleNamespace(
             binding=self.binding,
             rows=torch.from_numpy(self.binding.table),
-            mass=SlotMass(*self.binding.table.shape),
+            gauge=None,
             measured=set(),
             start_layer=0,
             get_key_buffer=lambda layer: both[0],
@@ -139,30 +139,52 @@ def test_dropped_tokens_are_not_read(module, num_new, decode):
         torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
 
 
-def reference_mass(pools, query, layer, num_tokens, kept):
-    """Each sampled query's softmax over all that it sees, written out."""
-    from sgl_tiered.sparse.mass import sampled_queries
+def gauge(pools, *, needs=True, window=0, local=64, power=1, most=2048):
+    """Return the gauge of a selection that looks at this."""
+    asked = SimpleNamespace(
+        needs_mass=needs, window_tokens=window, local_tokens=local, mass_power=power
+    )
+    return MassGauge(
+        asked,
+        num_layers=LAYERS,
+        num_heads=KV_HEADS,
+        num_slots=pools.binding.table.shape[1],
+        page_tokens=TOKENS,
+        max_bytes=1 << 20,
+        most_queries=most,
+    )
 
-    prefix = num_tokens - len(query)
+
+def reference_mass(pools, query, layer, num_tokens, kept, asked):
+    """Each asked query's softmax over all that it sees, written out."""
+    prefix, group = num_tokens - len(query), HEADS // KV_HEADS
     keys = pools.plain[layer, 0][pools.slots].float()
-    mass, reads = np.zeros(num_tokens), np.zeros(num_tokens)
-    for begin, end in sampled_queries(len(query)):
+    mass, reads = np.zeros((KV_HEADS, num_tokens)), np.zeros(num_tokens)
+    for begin, end, weight in asked.runs:
         for row in range(begin, end):
             seen = kept[kept <= prefix + row]
-            far = seen[prefix + row - seen >= LOCAL]
+            far = seen[prefix + row - seen >= asked.local]
             for head in range(HEADS):
-                scores = (
-                    keys[seen, head // (HEADS // KV_HEADS)] @ query[row, head].float()
-                )
-                share = torch.softmax(scores * 0.25, dim=0).numpy()
-                mass[far] += share[: len(far)] / HEADS
-            reads[far] += 1
+                scores = keys[seen, head // group] @ query[row, head].float()
+                share = torch.softmax(scores * 0.25, dim=0).numpy() ** asked.power
+                mass[head // group, far] += weight * share[: len(far)]
+            reads[far] += weight
     return mass, reads
 
 
+WAYS = {
+    "all": {},
+    "a sample": {"most": 128},
+    "from near": {"local": 0},
+    "squares": {"power": 2, "local": 16},
+    "the window": {"needs": False, "window": 64, "local": 0},
+}
+
+
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_the_mass_is_what_sampled_queries_gave(module, share):
-    """Per layer, over what it has; nothing of requests that are not measured."""
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_mass_is_what_queries_gave(module, way, share):
+    """Per layer and KV head, over what it has; nothing of who is not measured."""
     num_tokens, num_new = 20 * TOKENS, 200
     rng = np.random.default_rng(1)
     stays = rng.random(num_tokens) < share
@@ -173,20 +195,58 @@ def test_the_mass_is_what_sampled_queries_gave(module, share):
     query = torch.randn(num_new, HEADS, DIM).to(torch.bfloat16)
     forward = batch(num_tokens, num_new)
     slots = pools.slots.numpy()
+    pools.sparse.gauge = made = gauge(pools, **way)
+    (book,) = made.books
     attended(backend, forward, query, 1)
-    assert not pools.sparse.mass.read(slots)[1].any()
+    assert not book.slots.read(slots)[1].any()
     pools.sparse.measured.add("r")
     attended(backend, forward, query, 1)
-    mean, reads = pools.sparse.mass.read(slots)
-    wanted, wanted_reads = reference_mass(pools, query, 1, num_tokens, kept)
-    np.testing.assert_array_equal(reads[1], wanted_reads)
+    mean, reads = book.slots.read(slots)
+    asked = SimpleNamespace(
+        runs=book.runs(num_new), local=made.local_tokens, power=made.power
+    )
+    wanted, wanted_reads = reference_mass(pools, query, 1, num_tokens, kept, asked)
+    np.testing.assert_allclose(reads[1], wanted_reads, rtol=1e-5)
     known = wanted_reads > 0
     assert known.sum() > 50
     np.testing.assert_allclose(
-        mean[1, known], wanted[known] / wanted_reads[known], rtol=1e-4, atol=1e-6
+        mean[1][:, known], wanted[:, known] / wanted_reads[known], rtol=1e-4, atol=1e-6
     )
-    assert np.isnan(mean[1, ~known]).all()
+    assert np.isnan(mean[1][:, ~known]).all()
     assert not reads[0].any(), "another layer's"
     # A decode asks nobody.
     attended(backend, batch(num_tokens, 1, decode=True), query[:1], 1)
-    np.testing.assert_array_equal(pools.sparse.mass.read(slots)[1], reads)
+    np.testing.assert_array_equal(book.slots.read(slots)[1], reads)
+
+
+@pytest.mark.parametrize("window", [0, 64])
+def test_chunks_add_up_to_a_prompt(module, window):
+    """Passes of one prefill: all queries count, or of the window the last 64."""
+    num_tokens, cuts = 18 * TOKENS, [200, 264, 288]
+    pools = Pools(num_tokens)
+    backend = module.SparseCpuAttention(pools.tables, pools.sparse)
+    pools.sparse.measured.add("r")
+    query = torch.randn(num_tokens, HEADS, DIM).to(torch.bfloat16)
+    slots = pools.slots.numpy()
+
+    def measured(begin, *ends):
+        made = gauge(pools, needs=not window, window=window, local=0)
+        pools.sparse.gauge = made
+        for end in ends:
+            attended(backend, batch(end, end - begin), query[begin:end], 0)
+            begin = end
+        return made.books[0].slots.read(slots)
+
+    mean, reads = measured(0, *cuts)
+    whole, whole_reads = measured(0, num_tokens)
+    if not window:
+        np.testing.assert_allclose(reads, whole_reads)
+        np.testing.assert_allclose(mean[0], whole[0], rtol=1e-4, atol=1e-6)
+        return
+    # The last pass has 24 queries: the others of the window stand in the pass before.
+    early = slice(0, 200)
+    assert (reads[0, early] == 64.0).all()
+    before, last = measured(0, *cuts[:2])[0], measured(cuts[1], num_tokens)[0]
+    mixed = (24 * last[0][:, early] + 40 * before[0][:, early]) / 64
+    np.testing.assert_allclose(mean[0][:, early], mixed, rtol=1e-4, atol=1e-6)
+    assert (whole_reads[0, early] == 64.0).all()

@@ -1,7 +1,9 @@
 """The flags of sparse KV, and what they refuse in a sentence."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import Encoding
@@ -9,9 +11,12 @@ from sgl_tiered.engines.sglang.config import FAULT_ENV, read_config
 from sgl_tiered.engines.sglang.sparse.report import SparseLoad
 from sgl_tiered.engines.sglang.sparse.settings import (
     refuse_device,
+    refuse_other_model,
     refuse_with_sparsity,
 )
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.sparsity.profile import FRACTIONS, SparsityProfile
+from sgl_tiered.policies.sparsity.registry import SELECTIONS
 
 HOST = {"host_size": "1MB"}
 
@@ -31,6 +36,95 @@ def test_on_is_lossy():
     assert config.is_lossy
     config = read_config({**HOST, "sparsity": "load", "sparsity_keep": 1})
     assert config.sparsity.keep == 1.0
+    assert config.sparsity.policy == "car"
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_every_selection_can_be_named(name):
+    """By the word that the registry has for it."""
+    config = read_config({**HOST, "sparsity": "load", "sparsity_policy": name})
+    assert config.sparsity.policy == name
+
+
+PROFILE = SparsityProfile(
+    model="demo",
+    fingerprint="ab" * 16,
+    num_kv_heads=2,
+    num_tokens=100,
+    num_prompts=1,
+    local_tokens=64,
+    small_share=np.full((4, 8), 0.5),
+    fractions=np.array(FRACTIONS),
+    held_by_top=np.tile(np.array(FRACTIONS) ** 0.5, (4, 1)),
+)
+
+
+@pytest.fixture
+def profile_file(tmp_path):
+    path = tmp_path / "p.json"
+    PROFILE.save(path)
+    return str(path)
+
+
+def test_a_profile_is_read_with_a_budget_or_a_share(profile_file):
+    """Bytes or quality; the file is read at the start."""
+    given = {**HOST, "sparsity": "load", "sparsity_profile": profile_file}
+    config = read_config({**given, "sparsity_budget": 0.05})
+    assert config.sparsity.budget == 0.05
+    assert config.sparsity.profile.model == "demo"
+    config = read_config({**given, "sparsity_keep": 0.25, "sparsity_queries": 128})
+    assert (config.sparsity.budget, config.sparsity.keep) == (None, 0.25)
+    assert config.sparsity.queries == 128
+
+
+def test_a_budget_and_a_share_are_too_much(profile_file):
+    """Both say how much is kept."""
+    given = {"sparsity": "load", "sparsity_profile": profile_file}
+    both = {"sparsity_budget": 0.1, "sparsity_keep": 0.5}
+    with pytest.raises(ConfigError, match=r"-budget: and .*-keep both"):
+        read_config({**HOST, **given, **both})
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path):
+    """By the flag's name; so is one that is not there."""
+    path = tmp_path / "p.json"
+    for text in (None, "{}", "nothing"):
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match="--tiered-sparsity-profile"):
+            read_config({**HOST, "sparsity": "load", "sparsity_profile": str(path)})
+
+
+SERVED = {
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "fingerprint": "ab" * 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": 6}, "4 layers, and the server's model has 6"),
+        ({"num_heads": 4}, "8 query heads, and the server's model has 4"),
+        ({"num_kv_heads": 4}, "2 KV heads, and the server's model has 4"),
+        ({"fingerprint": "cd" * 16}, "weights, configuration or engine"),
+    ],
+)
+def test_a_profile_of_another_model_is_refused(changes, words):
+    """The sentence says what differs."""
+    with pytest.raises(ConfigError, match="--tiered-sparsity-profile") as caught:
+        refuse_other_model(PROFILE, **{**SERVED, **changes})
+    assert words in str(caught.value)
+    assert "demo" in str(caught.value)
+
+
+def test_a_profile_of_this_model_is_taken():
+    """Also where its digest is not known."""
+    refuse_other_model(PROFILE, **SERVED)
+    unknown = replace(PROFILE, fingerprint="")
+    refuse_other_model(unknown, **{**SERVED, "fingerprint": "cd" * 16})
 
 
 def test_what_is_dropped_on_store_is_nobodys_exact_page():
@@ -51,6 +145,18 @@ def test_what_is_dropped_on_store_is_nobodys_exact_page():
     [
         ({"sparsity": "drop"}, "'drop' is unknown"),
         ({"sparsity_keep": 0.5}, "no effect"),
+        ({"sparsity_policy": "h2o"}, "no effect"),
+        ({"sparsity_profile": "p.json"}, "no effect"),
+        ({"sparsity_budget": 0.1}, "no effect"),
+        ({"sparsity_queries": 512}, "no effect"),
+        ({"sparsity": "load", "sparsity_policy": "best"}, "pyramidkv"),
+        ({"sparsity": "load", "sparsity_budget": 0.1}, "needs a profile"),
+        ({"sparsity": "store", "sparsity_policy": "h2o"}, "chooses in pages"),
+        ({"sparsity": "store", "sparsity_profile": "p.json"}, "as many tokens"),
+        ({"sparsity": "load", "sparsity_budget": 1.0}, "not a share"),
+        ({"sparsity": "load", "sparsity_budget": "low"}, "not a share"),
+        ({"sparsity": "load", "sparsity_queries": 64}, "no number"),
+        ({"sparsity": "load", "sparsity_queries": 512.5}, "no number"),
         ({"sparsity": "load", "sparsity_keep": 0.0}, "not a share"),
         ({"sparsity": "load", "sparsity_keep": 1.5}, "not a share"),
         ({"sparsity": "load", "sparsity_keep": "half"}, "not a share"),
@@ -117,8 +223,9 @@ def test_a_gpu_is_refused():
 
 def test_a_load_is_reported():
     """By layer, in rows and bytes; counters add up over loads."""
-    load = SparseLoad(100, [50, 100, 25], 44_800, 76_800, Encoding.INT4)
+    load = SparseLoad(100, [50, 100, 25], 44_800, 76_800, "h2o", Encoding.INT4)
     told = load.as_dict()
+    assert told["policy"] == "h2o"
     assert told["kept_share_by_layer"] == [0.5, 1.0, 0.25]
     assert told["kept_share"] == round(175 / 300, 4)
     assert told["rows_dropped"] == 125

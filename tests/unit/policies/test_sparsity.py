@@ -82,6 +82,15 @@ def test_car_counts_per_reader() -> None:
     assert selection.keep(given)[0].tolist() == [0, 14, 18, 19]
 
 
+def test_readers_may_differ_by_layer() -> None:
+    """A layer that lacked a token had fewer queries that could read it."""
+    reads = np.ones((2, N), np.float32)
+    reads[1, 5] = 1000.0
+    mass = mass_at(5, 6, num_layers=2)
+    found = kept("car-uniform", facts(8, num_layers=2, mass=mass, reads=reads))
+    assert found == [[0, 5, 18, 19], [0, 6, 18, 19]]
+
+
 def test_car_follows_the_profile_and_without_one_the_prefix() -> None:
     """A layer of which few tokens hold all keeps few."""
     rng = np.random.default_rng(0)
@@ -167,6 +176,7 @@ def test_counts_are_shifted_alike_within_the_bounds() -> None:
         {"mass": np.zeros((1, 0, N))},
         {"recent_mass": np.zeros((1, 1, N + 1))},
         {"reads": np.zeros(N - 1)},
+        {"reads": np.zeros((2, N))},
         {"curves": HeldCurves(np.ones(1), np.ones((2, 1)), np.ones(2))},
     ],
 )

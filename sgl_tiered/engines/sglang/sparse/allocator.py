@@ -152,7 +152,9 @@ class SparseAllocator(PagedTokenToKVPoolAllocator):
         pages = _pages(slots[slots % self.page_size == 0], self.page_size)
         if len(pages):
             self._binding.bind(pages)
-            self._kvcache.mass.forget(self._binding.slots(pages))
+            gauge = self._kvcache.gauge
+            if gauge is not None:
+                gauge.forget(self._binding.slots(pages))
             self.changed()
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:

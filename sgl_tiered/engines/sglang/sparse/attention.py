@@ -3,6 +3,7 @@
 A layer's slots are translated for all requests of a forward at once. Slots without a
 row were dropped: the new rows attend to what is kept, which all lies before them, so
 that only the lengths differ from layer to layer. Rotary positions are in the keys.
+Where a selection asks, a prefill's queries are asked what they have read.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sgl_tiered_kernels.attention_mass import attention_mass
+from sgl_tiered_kernels.attention_mass import attention_mass, row_statistics
 from sgl_tiered_kernels.paged_attention import RequestRows
 
 from sgl_tiered.engines.sglang.cpu_attention import TieredCpuAttention
-from sgl_tiered.sparse.mass import LOCAL, reads_of, sampled_queries
+from sgl_tiered.sparse.gauge import MassBook, MassGauge
+from sgl_tiered.sparse.mass import reads_of
 
 __all__ = ["SparseCpuAttention"]
 
+Float32s = npt.NDArray[np.float32]
 Int64s = npt.NDArray[np.int64]
 
 
@@ -62,6 +65,7 @@ class SparseCpuAttention(TieredCpuAttention):
         if is_prefill:
             lens = forward_batch.extend_seq_lens.tolist()
             rids = [rid for rid, num in zip(rids, lens, strict=False) if num > 0]
+        books = () if pool.gauge is None else pool.gauge.books
         self._parts, begin = [], 0
         for number, request in enumerate(self._requests):
             end = begin + request.slots.numel()
@@ -70,7 +74,7 @@ class SparseCpuAttention(TieredCpuAttention):
                 firsts = request.slots[:: binding.page_tokens].numpy()
                 is_sparse = binding.lacks_any(firsts // binding.page_tokens)
             rid = rids[number] if number < len(rids) else ""
-            is_measured = is_prefill and rid in pool.measured
+            is_measured = bool(books) and is_prefill and rid in pool.measured
             self._parts.append(_Part(begin, end, is_sparse, is_measured))
             begin = end
         if self._requests:
@@ -112,28 +116,67 @@ class SparseCpuAttention(TieredCpuAttention):
         part: _Part,
         scale: float,
     ) -> None:
-        """Add what some of a request's queries read in this layer to the mass."""
+        """Add what a request's queries read in this layer to the mass."""
         slots = self._slots[part.begin : part.end].numpy()
         positions: Int64s = np.arange(len(slots))
         if part.is_sparse:
             kept = self._pool.binding.table[number, slots] >= 0
             positions, slots = positions[kept], slots[kept]
+        queries = query[request.start : request.start + request.num_queries]
         keys = key_cache.index_select(0, request.slots)
-        places = torch.from_numpy(positions) if part.is_sparse else None
         first = part.end - part.begin - request.num_queries
-        mass = torch.zeros(keys.shape[1], len(slots))
-        reads = np.zeros(len(slots), np.float32)
-        for begin, end in sampled_queries(request.num_queries):
-            attention_mass(
-                query[request.start + begin : request.start + end],
-                keys,
-                None,
-                first + begin,
-                scale,
-                mass,
-                local=LOCAL,
-                positions=places,
-            )
-            reads += reads_of(positions, first + begin, first + end)
-        of_heads = mass.sum(dim=0).div_(query.shape[1]).numpy()
-        self._pool.mass.add(number, slots, of_heads, reads)
+        gauge: MassGauge = self._pool.gauge
+        for book in gauge.books:
+            mass, reads = _asked(gauge, book, queries, keys, positions, first, scale)
+            book.slots.add(number, slots, mass, reads, book.window)
+
+
+def _asked(
+    gauge: MassGauge,
+    book: MassBook,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    positions: Int64s,
+    first: int,
+    scale: float,
+) -> tuple[Float32s, Float32s]:
+    """Return what a pass's queries gave to keys, and how many of them saw each.
+
+    Args:
+        gauge: says what of attention counts.
+        book: says which queries are asked.
+        queries: [num_queries, num_heads, head_dim], from position ``first`` on.
+        keys: [n, num_kv_heads, head_dim].
+        positions: int64 [n], of the keys.
+        first: see above.
+        scale: of the scores.
+
+    Returns:
+        float32 [num_kv_heads, n] and [n].
+    """
+    # A key's own position is its place unless some are missing.
+    is_whole = len(positions) == first + len(queries)
+    places = None if is_whole else torch.from_numpy(positions)
+    mass = torch.zeros(keys.shape[1], len(keys))
+    reads = np.zeros(len(keys), np.float32)
+    for begin, end, weight in book.runs(len(queries)):
+        asked, at = queries[begin:end], first + begin
+        lse = None
+        if gauge.power != 1:
+            # p ** power = exp(power * s - power * lse)
+            lse = row_statistics(asked, keys, at, scale, positions=places)[1]
+            lse = lse * gauge.power
+        part = torch.zeros_like(mass)
+        attention_mass(
+            asked,
+            keys,
+            lse,
+            at,
+            scale * gauge.power,
+            part,
+            local=gauge.local_tokens,
+            positions=places,
+        )
+        mass.add_(part, alpha=weight)
+        reads += weight * reads_of(positions, at, first + end, gauge.local_tokens)
+    return mass.numpy(), reads

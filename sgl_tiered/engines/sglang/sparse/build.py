@@ -13,18 +13,21 @@ from sgl_tiered.engines.sglang.page_forms import PageForm
 from sgl_tiered.engines.sglang.sparse.device_pool import SparseDevicePool
 from sgl_tiered.engines.sglang.sparse.encoded_device_pool import EncodedSparsePool
 from sgl_tiered.engines.sglang.sparse.parts import SparseParts
+from sgl_tiered.engines.sglang.sparse.settings import refuse_other_model
 from sgl_tiered.errors import EngineCompatibilityError
-from sgl_tiered.sparse.keep import KeepPolicy, KeepShare, KeepWrong
-from sgl_tiered.sparse.mass import PageMass
+from sgl_tiered.policies.sparsity.registry import make_selection
+from sgl_tiered.policies.sparsity.solver import HeldCurves
+from sgl_tiered.sparse.gauge import MassGauge
+from sgl_tiered.sparse.keep import SpanChoice
 from sgl_tiered.sparse.stored import StoredTokens
 
-__all__ = ["attach_scheduler", "end_probe", "place_rows"]
+__all__ = ["attach_scheduler", "check_profile", "end_probe", "place_rows"]
 
 logger = logging.getLogger(__name__)
 
 _MASS_BYTES = 256 * 2**20
-"""Host memory for what attention gave to pages: 4 bytes a token and layer, which is a
-thousandth of the KV of a model with 8 KV heads of 128."""
+"""Host memory for what attention gave to pages: 2 bytes a token, layer and KV head, and
+2 more for all heads, half a percent of the KV where heads have 128 elements."""
 
 
 def place_rows(pool: Any, config: TieredConfig, form: PageForm) -> SparseParts:
@@ -42,13 +45,25 @@ def place_rows(pool: Any, config: TieredConfig, form: PageForm) -> SparseParts:
         )
     settings = config.sparsity
     assert settings is not None, "sparse KV is off"
-    policy: KeepPolicy = KeepShare(settings.keep)
-    if config.keeps_wrong:
-        policy = KeepWrong(settings.keep)
     layout = form.layout
-    page_bytes = 4 * layout.num_layers * layout.page_tokens
-    pages = PageMass(
-        layout.num_layers, layout.page_tokens, max(1, _MASS_BYTES // page_bytes)
+    selection = make_selection(settings.policy, np.random.default_rng(config.seed))
+    profile = settings.profile
+    choice = SpanChoice(
+        selection,
+        layout.num_layers,
+        settings.keep,
+        max_lost=settings.budget,
+        curves=None if profile is None else HeldCurves.of_profile(profile),
+        is_wrong=config.keeps_wrong,
+    )
+    pool.gauge = MassGauge(
+        selection,
+        num_layers=layout.num_layers,
+        num_heads=int(pool.head_num),
+        num_slots=pool.binding.table.shape[1],
+        page_tokens=layout.page_tokens,
+        max_bytes=_MASS_BYTES,
+        most_queries=settings.queries,
     )
     device = _device_pool(pool, form)
     probed = np.arange(1, pool.row_plan.device_pages + 1)
@@ -67,11 +82,10 @@ def place_rows(pool: Any, config: TieredConfig, form: PageForm) -> SparseParts:
     return SparseParts(
         pool.binding,
         device,
-        policy,
-        pool.mass,
-        pages,
+        choice,
+        pool.gauge,
         pool.measured,
-        device.share_of(settings.keep),
+        device.share_of(choice.share()),
         stored,
     )
 
@@ -80,6 +94,25 @@ def _device_pool(pool: Any, form: PageForm) -> SparseDevicePool:
     if isinstance(form.whole, EncodedLayout):
         return EncodedSparsePool(pool, form.layout, form.whole)
     return SparseDevicePool(pool, form.layout)
+
+
+def check_profile(
+    config: TieredConfig, pool: Any, model_config: Any, fingerprint: str
+) -> None:
+    """Refuse a sparsity profile that is not of the model that is served.
+
+    Raises:
+        ConfigError: one sentence that says what differs.
+    """
+    settings = config.sparsity
+    if settings is not None and settings.profile is not None:
+        refuse_other_model(
+            settings.profile,
+            num_layers=int(pool.layer_num),
+            num_heads=int(model_config.num_attention_heads),
+            num_kv_heads=int(pool.head_num),
+            fingerprint=fingerprint,
+        )
 
 
 def end_probe(pool: Any) -> None:

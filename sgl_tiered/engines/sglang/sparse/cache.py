@@ -21,7 +21,7 @@ from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.lossy import is_lossy_key
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.sparse.parts import SparseParts
-from sgl_tiered.engines.sglang.sparse.report import SparseLoad
+from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
 from sgl_tiered.engines.sglang.tokens import plain_tokens
 
 __all__ = ["SparseRadixCache", "SparseRuntime"]
@@ -46,6 +46,9 @@ class SparseRuntime(TieredRuntime):
         self.coordinator.load_bytes = sparse.device.load_bytes
         parts.cache.watch_rows(sparse.forget)
         self._loads: OrderedDict[str, SparseLoad] = OrderedDict()
+        # Of all sparse loads so far: tokens, and those of each layer that came.
+        self._num_tokens = 0
+        self._num_kept = [0] * sparse.binding.num_layers
 
     def note_sparse(self, rid: str, load: SparseLoad) -> None:
         """Note what is left out of a request's load, for its report."""
@@ -54,6 +57,9 @@ class SparseRuntime(TieredRuntime):
             self._loads.popitem(last=False)
         for name, value in load.counters().items():
             self.metrics.add(name, value)
+        self._num_tokens += load.num_tokens
+        for layer, count in enumerate(load.kept):
+            self._num_kept[layer] += count
 
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what was decided for a request, and what of its KV was left out."""
@@ -65,7 +71,9 @@ class SparseRuntime(TieredRuntime):
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture of tiers and rows."""
-        return {**super().stats(), "sparsity": self.sparse.stats()}
+        shares = shares_by_layer(self._num_kept, self._num_tokens)
+        told = {**self.sparse.stats(), "kept_share_by_layer": shares}
+        return {**super().stats(), "sparsity": told}
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return the counters and the occupancy, for exporters."""
@@ -156,9 +164,9 @@ class SparseRadixCache(TieredRadixCache):
         kept = None
         if span is not None:
             rows, first_token = span
-            mean, reads = sparse.pages.get(rows)
+            known = sparse.gauge.known(rows)
             if sparse.stored is None:
-                kept = sparse.choose(first_token, mean)
+                kept = sparse.choice.keep(first_token, num_tokens, known)
             else:
                 kept = sparse.stored.kept(rows)
         num_rows = sparse.binding.num_layers * num_tokens
@@ -173,7 +181,7 @@ class SparseRadixCache(TieredRadixCache):
             return None
         slots = slots.to(torch.int64)
         if span is not None:
-            sparse.slots.write(slots.cpu().numpy(), mean, reads)
+            sparse.gauge.write(slots.cpu().numpy(), known)
         if kept is not None:
             pages = slots[:: self.page_size].cpu().numpy() // self.page_size
             self._fresh[req.rid] = pages
@@ -323,7 +331,7 @@ class SparseRadixCache(TieredRadixCache):
         sparse, pages = self._rows, self._pages(req, num_tokens)
         lacking = sparse.binding.dropped[pages] > 0
         if sparse.stored is not None:
-            self._judged = sparse.slots.read(sparse.binding.slots(pages))[0]
+            self._judged = sparse.judged(sparse.binding.slots(pages))
             lacking = lacking[: sparse.num_judged(self._judged, lacking)]
             num_tokens = len(lacking) * self.page_size
         self._leave = lacking if lacking.any() else None
@@ -344,8 +352,7 @@ class SparseRadixCache(TieredRadixCache):
         known = self.tiered.cache.known_pages(state.digest, tokens)
         pages = self._pages(req, num_tokens)[: len(known)]
         sparse = self._rows
-        mean, reads = sparse.slots.read(sparse.binding.slots(pages))
-        sparse.pages.put(known, mean, reads)
+        sparse.gauge.keep(known, sparse.binding.slots(pages))
 
     def _pages(self, req: Any, num_tokens: int) -> Int64s:
         """Return the device pages of a request's leading tokens."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.sparse.device_pool import SparseDevicePool
 from sgl_tiered.engines.sglang.sparse.report import SparseLoad
-from sgl_tiered.sparse.keep import KeepFacts, KeepPolicy
-from sgl_tiered.sparse.mass import PageMass, SlotMass
+from sgl_tiered.sparse.gauge import MassGauge
+from sgl_tiered.sparse.keep import SpanChoice
 from sgl_tiered.sparse.rows import RowBinding
 from sgl_tiered.sparse.stored import StoredTokens, best_of_pages
 
@@ -27,9 +27,8 @@ class SparseParts:
     Attributes:
         binding: where each token of each layer lies.
         device: copies to it and from it.
-        policy: what of a load is kept.
-        slots: what attention gave to the tokens on the device.
-        pages: the same for pages that the cache's table knows.
+        choice: what of a load is kept.
+        gauge: what attention gave to tokens, on the device and in the cache's table.
         measured: ids of the requests whose attention is measured.
         share: of the bytes of stored pages, what loads are expected to bring.
         stored: which tokens of their pages the tiers hold; None where they hold all.
@@ -37,18 +36,33 @@ class SparseParts:
 
     binding: RowBinding
     device: SparseDevicePool
-    policy: KeepPolicy
-    slots: SlotMass
-    pages: PageMass
+    choice: SpanChoice
+    gauge: MassGauge
     measured: set[str]
     share: float = 1.0
     stored: StoredTokens | None = None
 
     def forget(self, rows: npt.NDArray[np.int32]) -> None:
         """Forget what is kept beside rows of the table that are given up."""
-        self.pages.forget(rows)
+        self.gauge.forget_rows(rows)
         if self.stored is not None:
             self.stored.forget(rows)
+
+    def judged(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """Return what attention gave to tokens on the device, where pages are cut.
+
+        Args:
+            slots: int64 [n].
+
+        Returns:
+            float32 [num_layers, n], of the head that gave most; NaN where no query was
+            asked.
+        """
+        book = self.gauge.every
+        assert book is not None, "the selection does not look at mass"
+        mean, _ = book.slots.read(slots)
+        most: npt.NDArray[np.float32] = mean.max(axis=1)
+        return most
 
     def num_judged(
         self, mean: npt.NDArray[np.float32], lacking: npt.NDArray[np.bool_]
@@ -56,7 +70,7 @@ class SparseParts:
         """Return how many leading pages of a prompt can be stored in part.
 
         Args:
-            mean: float32 [num_layers, n * page_tokens], as for ``choose``.
+            mean: float32 [num_layers, n * page_tokens], as ``judged`` returns it.
             lacking: bool [n], pages that were loaded so, and are stored already.
         """
         shape = (len(mean), len(lacking), self.binding.page_tokens)
@@ -97,36 +111,21 @@ class SparseParts:
             [len(tokens) for tokens in kept],
             int(device.load_bytes(device_pages).sum()),
             num_pages * device.whole_bytes,
+            self.choice.selection.name,
             device.written_as,
         )
-
-    def choose(
-        self, first_token: int, mean: npt.NDArray[np.float32]
-    ) -> list[npt.NDArray[np.int64]] | None:
-        """Return per layer what of a load is kept; None for all of it.
-
-        Args:
-            first_token: position in the prompt of the load's first token.
-            mean: float32 [num_layers, num_tokens], NaN where nothing is known.
-        """
-        num_tokens = mean.shape[1]
-        if np.isnan(mean).all():
-            return None
-        kept = self.policy.keep(KeepFacts(first_token, num_tokens, mean))
-        if all(len(tokens) == num_tokens for tokens in kept):
-            return None
-        return kept
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture of the rows."""
         binding = self.binding
         return {
+            "policy": self.choice.selection.name,
             "rows": binding.num_rows,
             "rows_used": binding.num_rows - binding.num_free,
             "rows_dropped": binding.num_dropped,
             "rows_dropped_evictable": binding.num_dropped_unheld,
-            "pages_with_mass": self.pages.num_pages,
-            "mass_bytes": self.slots.num_bytes + self.pages.num_bytes,
+            "pages_with_mass": self.gauge.num_pages,
+            "mass_bytes": self.gauge.num_bytes,
             **self._stored_stats(),
         }
 

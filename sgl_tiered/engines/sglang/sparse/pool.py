@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_tiered.engines.sglang.sparse.capacity import RowPlan
 from sgl_tiered.errors import EngineCompatibilityError
-from sgl_tiered.sparse.mass import SlotMass
+from sgl_tiered.sparse.gauge import MassGauge
 from sgl_tiered.sparse.rows import PADDING_ROW
 
 __all__ = ["SparsePool"]
@@ -27,8 +27,8 @@ class SparsePool(MHATokenToKVPool):
     Attributes:
         binding: where each token of each layer lies.
         rows: int32 [num_layers, num_slots], the same memory as ``binding.table``.
-        mass: what attention gave to the tokens in slots.
-        measured: ids of the requests whose attention is added to ``mass``.
+        gauge: what attention gave to tokens; None until somebody asks for it.
+        measured: ids of the requests whose attention is added to it.
     """
 
     row_plan: ClassVar[RowPlan]
@@ -58,7 +58,7 @@ class SparsePool(MHATokenToKVPool):
         self.v_buffer = [both[1]] * self.layer_num
         self.binding = plan.binding()
         self.rows = torch.from_numpy(self.binding.table)
-        self.mass = SlotMass(*self.binding.table.shape)
+        self.gauge: MassGauge | None = None
         self.measured: set[str] = set()
 
     def _store_kv_layer(

@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_tiered.core.ids import Encoding
 
-__all__ = ["SparseLoad"]
+__all__ = ["SparseLoad", "shares_by_layer"]
 
 _DIGITS = 4
 
@@ -23,12 +23,14 @@ class SparseLoad:
         num_bytes: read for them of what the tiers hold.
         whole_bytes: of whole pages, written as the tiers write.
         encoding: how that is.
+        policy: who chose.
     """
 
     num_tokens: int
     kept: Sequence[int]
     num_bytes: int
     whole_bytes: int
+    policy: str
     encoding: Encoding = Encoding.RAW
 
     @property
@@ -48,13 +50,17 @@ class SparseLoad:
         """Return a JSON-able value."""
         whole = len(self.kept) * self.num_tokens
         return {
+            "policy": self.policy,
             "tokens_loaded": self.num_tokens,
             "kept_share": round(sum(self.kept) / whole, _DIGITS),
-            "kept_share_by_layer": [
-                round(count / self.num_tokens, _DIGITS) for count in self.kept
-            ],
+            "kept_share_by_layer": shares_by_layer(self.kept, self.num_tokens),
             "rows_dropped": self.rows_dropped,
             "encoding": self.encoding.label,
             "bytes_loaded": self.num_bytes,
             "bytes_saved": self.whole_bytes - self.num_bytes,
         }
+
+
+def shares_by_layer(kept: Sequence[int], num_tokens: int) -> list[float]:
+    """Return per layer the share of the tokens that came to the device, rounded."""
+    return [round(count / max(num_tokens, 1), _DIGITS) for count in kept]
