@@ -1,6 +1,6 @@
 """Dropping and encoding KV: what it costs a model that learned, and what it gains.
 
-    python benchmarks/quality/bench_sparsity.py --model FOLDER [--quick]
+    python benchmarks/quality/bench_sparsity.py [--model FOLDER] [--quick]
 
 Parts (both by default; ``--part`` picks):
 
@@ -40,6 +40,8 @@ from sgl_tiered.policies.sparsity.car import CarSelection
 from sgl_tiered.policies.sparsity.registry import SELECTIONS, make_selection
 from sgl_tiered.policies.sparsity.solver import HeldCurves
 
+MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
+"""The demo model, which this repository has trained."""
 SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 ENCODINGS = ("fp8", "int8", "int4")
 COMPOSED = (("car", 0.5, "int8"), ("car", 0.5, "int4"), ("car", 0.25, "int4"))
@@ -88,7 +90,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="a checkpoint, for quality")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, help="a checkpoint, for quality"
+    )
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--out", type=Path, default=Path("out/bench-sparsity"))
     parser.add_argument(
@@ -118,8 +122,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smoke run")
     args = parser.parse_args()
     args.part = args.part or list(PARTS)
-    if "quality" in args.part and args.model is None:
-        parser.error("quality needs --model; or leave it out by --part serving")
     if args.quick:
         args.texts, args.questions = min(args.texts, 2), min(args.questions, 1)
     return args

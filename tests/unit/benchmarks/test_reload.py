@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
@@ -286,13 +285,11 @@ def test_the_last_line_has_all_keys_of_the_parts_asked_for(
     assert json.loads((tmp_path / "out" / "result.json").read_text()) == last
 
 
-def test_quality_needs_a_model_and_serving_does_not(bench, monkeypatch, capsys):
-    """The first is refused in a sentence."""
+def test_both_parts_are_measured_unless_one_is_named(bench, monkeypatch):
+    """Quality of the demo model, unless another is given."""
     monkeypatch.setattr("sys.argv", ["bench_sparsity.py"])
-    with pytest.raises(SystemExit):
-        bench.arguments()
-    assert "--model" in capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["bench_sparsity.py", "--part", "serving"])
     args = bench.arguments()
-    assert isinstance(args, Namespace)
-    assert args.part == ["serving"]
+    assert args.part == ["serving", "quality"]
+    assert args.model.parts[-2:] == ("models", "demo")
+    monkeypatch.setattr("sys.argv", ["bench_sparsity.py", "--part", "serving"])
+    assert bench.arguments().part == ["serving"]
