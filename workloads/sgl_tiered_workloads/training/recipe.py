@@ -46,6 +46,9 @@ class Phase:
     ``stretch`` is the share of sequences whose positions jump at a few random places,
     so that short sequences show distances up to the model's longest: what is read by
     content at 200 tokens is then read at 4,000 as well, for the price of 200.
+
+    With ``rate`` the phase has a cycle of its own: the factor on the rates begins there
+    and falls to zero until the phase ends. Such phases come last.
     """
 
     num_steps: int
@@ -53,6 +56,7 @@ class Phase:
     num_sequences: int
     mix: Mix
     stretch: float = 0.0
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,8 @@ class Recipe:
 
     Rates: ``matrix_rate`` is Muon's, for matrices; AdamW has ``embedding_rate`` for the
     embedding, ``vector_rate`` for output layer and norms. All rise over
-    ``warmup_steps`` and fall to zero over the last ``decay_share`` of all steps.
+    ``warmup_steps`` and fall to zero over the last ``decay_share`` of the steps (of the
+    phases without a rate of their own).
     ``num_shards`` threads compute a step's sequences; it is part of the recipe because
     sums in another order round differently.
     """
@@ -101,10 +106,15 @@ class Recipe:
         raise IndexError(f"step {step} behind the last phase of {self.name}")
 
     def rate_at(self, step: int) -> float:
-        """Return the factor on both rates at a step, in (0, 1]."""
+        """Return the factor on all rates at a step, in (0, 1]."""
+        first = [phase.num_steps for phase in self.phases if phase.rate is None]
+        begin = num_steps = sum(first)
+        for phase in self.phases[len(first) :]:
+            if phase.rate is not None and begin <= step < begin + phase.num_steps:
+                return phase.rate * (1.0 - (step - begin) / phase.num_steps)
+            begin += phase.num_steps
         rising = (step + 1) / self.warmup_steps
-        decay_steps = self.decay_share * self.num_steps
-        falling = (self.num_steps - step) / decay_steps
+        falling = (num_steps - step) / (self.decay_share * num_steps)
         return min(1.0, rising, falling)
 
     def to_json(self) -> dict[str, Any]:
@@ -156,6 +166,8 @@ RECIPES: dict[str, Recipe] = {
                 Phase(2600, 512, 8, Mix(0.15, 0.08, 0.05, 2.0), stretch=0.6),
                 Phase(900, 1024, 6, Mix(0.1, 0.05, 0.0, 4.0), stretch=0.6),
                 Phase(250, 4608, 2, Mix(0.09, 0.03, 0.0, 4.0)),
+                # Another cycle: after the first, 4,096 tokens back 88 % were right.
+                Phase(300, 4608, 2, Mix(0.09, 0.03, 0.0, 4.0), rate=0.25),
             ),
         ),
         Recipe(

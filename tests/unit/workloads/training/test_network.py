@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -137,6 +139,21 @@ def test_rates_rise_and_fall() -> None:
     assert 0 < recipe.rate_at(last) < 0.01
     with pytest.raises(IndexError):
         recipe.phase_at(last + 1)
+
+
+def test_a_phase_with_a_rate_has_its_own_cycle() -> None:
+    """What comes before falls to zero as if it were all; then once more."""
+    recipe = RECIPES["demo"]
+    *phases, last = recipe.phases
+    assert last.rate is not None
+    before = replace(recipe, phases=tuple(phases))
+    begin = before.num_steps
+    for step in (0, 50, begin // 2, begin - 1):
+        assert recipe.rate_at(step) == before.rate_at(step)
+    assert recipe.rate_at(begin - 1) < 0.01
+    assert recipe.rate_at(begin) == last.rate
+    middle = recipe.rate_at(begin + last.num_steps // 2)
+    assert middle == pytest.approx(last.rate / 2)
 
 
 @pytest.mark.parametrize("size", [(3, 16, 40), (2, 40, 16), (1, 24, 24)])
