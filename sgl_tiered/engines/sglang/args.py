@@ -401,7 +401,7 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[int],  # noqa: UP045
         Arg(
             help="How many queries of a pass of a prefill are asked at most what they "
-            "read, 128 or more; default 2048. Of a longer pass a sample is."
+            "read, 128 or more; default 512. Of a longer pass a sample is."
         ),
         _NS,
     ] = None

@@ -30,8 +30,10 @@ KEEP_FAULT = "keep"
 """Word of ``--tiered-fault-corrupt`` that keeps the wrong tokens."""
 DEFAULT_KEEP = 0.5
 DEFAULT_POLICY = "car"
-DEFAULT_QUERIES = 2048
-"""All of a chunk of the usual size."""
+DEFAULT_QUERIES = 512
+"""Of 2,048 new tokens (one layer, 8 heads of 64, one thread of a busy machine) asking
+all took 1.8 times as long as their attention, 512 of them 0.4 times, 128 0.2 times. Of
+the half that all rank best, on random keys, 512 found 96 %, and 128 78 %."""
 MIN_QUERIES = 128
 
 
