@@ -27,6 +27,8 @@ def draw(figures: Figures, path: Path) -> None:
         ("recall_ratio", "recall over dense", 1.0),
     )
     for axis, (field, label, scale) in zip(axes, kinds, strict=True):
+        # There are more methods than colours in the usual ten.
+        axis.set_prop_cycle(color=pyplot.get_cmap("tab20").colors)
         for name, points in lines.items():
             ordered = sorted(points, key=lambda point: point.bytes_ratio)
             axis.plot(
