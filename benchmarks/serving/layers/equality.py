@@ -70,7 +70,7 @@ REFERENCE_POOL_TOKENS = 65_536
 RUNNING = 8
 """Requests in a decode step at most; waves are larger, so that later ones join."""
 FLAGS = (*CPU_FLAGS, "--max-running-requests", str(RUNNING), *STEP_FLAGS)
-LEAST_EXACT = 0.7
+LEAST_EXACT = 0.75
 """Of the output tokens of an arm's forced episodes: where a prompt lacks room for its
 layers it is held for a step, and the rest of its wave runs in other batches."""
 LEAST_EXACT_OF_ALL = 0.6
