@@ -186,7 +186,7 @@ class LayerManager:
         counts = np.zeros(len(keys), np.int64)
         for n, key in enumerate(keys):
             if key in self._book:
-                pages = self._book[key].pages
+                pages = self._book.live_pages(self._book[key])
                 away = self._binding.on_host[:, pages]
                 counts[n] = np.count_nonzero(
                     away & (self._binding.device[:, pages] < 0)
@@ -216,7 +216,7 @@ class LayerManager:
         """
         record = self._book[key]
         self._book.retain(record, record.retained | layers)
-        away = self._binding.device[:, record.pages] < 0
+        away = self._binding.device[:, self._book.live_pages(record)] < 0
         return int(np.count_nonzero(away & layers[:, None]))
 
     def missing(self, key: Hashable) -> int:
@@ -518,7 +518,7 @@ class LayerManager:
 
     def _full_pages(self, record: RequestRecord) -> Int64s:
         num_full = record.num_tokens // self._page_tokens
-        return record.pages[:num_full]
+        return self._book.live_pages(record, num_full)
 
     def _clear(self, pages: Int64s) -> None:
         """Wait for copies that still use these pages, and forget their KV."""

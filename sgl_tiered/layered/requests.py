@@ -126,9 +126,18 @@ class RequestBook:
         self._turn_to(record, np.asarray(request.pages, np.int64))
         return record
 
+    def live_pages(self, record: RequestRecord, count: int | None = None) -> Int64s:
+        """Return int64 [n], those of a request's first ``count`` pages it still has.
+
+        After its last forward the tree may have given it others for what somebody else
+        had computed. Those freed then may hold another request's tokens by now.
+        """
+        pages: Int64s = record.pages[:count][self._live(record)[:count]]
+        return pages
+
     def retain(self, record: RequestRecord, retained: Bools) -> None:
         """Change the layers that a request wants kept."""
-        live = record.pages[self._live(record)]
+        live = self.live_pages(record)
         self._add(live, retained & ~record.retained, 1)
         self._add(live, record.retained & ~retained, -1)
         record.retained = retained.copy()
@@ -152,7 +161,7 @@ class RequestBook:
         users = np.zeros_like(self.users)
         keep = np.zeros_like(self.keep)
         for record in self._records.values():
-            live = record.pages[self._live(record)]
+            live = self.live_pages(record)
             np.add.at(users, live, 1)
             keep[np.ix_(record.retained, live)] += 1
         assert np.array_equal(users, self.users), "users are miscounted"
@@ -179,7 +188,7 @@ class RequestBook:
         record.epochs = self._binding.epoch[pages]
 
     def _leave(self, record: RequestRecord) -> None:
-        live = record.pages[self._live(record)]
+        live = self.live_pages(record)
         self.users[live] -= 1
         self._add(live, record.retained, -1)
 

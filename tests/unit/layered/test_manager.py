@@ -389,6 +389,30 @@ def test_a_refusal_beside_a_lost_request_names_the_right_one(
     assert plan.refused == (2,)
 
 
+def test_pages_that_a_waiting_request_lost_are_left_alone(
+    make: Callable[..., Pool],
+) -> None:
+    """The tree gave it others for them, and a decoder writes to one of them by now."""
+    pool = make()
+    first, waiting = prompt("a", range(2)), prompt("b", range(4, 6), EVERYTHING)
+    pool.run(first, waiting)
+    pool.settle()
+    pool.manager.freed(waiting.pages)
+    begun = np.array([4], np.int64)
+    pool.run(PassRequest("c", begun, 0, 1, NOTHING))
+    pool.copier.step_by_step()
+    manager = pool.manager
+    assert manager.release("b", EVERYTHING) == 0
+    assert manager.hold("b", EVERYTHING) == manager.missing("b") == 0
+    assert manager.away(["b"]).tolist() == [0]
+    assert manager.pull("b") == 0
+    pool.run(PassRequest("c", begun, 1, 1))
+    pool.copier.let_all_go()
+    pool.settle()
+    assert is_written(pool, range(4, 5))
+    manager.check()
+
+
 def test_close_during_a_forward_ends_it(make: Callable[..., Pool]) -> None:
     """As one that broke off: no copy is left, and no page of it has KV."""
     pool = make()
