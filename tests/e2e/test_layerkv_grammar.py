@@ -82,9 +82,12 @@ SCHEMA = {
 }
 PENALTIES = (
     {"frequency_penalty": 0.6},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.4},
-    {"min_new_tokens": 8, "frequency_penalty": 1.1},
+    {"repetition_penalty": 1.3},
+    {"min_new_tokens": 8, "presence_penalty": 0.4},
 )
+"""Each has one that changes logits. SGLang keeps the kinds in a set and applies them in
+its order, another one in each process: a request with two differs from itself.
+"""
 
 
 @dataclass(frozen=True)
