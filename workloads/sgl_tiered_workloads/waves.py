@@ -4,7 +4,8 @@ A *wave* goes out as one HTTP request, when the server is idle: SGLang's schedul
 receives it in one message, and which of its requests a step computes follows from their
 lengths and from ``--max-running-requests`` alone, not from time. So prompts join while
 others decode, and still each step is the same on two servers, unless one of them lacks
-room. `steps.py` tells from the logs whether it was so.
+room. `steps.py` tells from the logs whether it was so. Where all comes from a tier
+below, no two requests of a wave begin alike: one would wait for the other's load.
 
 An *episode* is a few waves on an emptied cache. Later requests repeat earlier ones,
 lengthen what was answered, or branch off in the middle. All is drawn from a seed.
@@ -397,6 +398,8 @@ class _Drawer:
         self._num_drawn = 0
         # By key, how much of it a later request may begin with.
         self._before: dict[str, int] = {}
+        # By key, the request whose first page it begins with.
+        self._root: dict[str, str] = {}
         self._num_waves = 0
 
     def between(self, ends: tuple[int, int]) -> int:
@@ -408,17 +411,24 @@ class _Drawer:
         mix = self._mix
         size = self.between(mix.wave_size)
         long_at = self.between((0, 2 * size - 1)) if mix.long is not None else -1
+        drops = self._num_waves > 0 and self.between((0, 2)) == 0
         # Prompts of neighbours can be shared while they are computed.
         reach = dict(self._before)
         requests = []
         for place in range(size):
             one = self._long() if place == long_at else self._request(reach)
             requests.append(one)
+            self._root[one.key] = one.key
+            if one.base_tokens >= mix.page_tokens:
+                self._root[one.key] = self._root[one.base]
             reach[one.key] = one.prompt_tokens
+            if drops and not mix.num_doomed:
+                # Else it would wait for as long as another's load of its pages takes.
+                root = self._root[one.key]
+                reach = {k: n for k, n in reach.items() if self._root[k] != root}
             if place != long_at:
                 self._before[one.key] = one.prompt_tokens + one.max_new_tokens - 1
         doomed = [self._doomed(reach) for _ in range(self.between((0, mix.num_doomed)))]
-        drops = self._num_waves > 0 and self.between((0, 2)) == 0
         self._num_waves += 1
         return Wave(tuple(requests), tuple(doomed), drops)
 

@@ -123,6 +123,24 @@ def test_only_doomed_requests_make_an_episode_free() -> None:
     assert not Episode((Wave((request,)), Wave((request,), (request,)))).is_forced
 
 
+def test_no_two_of_a_forced_wave_load_the_same_pages() -> None:
+    """One would wait for the other's load; beside doomed ones that happens."""
+    alike = {True: 0, False: 0}
+    for episode in EPISODES + [
+        draw_episode(MIX, np.random.default_rng(seed), "e") for seed in range(30)
+    ]:
+        runs = asyncio.run(
+            run_waves(FakeServer().as_server, FakeServer().as_client, episode, 0)
+        )
+        for wave, run in zip(episode.waves, runs, strict=True):
+            prompts = [one.prompt for one in run.records if len(one.prompt) >= 16]
+            pairs = len(prompts) - len({prompt[:16] for prompt in prompts})
+            if wave.drops_device:
+                alike[episode.is_forced] += pairs
+            assert len(wave.requests) == len(run.records)
+    assert alike[True] == 0 < alike[False]
+
+
 @pytest.mark.parametrize("episode", EPISODES[:8])
 def test_the_second_server_gets_the_prompts_of_the_first(episode: Episode) -> None:
     """Prompts that hold answers are those that were answered, on both servers."""
