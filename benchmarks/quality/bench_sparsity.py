@@ -73,13 +73,18 @@ def records_of(
     selections: Mapping[str, Selection],
     curves: HeldCurves,
     codecs: Mapping[str, Codec],
+    num_dense_only: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a record per case and method."""
+    """Yield a record per case and method; the last cases are scored densely only."""
     for number, case in enumerate(cases):
         about = {"kind": case.kind, "case": number, "num_prefix": case.num_prefix}
         if case.kind == "recall":
             about["distance"] = case.distance
-        scores = measure(model, case, methods, selections, curves, codecs)
+        if number < len(cases) - num_dense_only:
+            scores = measure(model, case, methods, selections, curves, codecs)
+        else:
+            about["is_dense_only"] = True
+            scores = measure(model, case, [DENSE], {})
         for method, score in scores:
             yield about | dataclasses.asdict(method) | score.to_json()
         print(f"{number + 1} of {len(cases)} cases", file=sys.stderr, flush=True)
@@ -109,6 +114,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--questions", type=int, default=25, help="per distance")
     parser.add_argument(
+        "--dense-questions",
+        type=int,
+        default=120,
+        help="per distance, those included; the others are asked of the dense prefix",
+    )
+    parser.add_argument(
         "--split", choices=("development", "evaluation"), default="evaluation"
     )
     parser.add_argument("--selections", nargs="+", default=list(SELECTIONS))
@@ -124,6 +135,7 @@ def arguments() -> argparse.Namespace:
     args.part = args.part or list(PARTS)
     if args.quick:
         args.texts, args.questions = min(args.texts, 2), min(args.questions, 1)
+        args.dense_questions = min(args.dense_questions, 2)
     return args
 
 
@@ -178,8 +190,10 @@ def measure_quality(args: argparse.Namespace) -> dict[str, Any]:
     model = Llama.load(args.model)
     source = source_of(args)
     texts = source.texts(args.split, args.texts, NUM_PREFIX, NUM_AFTER)
-    asked = source.recalls(args.split, args.questions, NUM_PREFIX, DISTANCES)
+    num_asked = max(args.questions, args.dense_questions)
+    asked = source.recalls(args.split, num_asked, NUM_PREFIX, DISTANCES)
     cases: list[Case] = [*texts, *asked]
+    num_dense_only = (num_asked - args.questions) * len(DISTANCES)
     rng = np.random.default_rng(0)
     selections = {name: make_selection(name, rng) for name in args.selections}
     curves = curves_of(args, model, source)
@@ -191,7 +205,9 @@ def measure_quality(args: argparse.Namespace) -> dict[str, Any]:
     methods = methods_of(args.selections, args.shares, args.encodings)
     records = []
     with (args.out / "records.jsonl").open("w") as file:
-        for record in records_of(model, cases, methods, selections, curves, codecs):
+        for record in records_of(
+            model, cases, methods, selections, curves, codecs, num_dense_only
+        ):
             file.write(json.dumps(record) + "\n")
             records.append(record)
     figures = figures_of(records)
@@ -201,7 +217,8 @@ def measure_quality(args: argparse.Namespace) -> dict[str, Any]:
     return headline(figures) | {
         "split": args.split,
         "num_texts": len(texts),
-        "num_questions": len(cases) - len(texts),
+        "num_questions": len(cases) - len(texts) - num_dense_only,
+        "num_dense_questions": len(cases) - len(texts),
         "problems": problems_of(figures),
     }
 

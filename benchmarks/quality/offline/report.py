@@ -67,19 +67,25 @@ class Figures:
 
 
 def figures_of(records: Iterable[Record]) -> Figures:
-    """Return the figures; every method has scored every case, or it raises KeyError."""
+    """Return the figures; every method has scored every case, or it raises KeyError.
+
+    But those that only the dense prefix was to score: they count for dense recall.
+    """
+    by_distance = defaultdict(list)
     cases: dict[str, dict[Key, dict[int, Record]]] = {
         "text": defaultdict(dict),
         "recall": defaultdict(dict),
     }
     for record in records:
+        if record["kind"] == "recall" and record["selection"] == DENSE[0]:
+            if record["encoding"] == DENSE[2]:
+                by_distance[record["distance"]].append(float(record["is_right"]))
+            if record.get("is_dense_only"):
+                continue
         key = record["selection"], record["keep_share"], record["encoding"]
         cases[record["kind"]][key][record["case"]] = record
     texts, recalls = cases["text"], cases["recall"]
     dense_texts, dense_recalls = texts.get(DENSE, {}), recalls.get(DENSE, {})
-    by_distance = defaultdict(list)
-    for record in dense_recalls.values():
-        by_distance[record["distance"]].append(float(record["is_right"]))
     points = {}
     for key in dict.fromkeys([*texts, *recalls]):
         text = _pairs(texts.get(key, {}), dense_texts)

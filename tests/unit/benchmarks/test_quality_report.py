@@ -196,6 +196,19 @@ def test_the_last_line_says_what_was_missed_and_who_was_better() -> None:
     json.dumps(found, allow_nan=False)
 
 
+def test_more_questions_may_be_asked_of_the_dense_prefix_only() -> None:
+    """They count for dense recall only; no others may be left out."""
+    found = records()
+    dense = [one for one in found if one["selection"] == "dense"]
+    more = next(one for one in dense if one["is_right"] is False)
+    alone = more | {"case": 99, "is_dense_only": True, "is_right": True}
+    before, after = figures_of(found), figures_of([*found, alone])
+    assert after.points == before.points
+    assert after.dense_recall[more["distance"]] > before.dense_recall[more["distance"]]
+    with pytest.raises(KeyError):
+        figures_of([*found, alone | {"is_dense_only": False}])
+
+
 def test_the_best_encoding_of_a_quarter_is_named() -> None:
     """Of those that are small enough."""
     more = [
