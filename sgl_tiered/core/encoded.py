@@ -11,10 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from sgl_tiered.core.ids import Encoding
 from sgl_tiered.core.layout import PageLayout
 
-__all__ = ["LEVELS", "EncodedLayout", "encoded_layout"]
+__all__ = ["LEVELS", "EncodedLayout", "encoded_layout", "kept_bytes"]
+
+Bools = npt.NDArray[np.bool_]
+Int64s = npt.NDArray[np.int64]
 
 LEVELS = {256: 16, 16: 8, 11: 7, 8: 6}
 """Steps that a number is rounded to, and the bits that two numbers take: two of 11
@@ -214,3 +220,18 @@ def encoded_layout(
         return of((256, 256))
     choices = [of(levels) for levels in _INT4_LEVELS]
     return next((c for c in choices if c.bits <= 4), choices[-1])
+
+
+def kept_bytes(layout: EncodedLayout, kept: Bools) -> Int64s:
+    """Return int64 [n], the bytes that decoding some tokens of encoded pages reads.
+
+    Args:
+        layout: of the pages.
+        kept: bool [num_layers, n, page_tokens].
+    """
+    num_groups = layout.page_tokens // layout.key_group
+    grouped = kept.reshape(*kept.shape[:2], num_groups, layout.key_group)
+    tokens = grouped.sum(axis=(0, 2, 3))
+    groups = grouped.any(axis=3).sum(axis=(0, 2))
+    count: Int64s = tokens * layout.single_token_bytes + groups * layout.shared_bytes
+    return count

@@ -22,8 +22,11 @@ Int64s = npt.NDArray[np.int64]
 _TAIL = 64
 _RUN = 32
 """Queries in a row: the keys are turned to float32 once for each run."""
-_MAX_READS = 60_000.0
+_MOST = np.float32(60_000.0)
 """Below the largest float16; more queries say nothing new."""
+_MEAN_UNIT = np.float32(1 / 256)
+"""Of the means in float16: most tokens of a long prompt get a 1e-5 or less, where
+float16 has but a few steps left. The largest mean is a KV head's query heads."""
 _FIRST_CAPACITY = 256
 
 
@@ -201,8 +204,9 @@ class PageMass:
         places = self._place_of[rows]
         # Among those that had to go there may be some of these.
         stays = places >= 0
-        values = np.concatenate([np.nan_to_num(mean), reads[:, None]], axis=1)
-        paged = np.minimum(values, _MAX_READS).reshape(*values.shape[:2], len(rows), -1)
+        means = np.nan_to_num(mean) / _MEAN_UNIT
+        values = np.concatenate([means, reads[:, None]], axis=1)
+        paged = np.minimum(values, _MOST).reshape(*values.shape[:2], len(rows), -1)
         self._kept[places[stays]] = paged.transpose(2, 0, 1, 3)[stays]
 
     def get(self, rows: Int32s) -> tuple[Float32s, Float32s]:
@@ -217,7 +221,7 @@ class PageMass:
             kept = self._kept[places[known]].astype(np.float32)
             found[:, :, known] = kept.transpose(1, 2, 0, 3)
         flat = found.reshape(num_layers, num_parts, -1)
-        mean, reads = flat[:, :-1], flat[:, -1]
+        mean, reads = flat[:, :-1] * _MEAN_UNIT, flat[:, -1]
         np.copyto(mean, np.nan, where=reads[:, None] <= 0.0)
         return mean, reads
 

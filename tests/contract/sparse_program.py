@@ -461,6 +461,100 @@ def settings() -> dict[str, Any]:
     }
 
 
+class Broken:
+    """One request whose load is under way, and may break."""
+
+    def __init__(self) -> None:
+        from sgl_tiered.engines.sglang.sparse.report import SparseLoad
+
+        self.bench = bench = Bench("python", 0)
+        tree, rows = bench.tree, bench.rows
+        self.lands = True
+        self.told: list[tuple[SparseLoad, ...]] = []
+        report = SimpleNamespace(load_s=0, stall_s=0, add_copies=id)
+        sparse = tree.tiered.sparse
+        tree._tiered = SimpleNamespace(
+            sparse=sparse,
+            transfers=SimpleNamespace(landed=lambda ticket: self.lands),
+            metrics=SimpleNamespace(add=lambda *args: None),
+            cache=SimpleNamespace(known_pages=lambda digest, tokens: self.known),
+            coordinator=SimpleNamespace(
+                state=lambda rid: SimpleNamespace(digest=b"", report=report),
+                landed=id,
+                settle=lambda state, landed: None,
+            ),
+            note_sparse=lambda rid, *loads: self.told.append(loads),
+        )
+        self.known = np.array([5], np.int32)
+        self.slots = torch.cat(
+            [
+                bench.allocator.alloc(PAGE),
+                bench.allocator.alloc_kept(2 * PAGE, [np.array([1, 6])] * LAYERS),
+                bench.allocator.alloc(PAGE),
+            ]
+        )
+        tree.req_to_token_pool = SimpleNamespace(req_to_token=self.slots[None])
+        self.req = SimpleNamespace(
+            rid="r",
+            extra_key="tiered-lossy|",
+            kv=SimpleNamespace(req_pool_idx=0),
+            full_untruncated_fill_ids=array("q", range(len(self.slots))),
+        )
+        self.batch = SimpleNamespace(
+            reqs=[self.req], prefix_lens=[3 * PAGE], extend_lens=[PAGE]
+        )
+        self.load = SparseLoad(2 * PAGE, [2] * LAYERS, 10, 40, "car")
+        self.rows = rows
+
+    def run(self) -> bool:
+        """Run the pass of the load, in which queries read what lies in its slots."""
+        tree, book = self.bench.tree, self.bench.pool.gauge.every
+        tree._chosen["r"], tree._in_flight = self.load, [self.req]
+        tree._spans["r"] = (PAGE, 3 * PAGE)
+        tree._ticket = SimpleNamespace(stall_s=0.0, seconds=0.0, moved={}, failed="it")
+        slots = self.slots.numpy()
+        ones = np.ones(len(slots), np.float32)
+        # What is known of the first page is kept beside the table.
+        book.slots.add(0, slots[:PAGE], np.stack([ones[:PAGE]] * 2), ones[:PAGE])
+        self.bench.pool.gauge.keep(self.known, slots[:PAGE])
+        book.slots.add(0, slots, np.stack([9 * ones] * 2), ones)
+        return bool(tree.repair_loads(None, self.batch))
+
+    def end(self) -> None:
+        """End the pass."""
+        self.bench.tree.finish_external_linker_loads(self.batch.reqs)
+
+
+def broken_loads() -> dict[str, Any]:
+    """Let loads land and break; say what is told of them, and of attention."""
+    from sgl_tiered.engines.sglang import cache
+
+    one = Broken()
+    for _ in range(2):
+        assert not one.run()
+        one.end()
+    found: dict[str, Any] = {
+        "landed": [both.as_dict()["tokens_loaded"] for both in one.told[-1]],
+        "landed_loads": len(one.told),
+    }
+    one = Broken()
+    one.lands = False
+
+    def compute(runner: Any, batch: Any, spans: Any) -> int:
+        (span,) = spans
+        slots = one.slots.numpy()
+        found["lacking"] = int(one.rows.num_rows_lacking(slots[::PAGE] // PAGE))
+        mean, reads = one.bench.pool.gauge.every.slots.read(slots)
+        found["reads"] = reads[0].tolist()
+        found["mean"] = mean[0, 0, :PAGE].tolist()
+        return int(span.end - span.begin)
+
+    cache.compute_missing = compute
+    assert one.run()
+    one.end()
+    return found | {"broken_loads": len(one.told)}
+
+
 if __name__ == "__main__":
     from sglang.srt.runtime_context import get_parallel
 
@@ -470,5 +564,6 @@ if __name__ == "__main__":
     told: dict[str, Any] = {name: story(name) for name in ("rust", "python")}
     told["dishonest"] = broken_promise()
     told["pool"] = settings()
+    told["broken"] = broken_loads()
     told["slots"] = slot_by_slot(Bench("python", 1).allocator, 0)
     print(json.dumps(told))

@@ -53,3 +53,20 @@ def test_rows_take_and_give_what_is_written(told):
     assert pool["found"] == [True] * 3
     assert "no row" in pool["refused"]
     assert pool["bytes"] <= pool["plain_bytes"]
+
+
+def test_a_load_is_told_of_once_it_has_landed(told):
+    """Two of one request as one of both; one that broke was computed, and is none."""
+    broken = told["broken"]
+    assert broken["landed_loads"] == 2
+    # Of itself, and with the one before.
+    assert broken["landed"] == [8, 16]
+    assert broken["broken_loads"] == 0
+
+
+def test_attention_over_a_broken_load_is_forgotten(told):
+    """Of its slots nothing is known, of the page before what was known before."""
+    broken = told["broken"]
+    assert broken["lacking"] == 0
+    assert broken["reads"] == [1.0] * 4 + [0.0] * 12
+    assert broken["mean"] == [1.0] * 4

@@ -17,8 +17,11 @@ from sgl_tiered_workloads.sessions import random_tokens
 from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
+from sgl_tiered.cli import main as cli
 from sgl_tiered.policies.sparsity.profile import FRACTIONS, SparsityProfile
-from tests.e2e.e2e_support import Case, drop, edge, settle, stats
+from sgl_tiered.policies.sparsity.solver import HeldCurves, ratios_for_quality
+from sgl_tiered.sparse.keep import RECENT, SINKS
+from tests.e2e.e2e_support import PATIENCE_S, Case, drop, edge, settle, stats
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
@@ -321,3 +324,87 @@ def test_a_profile_gives_each_layer_its_share(profiled, plain):
     state = stats(profiled)["sparsity"]
     assert state["policy"] == "car"
     np.testing.assert_allclose(state["kept_share_by_layer"], shares, atol=0.01)
+
+
+BUDGET = 0.2
+"""Of the long-range attention, what may be lost by the measured profile."""
+
+
+@pytest.fixture(scope="module")
+def profile_file(servers, model, tmp_path_factory):
+    """A profile that ``sgl-tiered profile`` has measured on a server of the model."""
+    folder = tmp_path_factory.mktemp("profile")
+    server = servers.get(
+        tiered_spec(CASE.device(model, POOL_TOKENS), Tiers(64 * MB), "to-profile")
+    )
+    lines, out = folder / "prompts.jsonl", folder / "measured.json"
+    lines.write_text("".join(f"{json.dumps(tokens)}\n" for tokens in prompts(7)))
+    flags = ["--url", server.url, "--prompts", str(lines), "--out", str(out)]
+    assert cli.main(["profile", *flags]) == 0
+    servers.stop()
+    return out
+
+
+@pytest.fixture
+def measured(servers, model, profile_file):
+    """A server that was given this file, and whose host tier breaks on order."""
+    flags = (
+        f"--tiered-sparsity-profile={profile_file}",
+        f"--tiered-sparsity-budget={BUDGET}",
+    )
+    env = {"SGL_TIERED_ALLOW_FAULTS": "1"}
+    return sparse_server(servers, model, "sparse-measured", *flags, env=env)
+
+
+def test_a_measured_profile_is_kept_to(plain, profile_file, measured):
+    """Each layer keeps what the solver asks for by the file; who refuses, all."""
+    profile = SparsityProfile.load(profile_file)
+    assert len(profile.fingerprint) == 32, "it is compared with the server's model"
+    curves = HeldCurves.of_profile(profile)
+    wanted = ratios_for_quality(curves, BUDGET, (SINKS + RECENT) / PREFIX)
+    print("wanted:", wanted)
+    assert np.ptp(wanted) > 0.05, "the layers have to differ for this to say anything"
+
+    assert two_turns(measured, "refuse")[:2] == plain
+    state = stats(measured)
+    assert state["counters"]["sparsity_loads"] == 0
+    first, _, metas = two_turns(measured, "allow")
+    assert first == plain[0], "nothing was dropped yet"
+    state = stats(measured)
+    told = [meta["tiered"][0]["sparsity"] for meta in metas]
+    for shares in (
+        state["sparsity"]["kept_share_by_layer"],
+        *(load["kept_share_by_layer"] for load in told),
+    ):
+        # A token more or less of a layer: shares are rounded to whole tokens.
+        np.testing.assert_allclose(shares, wanted, atol=1.5 / PREFIX)
+    counters = state["counters"]
+    assert counters["sparsity_loads"] == NUM_PROMPTS
+    for name in ("rows_dropped", "bytes_saved"):
+        assert counters[f"sparsity_{name}"] == sum(load[name] for load in told) > 0
+
+
+def test_a_load_that_breaks_is_computed_whole(plain, measured):
+    """With plain's answer, all rows, and no word of dropped tokens; then as before."""
+    tokens, answer = prompts(1)[0], plain[1][0]
+    measured.flush_cache()
+    generate(measured, tokens[:PREFIX], "allow")
+    drop(measured, "device")
+    before = stats(measured)["counters"]
+    measured.post("/tiered/faults?emulate=host:fault=error/load", {}, PATIENCE_S)
+    try:
+        told, meta = generate(measured, tokens, "allow")
+    finally:
+        measured.post("/tiered/faults?emulate=", {}, PATIENCE_S)
+    assert told == answer
+    assert "sparsity" not in meta["tiered"][0]
+    state = settle(measured)
+    repaired = state["counters"]["tokens_repaired"]
+    assert repaired - before.get("tokens_repaired", 0) == PREFIX
+    assert state["counters"]["sparsity_loads"] == before["sparsity_loads"]
+    assert state["sparsity"]["rows_dropped"] == 0
+    drop(measured, "device")
+    meta = generate(measured, tokens, "allow")[1]
+    assert 0.0 < meta["tiered"][0]["sparsity"]["kept_share"] < 1.0
+    drop(measured, "device")
+    assert stats(measured)["sparsity"]["rows_used"] == 0

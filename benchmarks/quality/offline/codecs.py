@@ -11,6 +11,7 @@ from sgl_tiered_kernels import kv_codec
 from sgl_tiered.core import encoded
 from sgl_tiered.core.ids import Encoding
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.policies.sparsity.base import KeepSets
 
 __all__ = ["make_codecs"]
 
@@ -52,8 +53,16 @@ def _codec(encoding: Encoding, shape: LlamaShape, page_tokens: int) -> Codec:
         )
         return key, value
 
-    def bytes_ratio(num_tokens: int) -> float:
+    def bytes_ratio(num_tokens: int, kept: KeepSets | None = None) -> float:
         whole = num_tokens // page_tokens * page_tokens
-        return (whole / layout.ratio + num_tokens - whole) / num_tokens
+        layers = [np.arange(num_tokens)] if kept is None else kept
+        num_bytes = 0
+        for tokens in layers:
+            stored = np.zeros(whole, np.bool_)
+            stored[tokens[tokens < whole]] = True
+            pages = stored.reshape(1, -1, page_tokens)
+            num_bytes += int(encoded.kept_bytes(layout, pages).sum())
+            num_bytes += int((tokens >= whole).sum()) * 2 * layout.token_bytes
+        return num_bytes / (len(layers) * num_tokens * 2 * layout.token_bytes)
 
     return Codec(round_trip, bytes_ratio)

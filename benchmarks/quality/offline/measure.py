@@ -11,7 +11,7 @@ from offline.cases import Case, RecallCase
 from offline.llama import LayerKV, Llama
 from offline.prefix import Prefix, compute_prefix, keep
 
-from sgl_tiered.policies.sparsity.base import Selection
+from sgl_tiered.policies.sparsity.base import KeepSets, Selection
 from sgl_tiered.policies.sparsity.solver import HeldCurves
 
 __all__ = ["DENSE", "Codec", "Method", "Score", "grid", "measure"]
@@ -25,11 +25,13 @@ class Codec:
 
     Attributes:
         round_trip: dense KV of a layer to what a reader gets.
-        bytes_ratio: encoded bytes over raw ones, scales included, of so many tokens.
+        bytes_ratio: encoded bytes over all raw ones, of so many tokens of which these
+            are kept (None: all): what a load of them reads, scales that they share
+            with others included.
     """
 
     round_trip: Callable[[LayerKV], LayerKV]
-    bytes_ratio: Callable[[int], float]
+    bytes_ratio: Callable[[int, KeepSets | None], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +99,21 @@ def measure(
     tokens = torch.from_numpy(case.tokens)
     prefix = compute_prefix(model, tokens[: case.num_prefix], [*selections.values()])
     encoded: dict[str, list[LayerKV]] = {RAW: prefix.kv}
-    ratios = {RAW: 1.0}
+    ratios = {RAW: _raw_ratio}
     for name, codec in (codecs or {}).items():
         encoded[name] = [codec.round_trip(layer) for layer in prefix.kv]
-        ratios[name] = codec.bytes_ratio(prefix.num_tokens)
-    num_layer_tokens = prefix.num_tokens * len(prefix.kv)
+        ratios[name] = codec.bytes_ratio
     for method in methods:
-        kv, num_kept = encoded[method.encoding], num_layer_tokens
+        kv, kept = encoded[method.encoding], None
         if method.selection != DENSE.selection:
             kept = _choose(prefix, selections[method.selection], method, curves)
-            kv, num_kept = keep(kv, kept), sum(map(len, kept))
-        ratio = ratios[method.encoding] * num_kept / num_layer_tokens
+            kv = keep(kv, kept)
+        ratio = ratios[method.encoding](prefix.num_tokens, kept)
         yield method, _score(model, case, kv, ratio)
+
+
+def _raw_ratio(num_tokens: int, kept: KeepSets | None) -> float:
+    return 1.0 if kept is None else sum(map(len, kept)) / (num_tokens * len(kept))
 
 
 def _choose(

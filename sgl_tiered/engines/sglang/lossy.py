@@ -10,7 +10,8 @@ are served without them (`kept_exact`). A request says
     {"custom_params": {"tiered": {"lossy": "allow"}}}
 
 or ``"refuse"``; ``--tiered-lossy-default`` speaks for those that do not. Any other word
-is a refusal. On a server where nothing alters KV there is no mark and nothing changes.
+is a refusal. On a server where nothing alters KV nobody allows it: no mark, but where a
+sender's own key looks like one, since the disk may hold what a former server altered.
 """
 
 from __future__ import annotations
@@ -103,5 +104,5 @@ def kept_exact(req: Any, config: LossySettings) -> bool:
 
 def mark_generation(req: Any, config: LossySettings) -> None:
     """Mark a new request; once, before SGLang first looks its prompt up."""
-    if config.is_lossy:
-        req.extra_key = marked_key(req.extra_key, allows=allows_lossy(req, config))
+    allows = config.is_lossy and allows_lossy(req, config)
+    req.extra_key = marked_key(req.extra_key, allows=allows)

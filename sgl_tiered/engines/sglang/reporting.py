@@ -113,8 +113,10 @@ def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Keep requests that allow lossy KV apart, before anything is looked up."""
     del args, kwargs
     runtime = _tiered(scheduler.tree_cache)
-    if runtime is not None and runtime.config.is_lossy:
-        mark_generation(req, runtime.config)
+    if runtime is None:
+        return
+    mark_generation(req, runtime.config)
+    if runtime.config.is_lossy:
         word = "allow" if is_lossy_key(req.extra_key) else "refuse"
         runtime.metrics.add(f"requests_{word}_lossy")
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from offline.llama import LlamaShape
+
+from sgl_tiered.core.encoded import encoded_layout, kept_bytes
+from sgl_tiered.core.ids import Encoding
+from sgl_tiered.core.layout import PageLayout
 
 SHAPE = LlamaShape(2, 4, 2, 32, 1e-5, 10_000.0)
 
@@ -49,3 +54,19 @@ def test_int4_is_a_quarter(codecs) -> None:
     """Scales included, of long pages."""
     assert codecs["int4"].bytes_ratio(2048) <= 0.3
     assert codecs["int8"].bytes_ratio(2048) <= 0.6
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4"])
+def test_kept_tokens_have_the_bytes_that_a_sparse_load_reads(codecs, name) -> None:
+    """The scales of a page's keys come as a whole, whatever is kept of it."""
+    ratio = codecs[name].bytes_ratio
+    kept = [np.arange(0, 40, 2), np.array([3, 33])]
+    layout = encoded_layout(PageLayout(1, 16, 128), Encoding[name.upper()], 2, 32)
+    pages = np.zeros((2, 2, 16), np.bool_)
+    pages.reshape(2, 32)[0, ::2] = pages[1, 0, 3] = True
+    read = sum(int(kept_bytes(layout, layer[None]).sum()) for layer in pages)
+    # And of the page that is not full, 4 tokens and 1, as they are.
+    assert ratio(40, kept) == pytest.approx((read + 5 * 256) / (2 * 40 * 256))
+    half = ratio(32, [np.arange(0, 32, 2)])
+    assert 0.5 * ratio(32) < half < ratio(32)
+    assert ratio(40, [np.arange(40)] * 2) == pytest.approx(ratio(40))

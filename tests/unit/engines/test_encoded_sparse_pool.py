@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from sgl_tiered_kernels.kv_codec import reference  # noqa: E402
 
-from sgl_tiered.core.encoded import encoded_layout  # noqa: E402
+from sgl_tiered.core.encoded import encoded_layout, kept_bytes  # noqa: E402
 from sgl_tiered.core.ids import Encoding  # noqa: E402
 from sgl_tiered.core.kept import KeptLayout  # noqa: E402
 from sgl_tiered.core.layout import PageLayout  # noqa: E402
@@ -23,7 +23,6 @@ from sgl_tiered.engines.sglang.encoded_pools import EncodedCpuPool  # noqa: E402
 from sgl_tiered.engines.sglang.encoding_errors import SAMPLE_EVERY  # noqa: E402
 from sgl_tiered.engines.sglang.sparse.encoded_device_pool import (  # noqa: E402
     EncodedSparsePool,
-    kept_bytes,
 )
 from sgl_tiered.sparse.rows import RowBinding  # noqa: E402
 

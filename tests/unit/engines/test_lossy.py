@@ -93,9 +93,19 @@ def test_requests_are_marked_where_something_alters_kv():
     mark_generation(other, _settings())
     assert is_lossy_key(req.extra_key)
     assert other.extra_key == "key"
-    plain = _req(allow, "tiered-lossy|")
+    plain = _req(allow, "key")
     mark_generation(plain, _settings(lossy=False))
-    assert plain.extra_key == "tiered-lossy|"
+    assert plain.extra_key == "key"
+
+
+@pytest.mark.parametrize("key", ["tiered-lossy|", "tiered-lossy|key", "tiered-exact|k"])
+def test_a_disk_with_altered_kv_gives_it_to_nobody_who_did_not_allow_it(key):
+    """On a later server too, where nothing alters KV and no word is asked for."""
+    refuses, later = (_req({"tiered": {"lossy": REFUSE}}, key) for _ in range(2))
+    mark_generation(refuses, _settings())
+    mark_generation(later, _settings(lossy=False))
+    assert not is_lossy_key(later.extra_key)
+    assert later.extra_key == refuses.extra_key, "its own pages of before"
 
 
 def test_an_explanation_names_the_other_side_of_the_wall():

@@ -131,6 +131,21 @@ def test_pages_keep_what_was_put_last():
     pages.check()
 
 
+@pytest.mark.parametrize("least", [1e-7, 1e-6, 1e-5, 1e-3, 30.0])
+def test_pages_rank_tokens_as_they_were_put(least):
+    """Of a long prompt most tokens get next to nothing: which got less is known."""
+    pages, rows = PageMass(LAYERS, HEADS, TOKENS, 100), np.array([3], np.int32)
+    mean = np.zeros((LAYERS, HEADS, TOKENS), np.float32)
+    mean[:] = least * (1 + np.arange(TOKENS) / 100)
+    reads = np.full((LAYERS, TOKENS), 9e4, np.float32)
+    pages.put(rows, mean, reads)
+    found, seen = pages.get(rows)
+    assert (np.diff(found, axis=2) > 0).all(), found[0, 0]
+    np.testing.assert_allclose(found, mean, rtol=5e-3)
+    # More say nothing new, and no number is infinite.
+    assert (seen == 6e4).all()
+
+
 def test_pages_never_grow_beyond_their_bound():
     """Random puts and forgets: what is known is what was put last, within the bound."""
     rng = np.random.default_rng(1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_tiered.core.sizes import parse_size
+from sgl_tiered.engines.sglang.own_pool import refuse_with_own_pool
 from sgl_tiered.errors import ConfigError
 
 __all__ = [
@@ -90,28 +91,11 @@ def refuse_with_layerkv(server_args: Any) -> None:
     Raises:
         ConfigError: one sentence that names the other flag.
     """
-    page_size = getattr(server_args, "page_size", None)
-    if page_size is not None and page_size < 2:
-        raise ConfigError(
-            "--tiered-layerkv",
-            "needs pages of several tokens, as layers are placed by pages",
-            "add --page-size 16",
-        )
-    for name, (wanted, remedy) in _NEEDED.items():
-        value = getattr(server_args, name, wanted)
-        if value is not None and value != wanted:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                "--tiered-layerkv", f"does not go with {flag} {value!r} yet", remedy
-            )
-    if getattr(server_args, "device", "cpu") == "cpu" and not getattr(
-        server_args, "disable_overlap_schedule", True
-    ):
-        raise ConfigError(
-            "--tiered-layerkv",
-            "does not go with the overlap schedule yet",
-            "add --disable-overlap-schedule",
-        )
+    refuse_with_own_pool(
+        "--tiered-layerkv",
+        "needs pages of several tokens, as layers are placed by pages",
+        server_args,
+    )
 
 
 def refuse_on_cuda(server_args: Any) -> None:
@@ -175,17 +159,6 @@ def _graphs(server_args: Any, phase: str) -> str:
     switches = ("disable_cuda_graph", f"disable_{phase}_cuda_graph")
     is_off = any(getattr(server_args, name, False) for name in switches)
     return "disabled" if is_off else "default"
-
-
-# What the tiers refuse altogether (HiCache, speculation, other modes) is not here.
-_NEEDED: dict[str, tuple[object, str]] = {
-    "enable_mixed_chunk": (False, "leave that out"),
-    "enable_dynamic_chunking": (False, "leave that out"),
-    "enable_pdmux": (False, "leave that out"),
-    "enable_two_batch_overlap": (False, "leave that out"),
-    "enable_memory_saver": (False, "leave that out"),
-    "prefill_only_disable_kv_cache": (False, "leave that out"),
-}
 
 
 def _choice(settings: Mapping[str, Any], name: str, default: str) -> str:

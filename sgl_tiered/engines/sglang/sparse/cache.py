@@ -50,9 +50,15 @@ class SparseRuntime(TieredRuntime):
         self._num_tokens = 0
         self._num_kept = [0] * sparse.binding.num_layers
 
-    def note_sparse(self, rid: str, load: SparseLoad) -> None:
-        """Note what is left out of a request's load, for its report."""
-        self._loads[rid] = load
+    def note_sparse(self, rid: str, load: SparseLoad, every: SparseLoad) -> None:
+        """Note what was left out of a load that has landed.
+
+        Args:
+            rid: of its request.
+            load: for the counters.
+            every: all such loads of the request as one, for its report.
+        """
+        self._loads[rid] = every
         if len(self._loads) > _MAX_REPORTS:
             self._loads.popitem(last=False)
         for name, value in load.counters().items():
@@ -94,7 +100,9 @@ class SparseRadixCache(TieredRadixCache):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # The parent's constructor calls reset() and asks for sizes.
         self._fresh: dict[str, Int64s] = {}
+        # Loads on their way, and all that came before, by request.
         self._chosen: dict[str, SparseLoad] = {}
+        self._landed: dict[str, SparseLoad] = {}
         self._sparse: SparseParts | None = None
         super().__init__(*args, **kwargs)
         runtime: Any = self.tiered
@@ -130,7 +138,8 @@ class SparseRadixCache(TieredRadixCache):
             loaded = super().init_load_back(params)
         finally:
             self._loading = None
-        self._settle(params.req.rid, is_kept=loaded[0] > 0)
+        if not loaded[0]:
+            self._take_back(params.req.rid)
         return loaded
 
     def resume_split(self, req: Any) -> int:
@@ -141,16 +150,10 @@ class SparseRadixCache(TieredRadixCache):
         finally:
             self._loading = None
 
-    def keep_back(self, req: Any) -> None:
-        """Note that the pass with the back of a split prompt will run."""
-        if req.rid in self._backs:
-            self._settle(req.rid, is_kept=True)
-        super().keep_back(req)
-
     def undo_back(self, req: Any) -> None:
         """Take the back of a split prompt away again: its pass does not run."""
         if req.rid in self._backs:
-            self._settle(req.rid, is_kept=False)
+            self._take_back(req.rid)
         super().undo_back(req)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
@@ -188,14 +191,23 @@ class SparseRadixCache(TieredRadixCache):
             self._chosen[req.rid] = sparse.load_of(pages, kept)
         return slots
 
-    def _settle(self, rid: str, *, is_kept: bool) -> None:
-        """Report a load that will run; forget one whose slots were given back."""
-        chosen = self._chosen.pop(rid, None)
-        if not is_kept:
-            self._fresh.pop(rid, None)
-        elif chosen is not None:
-            runtime: Any = self.tiered
-            runtime.note_sparse(rid, chosen)
+    def _take_back(self, rid: str) -> None:
+        """Forget a load whose slots were given back."""
+        self._chosen.pop(rid, None)
+        self._fresh.pop(rid, None)
+
+    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
+        """End the loads of the batch that just ran, and tell of those that landed."""
+        in_flight, was_repaired = self._in_flight, self._repaired
+        failed = super().finish_external_linker_loads(reqs)
+        for req in in_flight:
+            load = self._chosen.pop(req.rid, None)
+            if load is not None and not failed and not was_repaired:
+                every = load.with_earlier(self._landed.get(req.rid))
+                self._landed[req.rid] = every
+                runtime: Any = self.tiered
+                runtime.note_sparse(req.rid, load, every)
+        return failed
 
     def repair_loads(self, runner: Any, batch: Any) -> bool:
         """Compute what broken loads failed to bring: all of it, in all layers."""
@@ -206,11 +218,26 @@ class SparseRadixCache(TieredRadixCache):
             for index, req in enumerate(batch.reqs):
                 begin, end = self._spans.get(req.rid, (0, 0))
                 end = min(end, batch.prefix_lens[index])
-                firsts = table[req.kv.req_pool_idx, begin : end : self.page_size]
-                if begin < end and not self._make_whole(firsts):
+                if begin >= end:
+                    continue
+                row = table[req.kv.req_pool_idx]
+                if not self._make_whole(row[begin : end : self.page_size]):
                     # Then the batch's requests end with an error.
                     return False
+                num_tokens = batch.prefix_lens[index] + batch.extend_lens[index]
+                self._forget_pass(req, row[:num_tokens])
         return super().repair_loads(runner, batch)
+
+    def _forget_pass(self, req: Any, slots: torch.Tensor) -> None:
+        """Forget what a pass read that ran over slots without their content.
+
+        Of pages that the table knows, what was known before is known again.
+        """
+        gauge, numbers = self._rows.gauge, slots.cpu().numpy().astype(np.int64)
+        gauge.forget(numbers)
+        rows = self._known_rows(req, len(numbers) - len(numbers) % self.page_size)
+        known = numbers[: len(rows) * self.page_size]
+        gauge.write(known, gauge.known(rows))
 
     # -- After a pass ----------------------------------------------------------
 
@@ -229,6 +256,7 @@ class SparseRadixCache(TieredRadixCache):
         """Forget every page in every tier."""
         self._fresh.clear()
         self._chosen.clear()
+        self._landed.clear()
         if self._sparse is not None:
             self._sparse.measured.clear()
         super().reset()
@@ -262,8 +290,8 @@ class SparseRadixCache(TieredRadixCache):
         return state
 
     def _forget(self, rid: str) -> None:
-        self._fresh.pop(rid, None)
-        self._chosen.pop(rid, None)
+        self._take_back(rid)
+        self._landed.pop(rid, None)
         self._rows.measured.discard(rid)
         super()._forget(rid)
 
@@ -343,16 +371,21 @@ class SparseRadixCache(TieredRadixCache):
     def _keep_mass(self, req: Any, num_tokens: int) -> None:
         """Keep beside the table what attention gave to a request's pages so far."""
         num_tokens -= num_tokens % self.page_size
+        known = self._known_rows(req, num_tokens)
+        if len(known):
+            pages = self._pages(req, num_tokens)[: len(known)]
+            sparse = self._rows
+            sparse.gauge.keep(known, sparse.binding.slots(pages))
+
+    def _known_rows(self, req: Any, num_tokens: int) -> npt.NDArray[np.int32]:
+        """Return the table's rows of a request's leading pages that have one."""
         state = self.tiered.coordinator.state(req.rid)
-        if state is None or not num_tokens:
-            return
-        tokens = plain_tokens(req.full_untruncated_fill_ids, num_tokens)
-        if tokens is None:
-            return
-        known = self.tiered.cache.known_pages(state.digest, tokens)
-        pages = self._pages(req, num_tokens)[: len(known)]
-        sparse = self._rows
-        sparse.gauge.keep(known, sparse.binding.slots(pages))
+        tokens = None
+        if state is not None and num_tokens:
+            tokens = plain_tokens(req.full_untruncated_fill_ids, num_tokens)
+        if state is None or tokens is None:
+            return np.zeros(0, np.int32)
+        return self.tiered.cache.known_pages(state.digest, tokens)
 
     def _pages(self, req: Any, num_tokens: int) -> Int64s:
         """Return the device pages of a request's leading tokens."""

@@ -16,35 +16,19 @@ import numpy as np
 import numpy.typing as npt
 from sgl_tiered_kernels import kv_codec
 
-from sgl_tiered.core.encoded import EncodedLayout
+from sgl_tiered.core.encoded import EncodedLayout, kept_bytes
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.encoded_pools import as_numbers
 from sgl_tiered.engines.sglang.encoding_errors import EncodingErrors, Page
 from sgl_tiered.engines.sglang.sparse.device_pool import SparseDevicePool
 
-__all__ = ["EncodedSparsePool", "kept_bytes"]
+__all__ = ["EncodedSparsePool"]
 
-Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
 _BATCH_PAGES = 8
 """Pages whose rows are put together before they are encoded: they stay in the cache."""
-
-
-def kept_bytes(layout: EncodedLayout, kept: Bools) -> Int64s:
-    """Return int64 [n], the bytes that decoding some tokens of encoded pages reads.
-
-    Args:
-        layout: of the pages.
-        kept: bool [num_layers, n, page_tokens].
-    """
-    num_groups = layout.page_tokens // layout.key_group
-    grouped = kept.reshape(*kept.shape[:2], num_groups, layout.key_group)
-    tokens = grouped.sum(axis=(0, 2, 3))
-    groups = grouped.any(axis=3).sum(axis=(0, 2))
-    count: Int64s = tokens * layout.single_token_bytes + groups * layout.shared_bytes
-    return count
 
 
 class EncodedSparsePool(SparseDevicePool):

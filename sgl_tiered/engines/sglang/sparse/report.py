@@ -1,9 +1,9 @@
-"""What was left out of one load, for its request's report and the counters."""
+"""What was left out of loads, for a request's report and the counters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_tiered.core.ids import Encoding
@@ -15,7 +15,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True, slots=True)
 class SparseLoad:
-    """One load.
+    """One load, or all of a request.
 
     Attributes:
         num_tokens: of its pages.
@@ -37,6 +37,19 @@ class SparseLoad:
     def rows_dropped(self) -> int:
         """Tokens that were left out, summed over the layers."""
         return len(self.kept) * self.num_tokens - sum(self.kept)
+
+    def with_earlier(self, other: SparseLoad | None) -> SparseLoad:
+        """Return this load and an earlier one of the same request as one."""
+        if other is None:
+            return self
+        kept = zip(self.kept, other.kept, strict=True)
+        return replace(
+            self,
+            num_tokens=self.num_tokens + other.num_tokens,
+            kept=[mine + theirs for mine, theirs in kept],
+            num_bytes=self.num_bytes + other.num_bytes,
+            whole_bytes=self.whole_bytes + other.whole_bytes,
+        )
 
     def counters(self) -> dict[str, int]:
         """Return what the load adds to the counters."""

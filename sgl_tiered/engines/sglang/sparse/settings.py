@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_tiered.engines.sglang.own_pool import refuse_with_own_pool
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.sparsity.profile import SparsityProfile
 from sgl_tiered.policies.sparsity.registry import SELECTIONS
@@ -154,34 +155,16 @@ def refuse_with_sparsity(server_args: Any) -> None:
     Raises:
         ConfigError: one sentence that names the other flag.
     """
-    page_size = getattr(server_args, "page_size", None)
-    if page_size is not None and page_size < 2:
-        raise ConfigError(
-            "--tiered-sparsity",
-            "needs pages of several tokens, of which it drops some",
-            "add --page-size 16",
-        )
+    refuse_with_own_pool(
+        "--tiered-sparsity",
+        "needs pages of several tokens, of which it drops some",
+        server_args,
+    )
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         raise ConfigError(
             "--tiered-sparsity",
             "does not go with --tp-size above 1 yet",
             "leave one of the two out",
-        )
-    for name, (wanted, remedy) in _NEEDED.items():
-        value = getattr(server_args, name, wanted)
-        if value is not None and value != wanted:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                "--tiered-sparsity", f"does not go with {flag} {value!r} yet", remedy
-            )
-    # Where no device is named, the CPU platform switches it off.
-    if getattr(server_args, "device", "cpu") == "cpu" and not getattr(
-        server_args, "disable_overlap_schedule", True
-    ):
-        raise ConfigError(
-            "--tiered-sparsity",
-            "does not go with the overlap schedule yet",
-            "add --disable-overlap-schedule",
         )
 
 
@@ -197,16 +180,6 @@ def refuse_device(device: str) -> None:
         )
 
 
-# Attention and the table of rows are ours on the CPU platform only, and what moves KV
-# behind the scheduler's back was not tried. Speculation the tiers refuse themselves.
-_NEEDED: dict[str, tuple[object, str]] = {
-    "enable_mixed_chunk": (False, "leave that out"),
-    "enable_dynamic_chunking": (False, "leave that out"),
-    "enable_pdmux": (False, "leave that out"),
-    "enable_two_batch_overlap": (False, "leave that out"),
-    "enable_memory_saver": (False, "leave that out"),
-    "prefill_only_disable_kv_cache": (False, "leave that out"),
-}
 _NOT_WITH: dict[str, tuple[object, str]] = {
     "layerkv": ("on", "leave one of the two out"),
     "write_policy": ("on-evict", "use write-through or selective"),
