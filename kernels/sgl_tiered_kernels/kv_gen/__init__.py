@@ -102,7 +102,7 @@ def _check(
         raise ValueError(
             f"k_out has {k_out.shape[0]} slots, and v_out {v_out.shape[0]}"
         )
-    count = rows.numel()
+    count = int(rows.numel())
     check_rows("rows", rows, count, acts.shape[0], device)
     check_rows("slots", slots, count, k_out.shape[0], device)
     return count
