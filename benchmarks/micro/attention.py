@@ -12,15 +12,12 @@ of one thread instead of wall time.
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from _timing import interleaved, start_clock, timing_options, timing_record
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -58,7 +55,7 @@ CASES = [
 class Bench:
     """One pool, the layers over it, and both backends."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
         gen = torch.Generator().manual_seed(0)
         self.pool = MHATokenToKVPool(
@@ -131,13 +128,11 @@ class Bench:
         difference = apart.abs().max().item()
         if difference > 0.02:
             raise SystemExit(f"{case.name}: outputs differ by {difference}")
-        seconds: dict[str, list[float]] = {"ours": [], "stock": []}
-        for _ in range(repeats):
-            for name, backend in (("ours", self.ours), ("stock", self.stock)):
-                began = self.clock()
-                self.forward(backend, case, forward, qkv)
-                seconds[name].append(self.clock() - began)
-        ours, stock = map(statistics.median, seconds.values())
+        jobs = {
+            "ours": lambda: self.forward(self.ours, case, forward, qkv),
+            "stock": lambda: self.forward(self.stock, case, forward, qkv),
+        }
+        ours, stock = interleaved(jobs, repeats, self.clock).values()
         return {
             "case": case.name,
             "ours_ms": round(ours * 1e3, 2),
@@ -149,15 +144,9 @@ class Bench:
 
 def main() -> None:
     """Run all cases and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser = timing_options(__doc__)
     args = parser.parse_args()
-    if args.clock == "cpu" and args.threads != 1:
-        parser.error("--clock cpu counts one thread; add --threads 1")
-    torch.set_num_threads(args.threads)
-    clock = time.thread_time if args.clock == "cpu" else time.perf_counter
+    clock = start_clock(parser, args)
     bench, results = Bench(clock), []
     print(f"{'case':32} {'ours ms':>10} {'stock ms':>10} {'speedup':>8}")
     with torch.inference_mode():
@@ -174,10 +163,7 @@ def main() -> None:
         "cases": results,
         "shape": [LAYERS, HEADS, KV_HEADS, HEAD_DIM],
         "dtype": str(DTYPE),
-        "clock": args.clock,
-        "threads": args.threads,
-        "repeats": args.repeats,
-        "torch": torch.__version__,
+        **timing_record(args),
     }
     print(json.dumps(record))
 

@@ -13,13 +13,11 @@ of one thread instead of wall time.
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from _timing import Clock, interleaved, start_clock, timing_options, timing_record
 from sgl_tiered_kernels.attention_mass import (
     attention_mass,
     row_statistics,
@@ -43,9 +41,7 @@ CASES = {
 COLUMNS = ("attention", "mass_with_lse", "mass", "statistics", "small")
 
 
-def timed(
-    case: tuple[int, int], repeats: int, clock: Callable[[], float]
-) -> dict[str, float]:
+def timed(case: tuple[int, int], repeats: int, clock: Clock) -> dict[str, float]:
     """Return median milliseconds by what was done."""
     cached, new = case
     kv_len = cached + new
@@ -73,13 +69,7 @@ def timed(
         "statistics": lambda: row_statistics(query, keys, cached, scale),
         "small": lambda: small_entries(query, keys, maximum, cached, scale, counts),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(repeats):
-        for name, job in jobs.items():
-            began = clock()
-            job()
-            seconds[name].append(clock() - began)
-    return {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
+    return {name: s * 1e3 for name, s in interleaved(jobs, repeats, clock).items()}
 
 
 def check(query: torch.Tensor, keys: torch.Tensor, first: int, scale: float) -> None:
@@ -97,15 +87,9 @@ def check(query: torch.Tensor, keys: torch.Tensor, first: int, scale: float) -> 
 
 def main() -> None:
     """Run all cases and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
+    parser = timing_options(__doc__)
     args = parser.parse_args()
-    if args.clock == "cpu" and args.threads != 1:
-        parser.error("--clock cpu counts one thread; add --threads 1")
-    torch.set_num_threads(args.threads)
-    clock = time.thread_time if args.clock == "cpu" else time.perf_counter
+    clock = start_clock(parser, args)
     print(f"{'one layer, ms':32}" + "".join(f"{name:>15}" for name in COLUMNS))
     results = {}
     with torch.inference_mode():
@@ -120,10 +104,7 @@ def main() -> None:
         "cases_ms": results,
         "shape": [HEADS, KV_HEADS, HEAD_DIM],
         "dtype": str(DTYPE),
-        "clock": args.clock,
-        "threads": args.threads,
-        "repeats": args.repeats,
-        "torch": torch.__version__,
+        **timing_record(args),
     }
     print(json.dumps(record))
 

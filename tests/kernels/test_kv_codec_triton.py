@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -107,18 +105,9 @@ def check_all(device, cases=CASES, types=tuple(TYPES)):
                 )
 
 
-def test_the_interpreted_kernel_equals_the_reference():
-    """Under TRITON_INTERPRET=1 (read at import, so in a process of its own)."""
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env={"TRITON_INTERPRET": "1", "PATH": "", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["same"]
+def test_the_interpreted_kernel_equals_the_reference(interpreted):
+    """All cases, on any machine that has Triton."""
+    assert interpreted == ["same"]
 
 
 def test_what_does_not_fit_is_refused():

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from sgl_tiered_kernels.attention_mass import cpu
+from sgl_tiered_kernels.tensors import FLOAT_TYPES, check_tensor
 
 __all__ = ["SMALL_SHARE", "attention_mass", "row_statistics", "small_entries"]
 
 SMALL_SHARE = 0.01
 """CaR counts entries below 1 % of their row's maximum as zeros (Figure 4)."""
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def attention_mass(
@@ -59,9 +59,11 @@ def attention_mass(
             on a device is the caller's to check.
     """
     num_heads, num_queries = _check(query, keys, first_position, positions)
-    _check_out("out", out, (keys.shape[1], keys.shape[0]), torch.float32, query)
+    check_tensor(
+        "out", out, (keys.shape[1], keys.shape[0]), torch.float32, query.device
+    )
     if lse is not None:
-        _check_out("lse", lse, (num_heads, num_queries), torch.float32, query)
+        check_tensor("lse", lse, (num_heads, num_queries), torch.float32, query.device)
     if local < 0:
         raise ValueError(f"local is negative: {local}")
     if num_queries and keys.shape[0]:
@@ -141,9 +143,11 @@ def small_entries(
         ValueError: as for ``attention_mass``.
     """
     num_heads, num_queries = _check(query, keys, first_position, positions)
-    _check_out("out", out, (num_heads,), torch.int64, query)
+    check_tensor("out", out, (num_heads,), torch.int64, query.device)
     if maximum is not None:
-        _check_out("maximum", maximum, (num_heads, num_queries), torch.float32, query)
+        check_tensor(
+            "maximum", maximum, (num_heads, num_queries), torch.float32, query.device
+        )
     if not 0.0 < share <= 1.0:
         raise ValueError(f"share is {share}, not above 0 and at most 1")
     kv_len = keys.shape[0]
@@ -190,7 +194,7 @@ def _check(
     for name, tensor in (("query", query), ("keys", keys)):
         if tensor.ndim != 3:
             raise ValueError(f"{name} must have 3 dimensions, not {tensor.ndim}")
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in FLOAT_TYPES:
             raise ValueError(f"{name} must not be {tensor.dtype}")
     num_queries, num_heads, head_dim = query.shape
     kv_len, num_kv_heads, key_dim = keys.shape
@@ -203,25 +207,7 @@ def _check(
     if first_position < 0:
         raise ValueError(f"first_position is negative: {first_position}")
     if positions is not None:
-        _check_out("positions", positions, (kv_len,), torch.int64, query)
+        check_tensor("positions", positions, (kv_len,), torch.int64, query.device)
         if not positions.is_cuda and bool((positions.diff() <= 0).any()):
             raise ValueError("positions do not ascend")
     return num_heads, num_queries
-
-
-def _check_out(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    beside: torch.Tensor,
-) -> None:
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise ValueError(
-            f"{name} must be {list(shape)} of {dtype}, not {list(tensor.shape)} of "
-            f"{tensor.dtype}"
-        )
-    if tensor.device != beside.device:
-        raise ValueError(f"{name} is on {tensor.device}, query on {beside.device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous")

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from sgl_tiered.core.encoded import EncodedLayout
+from sgl_tiered_kernels.tensors import page_rows
 
 __all__ = ["decode_layer", "decode_tokens", "encode_layer"]
 
@@ -421,7 +422,7 @@ def decode_layer(
         ValueError: as for ``decode_tokens``.
     """
     tokens = torch.arange(layout.page_tokens, device=pages.device)
-    slots = (pages[:, None] * layout.page_tokens + tokens).reshape(-1)
+    slots = page_rows(pages, layout.page_tokens)
     each = rows.repeat_interleave(layout.page_tokens)
     which = tokens.repeat(len(rows))
     decode_tokens(layout, layer, keys, values, slots, region, each, which)

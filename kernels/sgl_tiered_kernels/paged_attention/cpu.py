@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_tiered_kernels.tensors import first_of_run
+
 __all__ = ["PagedAttention", "RequestRows"]
 
 # The kernel works in steps of 32 keys in bfloat16; 64 covers every head size tried.
@@ -49,9 +51,7 @@ class RequestRows:
     def from_table(cls, start: int, num_queries: int, row: torch.Tensor) -> RequestRows:
         """Take a copy of a request's row of the token table, cut to ``kv_len``."""
         slots = row.to(torch.int64, copy=True)
-        first, last = int(slots[0]), int(slots[-1])
-        run = last - first == slots.numel() - 1 and bool((slots.diff() == 1).all())
-        return cls(start, num_queries, slots, first if run else -1)
+        return cls(start, num_queries, slots, first_of_run(slots))
 
 
 class PagedAttention:
