@@ -360,6 +360,8 @@ def sensitivity(case: Case) -> None:
     for share in (0.65, 0.75, 0.9):
         fast = replace(case.hardware, compute_share=share)
         cases[f"{share:.0%} of the peak"] = replace(case, hardware=fast)
+    free = replace(case.hardware, compute_share=1_000.0)
+    cases["products take no time"] = replace(case, hardware=free)
     for share in (0.05, 0.2):
         cases[f"{share:.0%} for buffers"] = replace(case, buffer_share=share)
     print("\n## What the assumptions decide\n")
