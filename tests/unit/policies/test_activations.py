@@ -85,11 +85,11 @@ def test_the_rest_is_in_balance():
 
 
 def test_overheads_shift_the_balance():
-    """4 + 2 A = 1 + K and 2 A + 4 K = 512: A = 50, K = 103."""
+    """44 + 2 A = 1 + K and 2 A + 4 K = 672: A = 50, K = 143."""
     facts = replace(
-        HOST, kv_gen=PageLine(4.0, 2.0), load_kv=PageLine(1.0, 1.0), room_bytes=512
+        HOST, kv_gen=PageLine(44.0, 2.0), load_kv=PageLine(1.0, 1.0), room_bytes=672
     )
-    assert remaining_allocation(facts, Allocation(0, 0)) == Allocation(50, 103)
+    assert remaining_allocation(facts, Allocation(0, 0)) == Allocation(50, 143)
 
 
 def test_memory_that_is_short():

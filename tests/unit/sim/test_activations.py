@@ -62,6 +62,16 @@ def test_a_third_waits_for_a_half_of_the_buffers():
     assert layer_pipeline(uneven, 0.0, 1) == [10.0]
 
 
+def test_weights_wait_for_the_half_of_the_layer_before():
+    """In layer 2 they may come from 11 on, when layer 1 is done.
+
+    So its second mini-batch loads from 13 to 16, when the first is done since 15.
+    """
+    rows = [MiniBatch(0.0, 0.0, 0.0, 4.0), MiniBatch(0.0, 3.0, 0.0, 6.0)]
+    assert layer_pipeline(rows, 4.0, 2) == [11.0, 22.0]
+    assert layer_pipeline(rows, 0.0, 2) == [10.0, 20.0]
+
+
 @given(batches, seconds)
 def test_no_layer_is_faster_than_either_side(rows: list[MiniBatch], weights_s: float):
     """In the long run; and none is slower than both after each other."""
@@ -157,6 +167,15 @@ def test_algorithm_1_finds_the_papers_ratio_for_opt_30b():
     """2 : 1 within 25 %, on a device by data sheet."""
     found = simulate_batch(SETUP, Context.HYBRID).ratio
     assert found.kv / found.act == pytest.approx(2.0, rel=0.25)
+
+
+def test_what_the_device_has_room_for():
+    """80 % of 24 GB, less the embedding and two layers' weights, for activations."""
+    hidden, layers = OPT_30B.hidden_size, OPT_30B.num_layers
+    room = 0.8 * 24e9 - 2 * OPT_30B.vocab * hidden - 2 * 24 * hidden**2
+    pages = room / layers / (16 * 2 * hidden)
+    found = simulate_batch(SETUP, Context.ACT).device_act
+    assert found == pytest.approx(pages, abs=1)
 
 
 def test_weights_that_fit_stay():
