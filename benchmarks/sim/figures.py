@@ -1,6 +1,7 @@
 """The papers' figures from the simulator: the paper's value, ours, and the ratio.
 
-    python benchmarks/sim/figures.py [layerkv-1 layerkv-4 layerkv-6 berkeley car-5]
+    python benchmarks/sim/figures.py [layerkv-1 layerkv-4 layerkv-6 berkeley car-5 \
+        hybridserve]
 
 prints Markdown. Hardware is by data sheet, so shapes are meant, not milliseconds.
 """
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
+import activations
 import berkeley
 import car
 import layerkv
@@ -130,12 +132,18 @@ def car_5() -> None:
         )
 
 
+def hybridserve() -> None:
+    """Print Figures 12 to 15."""
+    activations.tables()
+
+
 FIGURES: dict[str, Callable[[], None]] = {
     "layerkv-1": layerkv_1,
     "layerkv-4": layerkv_4,
     "layerkv-6": layerkv_6,
     "berkeley": berkeley_throughput,
     "car-5": car_5,
+    "hybridserve": hybridserve,
 }
 
 

@@ -10,6 +10,7 @@ from sgl_tiered.cost.calibration import Calibration, ModelFacts, read_calibratio
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.cost.rebuild import RebuildCosts
 from sgl_tiered.cost.regression import MEASURED
 from sgl_tiered.errors import ConfigError
 
@@ -17,6 +18,7 @@ __all__ = [
     "calibrated_decode",
     "calibrated_links",
     "calibrated_prefill",
+    "calibrated_rebuild",
     "read_fitting",
 ]
 
@@ -62,6 +64,12 @@ def calibrated_decode(calibration: Calibration) -> DecodeCost | None:
     """Return the cost of a decode step; None if not measured."""
     fit = calibration.decode
     return None if fit is None else DecodeCost.measured(fit)
+
+
+def calibrated_rebuild(calibration: Calibration) -> RebuildCosts | None:
+    """Return T_kv_gen and T_load_kv of a layer; None if not measured."""
+    fit = calibration.rebuild
+    return None if fit is None else RebuildCosts.measured(fit)
 
 
 def calibrated_links(

@@ -30,6 +30,8 @@ __all__ = [
     "MachineFacts",
     "ModelFacts",
     "PrefillFit",
+    "RebuildFit",
+    "TokensFit",
     "calibration_from_dict",
     "calibration_to_dict",
     "read_calibration",
@@ -198,6 +200,34 @@ class LinkFit:
 
 
 @dataclass(frozen=True, slots=True)
+class TokensFit:
+    """A time for n tokens of one layer: ``overhead_s + token_s * n``."""
+
+    overhead_s: float
+    token_s: float
+    quality: FitQuality
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the time for so many tokens; 0 for none."""
+        if num_tokens <= 0:
+            return 0.0
+        return self.overhead_s + self.token_s * num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildFit:
+    """HybridServe's two regressions: one layer, and the heads of one rank.
+
+    Attributes:
+        kv_gen: rebuilding keys and values from activations on the device.
+        load_kv: copying keys and values from host memory.
+    """
+
+    kv_gen: TokensFit
+    load_kv: TokensFit
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Everything that was measured.
 
@@ -210,6 +240,7 @@ class Calibration:
         request_overhead_s: from the arrival of a tiny prompt to its first token,
             beyond its prefill pass; None where it was not measured.
         links: each edge at most once.
+        rebuild: None where it was not measured, as in all older files.
     """
 
     created: str
@@ -221,6 +252,7 @@ class Calibration:
     decode: DecodeFit | None
     request_overhead_s: float | None
     links: tuple[LinkFit, ...]
+    rebuild: RebuildFit | None = None
 
     def link(self, source: str, target: str) -> LinkFit | None:
         """Return one edge, or None where it was not measured."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.cost.calibration import DecodeFit, FitQuality
+from sgl_tiered.cost.calibration import DecodeFit, FitQuality, TokensFit
 
 __all__ = [
     "DecodeSample",
@@ -22,10 +22,12 @@ __all__ = [
     "LinkSample",
     "PrefillLine",
     "PrefillSample",
+    "TokensSample",
     "fit_decode",
     "fit_link",
     "fit_nonnegative",
     "fit_prefill",
+    "fit_tokens",
 ]
 
 _WORTH_A_TERM = 1e-9
@@ -67,6 +69,14 @@ class LinkSample:
     """Mean bytes and mean seconds of the transfers of one point."""
 
     num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSample:
+    """Time of one rebuild, or one load, of so many tokens of a layer."""
+
+    num_tokens: int
     seconds: float
 
 
@@ -225,6 +235,16 @@ def fit_link(samples: Sequence[LinkSample]) -> LinkLine | None:
         return LinkLine(0.0, 1.0 / slope, quality)
     (latency, slope), quality = fit_nonnegative(rows, times, frozenset({1}))
     return LinkLine(latency, 1.0 / slope, quality)
+
+
+def fit_tokens(samples: Sequence[TokensSample]) -> TokensFit | None:
+    """Fit T_kv_gen or T_load_kv; None without two different numbers of tokens."""
+    if len({sample.num_tokens for sample in samples}) < 2:
+        return None
+    rows = [[1.0, float(sample.num_tokens)] for sample in samples]
+    times = [sample.seconds for sample in samples]
+    (overhead_s, token_s), quality = fit_nonnegative(rows, times, frozenset({1}))
+    return TokensFit(overhead_s, token_s, quality)
 
 
 def _quality(
