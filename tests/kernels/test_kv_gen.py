@@ -383,6 +383,42 @@ def test_the_interpreted_kernel_equals_the_reference(interpreted):
     assert interpreted == ["triton"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "rotary_dim", "neox"),
+    [("bf16", 64, True), ("fp16", 0, True), ("fp32", 32, False)],
+)
+def test_the_kernel_compiles_where_no_device_is(
+    monkeypatch, tmp_path, kind, rotary_dim, neox
+):
+    """For sm_89, with its tensor cores; what it computes is tested elsewhere."""
+    triton = pytest.importorskip("triton")
+    from sgl_tiered_kernels.kv_gen import triton as form
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {
+        "HEAD_DIM": 64,
+        "ROTARY_DIM": rotary_dim,
+        "NEOX": neox,
+        "HAS_BIAS": rotary_dim == 0,
+        "WIDEN": False,
+        "TOKENS": 64,
+        "PAIRS": 64,
+        "DEPTH": 32,
+    }
+    pointers = dict.fromkeys(("rows", "slots", "positions"), "*i64")
+    pointers |= dict.fromkeys(("acts", "weight", "bias", "k_out", "v_out"), f"*{kind}")
+    pointers["cos_sin"] = "*fp32"
+    names = [parameter.name for parameter in form._rebuild_kernel.params]
+    kinds = {name: pointers.get(name, "i32") for name in names}
+    source = ASTSource(
+        form._rebuild_kernel, kinds | dict.fromkeys(constants, "constexpr"), constants
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 89, 32))
+    assert ("mma.sync" in made.asm["ptx"]) == (kind != "fp32")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_the_compiled_kernel_equals_the_reference():
