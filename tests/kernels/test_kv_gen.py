@@ -20,7 +20,7 @@ from sgl_tiered_kernels.kv_gen.reference import rebuild_reference  # noqa: E402
 
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 ROTATIONS = ("none", "neox", "gptj", "neox half", "gptj half")
-PLACES = ("run", "apart", "staging", "heads apart")
+PLACES = ("pool", "staging", "heads apart")
 NUM_POSITIONS = 300
 
 
@@ -35,7 +35,8 @@ class Shape:
     hidden: int = 96
     rotation: str = "neox"
     bias: bool = False
-    place: str = "apart"
+    place: str = "pool"
+    run: bool = False
     dtype: torch.dtype = torch.float32
     cache: torch.dtype = torch.float32
     numbers: torch.dtype = torch.int64
@@ -50,7 +51,7 @@ class Case:
         rows, slots = shape.tokens + 5, shape.tokens + 6
         self.rows = torch.randperm(rows, generator=gen)[: shape.tokens]
         self.slots = torch.randperm(slots, generator=gen)[: shape.tokens]
-        if shape.place == "run":
+        if shape.run:
             self.rows = torch.arange(2, 2 + shape.tokens)
             self.slots = torch.arange(3, 3 + shape.tokens)
         self.rows, self.slots = (
@@ -151,6 +152,7 @@ shapes = st.builds(
     rotation=st.sampled_from(ROTATIONS),
     bias=st.booleans(),
     place=st.sampled_from(PLACES),
+    run=st.booleans(),
     dtype=st.sampled_from(list(TYPES.values())),
     cache=st.sampled_from(list(TYPES.values())),
     numbers=st.sampled_from([torch.int64, torch.int32]),
@@ -167,10 +169,11 @@ def test_the_cpu_form_equals_the_reference(shape, seed):
     case.check()
 
 
+@pytest.mark.parametrize("run", [True, False], ids=["run", "apart"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES.keys())
-def test_slots_in_a_run_and_apart_give_the_same_bits(dtype, rotation, place):
+def test_slots_in_a_run_and_apart_give_the_same_bits(dtype, rotation, place, run):
     """How many products there are and where they go changes no bit; nor do rows."""
     shape = Shape(
         tokens=33,
@@ -180,8 +183,8 @@ def test_slots_in_a_run_and_apart_give_the_same_bits(dtype, rotation, place):
         rotation=rotation,
         bias=True,
         place=place,
+        run=run,
         dtype=dtype,
-        cache=dtype,
     )
     case, plain = Case(shape), Case(shape)
     case.run()
@@ -214,7 +217,7 @@ def direct(case):
 def test_a_rotation_turns_pairs_and_keeps_their_length():
     """At position 0 nothing turns; elsewhere the pairs' lengths stay, not the keys."""
     for rotation in ROTATIONS[1:]:
-        shape = Shape(tokens=3, rotation=rotation, place="run")
+        shape = Shape(tokens=3, rotation=rotation, run=True)
         still, moved, plain = Case(shape), Case(shape), Case(shape)
         still.positions, moved.positions = torch.tensor([0, 0, 0]), torch.arange(1, 4)
         plain.projection = KVProjection(still.projection.weight, None, 2, 32)
@@ -234,16 +237,21 @@ def test_a_rotation_turns_pairs_and_keeps_their_length():
         assert torch.equal(keys[..., dim:], turned[..., dim:])
 
 
+def check_infinite(form=None, device="cpu"):
+    """Let what is not rotated be infinite; raises if another number minds."""
+    case = Case(Shape(rotation="neox half"), device=device)
+    case.projection.weight[16:32].zero_()
+    case.projection.weight[16:32, 0] = math.inf
+    case.acts[:, 0] = 1.0
+    case.run(form)
+    keys = case.outs[0][case.slots]
+    assert torch.isposinf(keys[:, 0, 16:]).all()
+    assert torch.isfinite(keys[:, 0, :16]).all()
+
+
 def test_numbers_beyond_the_rotated_part_may_be_infinite():
     """What is left alone stays what it is, and harms no other number of its head."""
-    case = Case(Shape(rotation="neox half", place="run"))
-    case.projection.weight[16:64].zero_()
-    case.projection.weight[16:64, 0] = math.inf
-    case.acts[:, 0] = 1.0
-    case.run()
-    keys = case.outs[0][case.slots]
-    assert torch.isinf(keys[:, 0, 16:]).all()
-    assert torch.isfinite(keys[:, 0, :16]).all()
+    check_infinite()
 
 
 def test_nothing_writes_nothing():
@@ -254,7 +262,7 @@ def test_nothing_writes_nothing():
 
 
 def given_arguments():
-    case = Case(Shape(tokens=4, place="run"))
+    case = Case(Shape(tokens=4, run=True))
     return case, {
         "acts": case.acts,
         "rows": case.rows,
@@ -363,7 +371,7 @@ TRITON_SHAPES = [
     Shape(tokens=5, dim=128, hidden=65, rotation="neox half", bias=True),
     Shape(tokens=40, dim=80, rotation="gptj", place="staging", dtype=TYPES["bf16"]),
     Shape(tokens=65, rotation="neox", place="heads apart", dtype=TYPES["f16"]),
-    Shape(tokens=9, dim=64, place="run", numbers=torch.int32, dtype=TYPES["f16"]),
+    Shape(tokens=9, dim=64, run=True, numbers=torch.int32, dtype=TYPES["f16"]),
     Shape(tokens=9, bias=True, dtype=TYPES["bf16"], cache=TYPES["bf16"]),
 ]
 
@@ -376,11 +384,48 @@ def check_triton(device):
         case = Case(shape, seed, device)
         case.run(form)
         case.check()
+    check_infinite(form, device)
 
 
 def test_the_interpreted_kernel_equals_the_reference(interpreted):
     """All shapes, on any machine that has Triton."""
     assert interpreted == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotary_dim", "neox"),
+    [("bf16", 64, True), ("fp16", 0, True), ("fp32", 32, False)],
+)
+def test_the_kernel_compiles_where_no_device_is(
+    monkeypatch, tmp_path, kind, rotary_dim, neox
+):
+    """For sm_89, with its tensor cores; what it computes is tested elsewhere."""
+    triton = pytest.importorskip("triton")
+    from sgl_tiered_kernels.kv_gen import triton as form
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {
+        "HEAD_DIM": 64,
+        "ROTARY_DIM": rotary_dim,
+        "NEOX": neox,
+        "HAS_BIAS": rotary_dim == 0,
+        "WIDEN": False,
+        "TOKENS": 64,
+        "PAIRS": 64,
+        "DEPTH": 32,
+    }
+    pointers = dict.fromkeys(("rows", "slots", "positions"), "*i64")
+    pointers |= dict.fromkeys(("acts", "weight", "bias", "k_out", "v_out"), f"*{kind}")
+    pointers["cos_sin"] = "*fp32"
+    names = [parameter.name for parameter in form._rebuild_kernel.params]
+    kinds = {name: pointers.get(name, "i32") for name in names}
+    source = ASTSource(
+        form._rebuild_kernel, kinds | dict.fromkeys(constants, "constexpr"), constants
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", 89, 32))
+    assert ("mma.sync" in made.asm["ptx"]) == (kind != "fp32")
 
 
 @pytest.mark.gpu

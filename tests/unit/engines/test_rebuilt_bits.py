@@ -26,14 +26,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 ROTATIONS = {
-    "neox": (DIM, True, None),
-    "gptj": (DIM, False, None),
-    "neox half": (DIM // 2, True, None),
-    "gptj half": (DIM // 2, False, None),
-    "llama3": (DIM, True, LLAMA3),
+    "neox": (DIM, True, None, None),
+    "gptj": (DIM, False, None, None),
+    "neox half": (DIM // 2, True, None, None),
+    "gptj half": (DIM // 2, False, None, None),
+    "llama3": (DIM, True, LLAMA3, None),
+    "wide table": (DIM, True, None, torch.float32),
     "none": None,
 }
-"""Numbers rotated, style, scaling."""
+"""Numbers rotated, style, scaling, the table's type (the model's if None)."""
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,8 @@ def test_the_bits_are_those_of_the_fused_projection(
     bias = torch.randn(width, generator=gen).to(dtype) if rotation == "none" else None
     turn = rotary = None
     if ROTATIONS[rotation] is not None:
-        dim, neox, scaling = ROTATIONS[rotation]
-        turn = get_rope(DIM, dim, NUM_POSITIONS, 10000, neox, scaling, dtype)
+        dim, neox, scaling, table = ROTATIONS[rotation]
+        turn = get_rope(DIM, dim, NUM_POSITIONS, 10000, neox, scaling, table or dtype)
         rotary = Rotary(turn.cos_sin_cache, neox)
     projection = KVProjection.from_fused(weight, bias, kv_heads, DIM, rotary)
     for count in (1, 3, 16, 77, 200):
