@@ -10,6 +10,7 @@ from sgl_tiered.core.ids import Encoding
 from sgl_tiered.engines.sglang.config import FAULT_ENV, read_config
 from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
 from sgl_tiered.engines.sglang.sparse.settings import (
+    SparsitySettings,
     refuse_device,
     refuse_other_model,
     refuse_with_sparsity,
@@ -252,3 +253,14 @@ def test_before_any_load_there_is_no_share():
     """Least of all one of nothing."""
     assert shares_by_layer([0, 0], 0) == []
     assert shares_by_layer([0, 16], 32) == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("keep", "page_tokens", "count"),
+    [(0.55, 20, 11), (0.07, 100, 7), (0.5, 16, 8), (0.51, 16, 9), (1.0, 48, 48)],
+)
+def test_a_share_of_a_page_is_rounded_up_but_not_for_a_rounding(
+    keep, page_tokens, count
+):
+    """0.07 * 100 is a little more than 7 in floating point, and means 7."""
+    assert SparsitySettings(keep).tokens_of(page_tokens) == count
