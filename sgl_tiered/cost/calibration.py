@@ -8,10 +8,7 @@ times are seconds, all sizes bytes; coefficients are never negative.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 import types
 import typing
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.json_file import JsonFile
 from sgl_tiered.errors import ConfigError
 
 __all__ = [
@@ -39,9 +37,9 @@ __all__ = [
 ]
 
 CALIBRATION_VERSION = 1
-_SETTING = "calibration file"
-_REMEDY = "write a new one with sgl-tiered calibrate"
-_MAX_FILE_BYTES = 1 << 20
+_FILE = JsonFile(
+    "calibration file", "sgl-tiered calibrate", CALIBRATION_VERSION, 1 << 20
+)
 _MAY_BE_NEGATIVE = frozenset({"r2"})
 """R2 is below zero where the fit is worse than the mean."""
 
@@ -268,21 +266,7 @@ def read_calibration(path: Path) -> Calibration:
     Raises:
         ConfigError: one sentence about the first thing that is wrong.
     """
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise _wrong(f"{path} is larger than any calibration")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            _SETTING,
-            f"{path} cannot be read ({error.strerror})",
-            "give the path of a file that sgl-tiered calibrate wrote",
-        ) from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise _wrong(f"{path} is not JSON") from None
-    return calibration_from_dict(raw)
+    return calibration_from_dict(_FILE.read(path))
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
@@ -294,21 +278,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
     fields = calibration_to_dict(calibration)
     # What cannot be read back is not written.
     calibration_from_dict(fields)
-    text = json.dumps(fields, indent=2, allow_nan=False)
-    draft = None
-    try:
-        descriptor, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        os.replace(draft, path)
-    except OSError as error:
-        if draft is not None:
-            Path(draft).unlink(missing_ok=True)
-        raise ConfigError(
-            _SETTING,
-            f"{path} cannot be written ({error.strerror})",
-            "give a path in a folder that this user may write to",
-        ) from None
+    _FILE.write(path, fields)
 
 
 def calibration_to_dict(calibration: Calibration) -> dict[str, Any]:
@@ -322,12 +292,7 @@ def calibration_from_dict(raw: object) -> Calibration:
     Raises:
         ConfigError: one sentence about the first thing that is wrong.
     """
-    if not isinstance(raw, dict):
-        raise _wrong("it holds no JSON object")
-    version = raw.get("version")
-    if version != CALIBRATION_VERSION or isinstance(version, bool):
-        raise _wrong(f"its version is {version!r}, not {CALIBRATION_VERSION}")
-    body = {key: value for key, value in raw.items() if key != "version"}
+    body = _FILE.fields(raw)
     calibration = _decode(Calibration, body, "")
     assert isinstance(calibration, Calibration)
     edges = [(link.source, link.target) for link in calibration.links]
@@ -405,4 +370,4 @@ _TYPE_WORDS: dict[Any, str] = {int: "a whole number", str: "a text", bool: "a bo
 
 
 def _wrong(problem: str) -> ConfigError:
-    return ConfigError(_SETTING, problem, _REMEDY)
+    return _FILE.wrong(problem)

@@ -91,12 +91,17 @@ def plain(servers, model):
     return answers
 
 
-def sparse_server(servers, model, name, *flags, env=None):
-    """Return a server that loads sparse for those who allow it."""
+def sparse_spec(model, name, *flags, env=None, disk=None):
+    """Return how to start a server that loads sparse for those who allow it."""
     device = CASE.device(model, POOL_TOKENS)
     every = ("--tiered-sparsity=load", "--tiered-load-policy=always", *flags)
-    spec = tiered_spec(device, Tiers(64 * MB), name, every, {**CHECKED, **(env or {})})
-    return servers.get(spec)
+    tiers = Tiers(64 * MB, disk, 0 if disk is None else 256 * MB)
+    return tiered_spec(device, tiers, name, every, {**CHECKED, **(env or {})})
+
+
+def sparse_server(servers, model, name, *flags, env=None):
+    """Return such a server."""
+    return servers.get(sparse_spec(model, name, *flags, env=env))
 
 
 @pytest.fixture
@@ -408,3 +413,35 @@ def test_a_load_that_breaks_is_computed_whole(plain, measured):
     assert 0.0 < meta["tiered"][0]["sparsity"]["kept_share"] < 1.0
     drop(measured, "device")
     assert stats(measured)["sparsity"]["rows_used"] == 0
+
+
+@pytest.mark.parametrize("mode", ["load", "store"])
+def test_a_restart_with_a_disk(servers, model, plain, tmp_path, mode):
+    """From disk comes what is kept; a new server knows nothing of what was read.
+
+    So it loads whole pages whole, with plain's bits; and pages of which only some
+    tokens are there, nobody knows which, are found by nobody.
+    """
+    spec = sparse_spec(
+        model, f"sparse-disk-{mode}", f"--tiered-sparsity={mode}", disk=tmp_path / "kv"
+    )
+    server = servers.get(spec)
+    tokens, answer = prompts(1)[0], plain[1][0]
+    # Goes on otherwise: what is computed behind a sparse prefix is not plain either.
+    other = tokens[:PREFIX] + prompts(8)[0][:MORE]
+    generate(server, tokens[:PREFIX], "allow")
+    stored = PREFIX if mode == "load" else PREFIX - RECENT
+    drop(server, "device", "host")
+    told, meta = generate(server, other, "allow")
+    assert meta["cached_tokens_details"]["disk"] == meta["cached_tokens"] == stored
+    assert meta["tiered"][0]["sparsity"]["kept_share"] == 0.5
+    assert all(np.isfinite(logprob) for _, logprob in told)
+    settle(server)
+
+    server = servers.restart(spec)
+    told, meta = generate(server, tokens, "refuse")
+    assert (told, meta["cached_tokens"]) == (answer, 0)
+    told, meta = generate(server, tokens, "allow")
+    assert meta["cached_tokens"] == (PREFIX if mode == "load" else 0)
+    assert "sparsity" not in meta["tiered"][0]
+    assert told == answer

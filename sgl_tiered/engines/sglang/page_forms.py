@@ -35,7 +35,7 @@ class PageForm:
     name: str
 
     def facts(self, config: TieredConfig) -> dict[str, Any]:
-        """Return what is said of the form in ``served``; empty where as they are."""
+        """Return what ``served`` says of the form; empty where all KV is exact."""
         whole, told = self.whole, dict[str, Any]()
         if isinstance(whole, EncodedLayout):
             told = {
@@ -45,7 +45,9 @@ class PageForm:
             }
         if isinstance(self.layout, KeptLayout):
             told["stored_tokens_of_page"] = self.layout.inner.page_tokens
-        return {**told, "lossy_default": config.lossy_default} if told else {}
+        if config.is_lossy:
+            told["lossy_default"] = config.lossy_default
+        return told
 
 
 def page_form(pool: Any, raw: PageLayout, config: TieredConfig) -> PageForm:

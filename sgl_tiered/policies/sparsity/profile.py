@@ -14,11 +14,6 @@ Two questions are answered of every layer:
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.core.json_file import JsonFile
 from sgl_tiered.errors import ConfigError
 
 __all__ = [
@@ -42,9 +38,7 @@ FRACTIONS: tuple[float, ...] = (
     *(round(0.05 * step, 2) for step in range(1, 21)),
 )
 """Shares of the tokens at which curves are measured: the first 5 % hold the sinks."""
-_SETTING = "sparsity profile"
-_REMEDY = "write a new one with sgl-tiered profile"
-_MAX_FILE_BYTES = 64 << 20
+_FILE = JsonFile("sparsity profile", "sgl-tiered profile", PROFILE_VERSION, 64 << 20)
 _ROUNDING = 1e-6
 
 FloatArray = npt.NDArray[np.float64]
@@ -121,21 +115,7 @@ class SparsityProfile:
         Raises:
             ConfigError: the file cannot be written.
         """
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        draft = None
-        try:
-            handle, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-            os.replace(draft, path)
-        except OSError as error:
-            if draft is not None:
-                Path(draft).unlink(missing_ok=True)
-            raise ConfigError(
-                _SETTING,
-                f"{path} cannot be written ({error.strerror})",
-                "give a path in a folder that this user may write to",
-            ) from None
+        _FILE.write(path, self.to_dict())
 
     @classmethod
     def load(cls, path: Path) -> SparsityProfile:
@@ -144,21 +124,7 @@ class SparsityProfile:
         Raises:
             ConfigError: one sentence about the first thing that is wrong.
         """
-        try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                raise _wrong(f"{path} is larger than any profile")
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                _SETTING,
-                f"{path} cannot be read ({error.strerror})",
-                "give the path of a file that sgl-tiered profile wrote",
-            ) from None
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise _wrong(f"{path} is not JSON") from None
-        return cls.from_dict(raw)
+        return cls.from_dict(_FILE.read(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's JSON object; shares with six digits."""
@@ -177,19 +143,15 @@ class SparsityProfile:
         Raises:
             ConfigError: one sentence about the first thing that is wrong.
         """
-        if not isinstance(raw, Mapping):
-            raise _wrong("it holds no JSON object")
-        version = raw.get("version")
-        if version != PROFILE_VERSION or isinstance(version, bool):
-            raise _wrong(f"its version is {version!r}, not {PROFILE_VERSION}")
+        found = _FILE.fields(raw)
         names = (*_TEXTS, *_COUNTS, *_ARRAYS)
-        missing = [name for name in names if name not in raw]
+        missing = [name for name in names if name not in found]
         if missing:
             raise _wrong(f"it lacks {missing[0]}")
-        unknown = sorted(set(raw) - {"version", *names})
+        unknown = sorted(set(found) - set(names))
         if unknown:
             raise _wrong(f"it has the unknown key {unknown[0]}")
-        return cls(**{name: raw[name] for name in names})
+        return cls(**found)
 
 
 _TEXTS = ("model", "fingerprint", "engine", "created")
@@ -251,7 +213,7 @@ def _check(profile: SparsityProfile) -> None:
         or not profile.fractions.size
         or not (steps > 0).all()
         or not profile.fractions[0] > 0.0
-        or not math.isclose(profile.fractions[-1], 1.0)
+        or profile.fractions[-1] != 1.0
     ):
         raise _wrong("fractions do not increase from above 0 to 1")
     shapes: dict[str, tuple[int, ...]] = {
@@ -277,4 +239,4 @@ def _check(profile: SparsityProfile) -> None:
 
 
 def _wrong(problem: str) -> ConfigError:
-    return ConfigError(_SETTING, problem, _REMEDY)
+    return _FILE.wrong(problem)

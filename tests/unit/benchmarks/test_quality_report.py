@@ -213,16 +213,21 @@ def test_more_questions_may_be_asked_of_the_dense_prefix_only() -> None:
         figures_of([*found, alone | {"is_dense_only": False}])
 
 
-def test_the_best_encoding_of_a_quarter_is_named() -> None:
-    """Of those that are small enough."""
+def test_a_quarter_of_the_bytes_is_not_picked_by_its_score() -> None:
+    """An encoding alone if one is so small, be others better on these very texts."""
+    dense, alone = record("dense", 1.0, 0), record("dense", 1.0, 0, 10.3)
     more = [
-        record("dense", 1.0, 0, 10.3, encoding="int4") | {"bytes_ratio": 0.25},
-        record("car", 0.5, 0, 10.2, encoding="int8") | {"bytes_ratio": 0.25},
-        record("dense", 1.0, 0, 10.0, encoding="fp8") | {"bytes_ratio": 0.5},
+        record("car", 0.25, 0, 10.0) | {"bytes_ratio": 0.07, "encoding": "int4"},
+        record("car", 0.5, 0, 10.2) | {"bytes_ratio": 0.25, "encoding": "int8"},
+        record("dense", 1.0, 0, 10.0) | {"bytes_ratio": 0.5, "encoding": "fp8"},
     ]
-    found = headline(figures_of([record("dense", 1.0, 0), *more]))
+    found = headline(figures_of([dense, *more]))
     assert found["method_at_4x"] == "car 50% int8"
     assert found["ppl_increase_at_4x"] == pytest.approx(math.exp(0.02) - 1)
+    more.append(alone | {"bytes_ratio": 0.24, "encoding": "int4"})
+    found = headline(figures_of([dense, *more]))
+    assert found["method_at_4x"] == "dense 100% int4"
+    assert found["ppl_increase_at_4x"] == pytest.approx(math.exp(0.03) - 1)
 
 
 @pytest.mark.parametrize("change", [{"nll": 10.01}, {}])

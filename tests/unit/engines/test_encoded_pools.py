@@ -19,6 +19,7 @@ from sgl_tiered.engines.sglang.lossy import (  # noqa: E402
     kept_exact,
     marked_key,
 )
+from sgl_tiered.engines.sglang.page_forms import page_form  # noqa: E402
 from sgl_tiered.engines.sglang.pools import page_layout  # noqa: E402
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError  # noqa: E402
 
@@ -133,6 +134,24 @@ def test_an_encoding_is_a_setting():
     assert config.encoding is Encoding.INT4
     assert config.is_lossy
     assert config.lossy_default == "refuse"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, None),
+        ({"encoding": "int8"}, "refuse"),
+        ({"encoding": "int8", "lossy_default": "allow"}, "allow"),
+        ({"sparsity": "load"}, "refuse"),
+        ({"sparsity": "store", "lossy_default": "allow"}, "allow"),
+    ],
+)
+def test_a_server_says_who_speaks_for_requests_that_do_not(settings, told):
+    """Wherever KV may be altered, be it only on its way up."""
+    pool = fake_pool()
+    config = read_config({"host_size": "1MB", **settings})
+    form = page_form(pool, page_layout(pool, PAGE), config)
+    assert form.facts(config).get("lossy_default") == told
 
 
 @pytest.mark.parametrize(

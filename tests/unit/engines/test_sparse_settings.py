@@ -8,8 +8,9 @@ import pytest
 
 from sgl_tiered.core.ids import Encoding
 from sgl_tiered.engines.sglang.config import FAULT_ENV, read_config
-from sgl_tiered.engines.sglang.sparse.report import SparseLoad
+from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
 from sgl_tiered.engines.sglang.sparse.settings import (
+    SparsitySettings,
     refuse_device,
     refuse_other_model,
     refuse_with_sparsity,
@@ -236,3 +237,30 @@ def test_a_load_is_reported():
         "sparsity_rows_dropped": 125,
         "sparsity_bytes_saved": 32_000,
     }
+
+
+def test_two_loads_of_a_request_are_reported_as_one():
+    """What came and what was left out are those of both."""
+    front = SparseLoad(64, [32, 64], 96, 128, "car")
+    back = SparseLoad(32, [8, 8], 16, 64, "car")
+    both = back.with_earlier(front)
+    assert both == SparseLoad(96, [40, 72], 112, 192, "car")
+    assert both.rows_dropped == front.rows_dropped + back.rows_dropped
+    assert back.with_earlier(None) is back
+
+
+def test_before_any_load_there_is_no_share():
+    """Least of all one of nothing."""
+    assert shares_by_layer([0, 0], 0) == []
+    assert shares_by_layer([0, 16], 32) == [0.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("keep", "page_tokens", "count"),
+    [(0.55, 20, 11), (0.07, 100, 7), (0.5, 16, 8), (0.51, 16, 9), (1.0, 48, 48)],
+)
+def test_a_share_of_a_page_is_rounded_up_but_not_for_a_rounding(
+    keep, page_tokens, count
+):
+    """0.07 * 100 is a little more than 7 in floating point, and means 7."""
+    assert SparsitySettings(keep).tokens_of(page_tokens) == count

@@ -83,6 +83,7 @@ def test_a_profile_does_not_change():
         ({"fractions": [0.1, 0.5, 0.9]}, "fractions"),
         ({"fractions": [0.5, 0.1, 1.0]}, "fractions"),
         ({"fractions": [0.0, 0.5, 1.0]}, "fractions"),
+        ({"fractions": [0.1, 0.5, 1.0 + 1e-10]}, "fractions"),
         ({"held_by_top": None}, "missing"),
         ({"held_by_top": CURVES[:1]}, "shape"),
         ({"held_by_top": [[0.5, 0.4, 1.0], CURVES[1]]}, "falls"),

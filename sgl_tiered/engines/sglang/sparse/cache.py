@@ -221,11 +221,11 @@ class SparseRadixCache(TieredRadixCache):
                 if begin >= end:
                     continue
                 row = table[req.kv.req_pool_idx]
+                num_tokens = batch.prefix_lens[index] + batch.extend_lens[index]
+                self._forget_pass(req, row[:num_tokens])
                 if not self._make_whole(row[begin : end : self.page_size]):
                     # Then the batch's requests end with an error.
                     return False
-                num_tokens = batch.prefix_lens[index] + batch.extend_lens[index]
-                self._forget_pass(req, row[:num_tokens])
         return super().repair_loads(runner, batch)
 
     def _forget_pass(self, req: Any, slots: torch.Tensor) -> None:

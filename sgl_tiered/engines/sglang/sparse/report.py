@@ -75,5 +75,5 @@ class SparseLoad:
 
 
 def shares_by_layer(kept: Sequence[int], num_tokens: int) -> list[float]:
-    """Return per layer the share of the tokens that came to the device, rounded."""
-    return [round(count / max(num_tokens, 1), _DIGITS) for count in kept]
+    """Return per layer the share of the tokens that came, rounded; none of none."""
+    return [round(count / num_tokens, _DIGITS) for count in kept if num_tokens]

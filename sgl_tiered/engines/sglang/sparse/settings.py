@@ -61,7 +61,7 @@ class SparsitySettings:
 
     def tokens_of(self, page_tokens: int) -> int:
         """Return how many tokens of each page are stored, where some are left out."""
-        return math.ceil(self.keep * page_tokens)
+        return math.ceil(self.keep * page_tokens - 1e-9)
 
 
 def read_sparsity(settings: Mapping[str, Any]) -> SparsitySettings | None:
