@@ -483,6 +483,7 @@ class Broken:
                 landed=id,
                 settle=lambda state, landed: None,
             ),
+            forget_request=id,
             note_sparse=lambda rid, *loads: self.told.append(loads),
         )
         self.known = np.array([5], np.int32)
@@ -520,9 +521,9 @@ class Broken:
         book.slots.add(0, slots, np.stack([9 * ones] * 2), ones)
         return bool(tree.repair_loads(None, self.batch))
 
-    def end(self) -> None:
-        """End the pass."""
-        self.bench.tree.finish_external_linker_loads(self.batch.reqs)
+    def end(self) -> int:
+        """End the pass; return how many requests failed with it."""
+        return len(self.bench.tree.finish_external_linker_loads(self.batch.reqs))
 
 
 def broken_loads() -> dict[str, Any]:
@@ -551,8 +552,21 @@ def broken_loads() -> dict[str, Any]:
 
     cache.compute_missing = compute
     assert one.run()
-    one.end()
-    return found | {"broken_loads": len(one.told)}
+    assert not one.end()
+    found["broken_loads"] = len(one.told)
+
+    one = Broken()
+    one.lands = False
+    one.bench.allocator.alloc(one.bench.allocator.available_size())
+    assert not one.run(), "there is no room to compute it whole"
+    found["failed"] = one.end()
+    found["failed_loads"] = len(one.told)
+    _, reads = one.bench.pool.gauge.every.slots.read(one.slots.numpy())
+    found["failed_reads"] = reads[0].tolist()
+    one.bench.tree._forget("r")
+    one.bench.allocator.free(one.slots)
+    one.rows.check()
+    return found | {"lacking_after": int(one.rows.num_dropped)}
 
 
 if __name__ == "__main__":

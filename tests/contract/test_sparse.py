@@ -70,3 +70,12 @@ def test_attention_over_a_broken_load_is_forgotten(told):
     assert broken["lacking"] == 0
     assert broken["reads"] == [1.0] * 4 + [0.0] * 12
     assert broken["mean"] == [1.0] * 4
+
+
+def test_a_broken_load_without_room_fails_its_request_only(told):
+    """Nobody tells of it, what it has read is forgotten, and its rows come back."""
+    broken = told["broken"]
+    assert broken["failed"] == 1
+    assert broken["failed_loads"] == 0
+    assert broken["failed_reads"] == [1.0] * 4 + [0.0] * 12
+    assert broken["lacking_after"] == 0
