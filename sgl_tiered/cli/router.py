@@ -1,0 +1,190 @@
+"""``sgl-tiered router``: one address in front of many servers, each request where its
+prefix is."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.routing.registry import ROUTINGS
+
+__all__ = ["register"]
+
+
+def register(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "router",
+        help="serve one address in front of many SGLang servers, by who holds the "
+        "prefix",
+        description="Needs the packages that SGLang brings, or sgl-tiered[router]. "
+        "An instance is URL[,kind=prefill|decode|colocated][,name=NAME]"
+        "[,events=auto|none|tcp://HOST:PORT][,replay=tcp://HOST:PORT][,topic=TOPIC]"
+        "[,bootstrap=PORT]. With prefill and decode instances, requests go to pairs.",
+    )
+    add = parser.add_argument
+    add("--instance", action="append", default=[], metavar="URL[,KEY=VALUE...]")
+    add("--host", default="127.0.0.1", help="default %(default)s")
+    add("--port", type=int, default=30080, help="0 for a free one; %(default)s")
+    add("--policy", choices=ROUTINGS, default="prompt-tree", help="%(default)s")
+    add(
+        "--tokenizer",
+        default="none",
+        help="the servers' tokenizer (folder or name), python:MODULE:FUNCTION, or "
+        "none: then texts are compared by characters, and the servers' events, which "
+        "speak in tokens, say nothing of them (default)",
+    )
+    add("--api-key-file", type=Path, help="file with the key that clients must bring")
+    add("--instance-api-key-file", type=Path, help="file with the servers' own key")
+    add(
+        "--credits",
+        default="",
+        metavar="PLACE=SHARE,...",
+        help="share of a token's prefill that a cached token saves, by place, e.g. "
+        "device=1,host=0.9",
+    )
+    add(
+        "--running-cost",
+        type=float,
+        default=256.0,
+        metavar="TOKENS",
+        help="what a request under way counts in the load; %(default)s",
+    )
+    add(
+        "--ttl",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="how long a prefix that was sent is assumed to be held where no event "
+        "says otherwise; %(default)s",
+    )
+    add("--page-tokens", type=int, default=16, help="until events tell; %(default)s")
+    add("--page-characters", type=int, default=64, help="%(default)s")
+    add(
+        "--max-attempts", type=int, default=3, help="instances per request; %(default)s"
+    )
+    add("--connect-timeout", type=float, default=3.0, metavar="S", help="%(default)s")
+    add("--first-byte-timeout", type=float, default=600.0, metavar="S")
+    add("--idle-timeout", type=float, default=120.0, metavar="S")
+    add("--whole-timeout", type=float, default=3600.0, metavar="S")
+    add("--load-interval", type=float, default=1.0, metavar="S", help="%(default)s")
+    add("--health-interval", type=float, default=10.0, metavar="S", help="%(default)s")
+    add("--health-timeout", type=float, default=5.0, metavar="S", help="%(default)s")
+    add("--max-body-mb", type=int, default=64, help="%(default)s")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand until it is interrupted; returns the exit code."""
+    logging.basicConfig(
+        level=arguments.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        # Only here: the other commands must work without these packages.
+        from sgl_tiered.router.config import RouterConfig, Timeouts, parse_instance
+        from sgl_tiered.router.front import Router
+        from sgl_tiered.router.tokenizers import make_tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "router", f"a package is missing ({error})", "install sgl-tiered[router]"
+        ) from error
+    config = RouterConfig(
+        host=arguments.host,
+        port=arguments.port,
+        api_key=_key(arguments.api_key_file, "--api-key-file"),
+        instance_api_key=_key(
+            arguments.instance_api_key_file, "--instance-api-key-file"
+        ),
+        policy=arguments.policy,
+        credits=parse_credits(arguments.credits),
+        running_cost_tokens=arguments.running_cost,
+        ttl_s=arguments.ttl,
+        page_tokens=arguments.page_tokens,
+        page_characters=arguments.page_characters,
+        max_attempts=arguments.max_attempts,
+        load_interval_s=arguments.load_interval,
+        health_interval_s=arguments.health_interval,
+        health_timeout_s=arguments.health_timeout,
+        max_body_bytes=arguments.max_body_mb * 2**20,
+        timeouts=Timeouts(
+            connect_s=arguments.connect_timeout,
+            first_byte_s=arguments.first_byte_timeout,
+            idle_s=arguments.idle_timeout,
+            whole_s=arguments.whole_timeout,
+        ),
+    )
+    instances = [parse_instance(text) for text in arguments.instance]
+    tokenizer = make_tokenizer(arguments.tokenizer)
+    router = Router(config, instances, tokenizer)
+    asyncio.run(_serve(router, arguments.host, tokenizer is None))
+    return 0
+
+
+async def _serve(router: Any, host: str, has_characters: bool) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    try:
+        await router.start()
+    except OSError as error:
+        raise ConfigError("--port", str(error), "choose another one") from error
+    print(f"sgl-tiered router: http://{host}:{router.port}", flush=True)
+    if has_characters:
+        print(
+            "sgl-tiered router: no tokenizer: texts are compared by characters, and "
+            "evictions of them are not known; token ids and KV events go together.",
+            flush=True,
+        )
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        await stopped.wait()
+    finally:
+        await router.close()
+
+
+def parse_credits(text: str) -> dict[str, float]:
+    """Read ``PLACE=SHARE,...``; an empty text is no credit at all.
+
+    Raises:
+        ConfigError: a part is no such pair. Places are checked by the policy.
+    """
+    found = {}
+    for part in _parts(text):
+        place, _, share = part.partition("=")
+        try:
+            found[place] = float(share)
+        except ValueError as error:
+            raise ConfigError(
+                "--credits", f"{part!r} is no PLACE=SHARE", "write device=1,host=0.9"
+            ) from error
+    return found
+
+
+def _parts(text: str) -> Sequence[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _key(path: Path | None, setting: str) -> str | None:
+    """Return the key in a file, without the line's end.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(setting, str(error), "name a readable file") from error
+    if not key:
+        raise ConfigError(setting, f"{path} is empty", "write the key into it")
+    return key

@@ -1,0 +1,1 @@
+"""routing: see README.md."""

@@ -1,0 +1,95 @@
+"""Route to where the prompt's prefix is, unless waiting there costs more than it saves.
+
+MemServe takes the instance with the longest common prefix, and sees neither load nor
+tier. Here all three are one figure, the prompt tokens to be computed before this
+request's first token could come:
+
+    cost = waiting + running_cost * running + prompt - sum of credit * cached
+
+A credit is the share of a token's prefill that a cached token of that place saves: 1 on
+the device, less where it has to be loaded first. With no load and credits of 1 this is
+the paper's rule. Equal costs: the longer prefix, then the lower load, then in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.routing.base import (
+    PLACES,
+    InstanceFacts,
+    RequestFacts,
+    turned,
+)
+from sgl_tiered.policies.routing.least_load import load_tokens
+
+__all__ = ["DEFAULT_CREDITS", "PromptTreeRouting"]
+
+DEFAULT_CREDITS: Mapping[str, float] = {
+    "device": 1.0,
+    "host": 0.9,
+    "cxl": 0.8,
+    "disk": 0.5,
+    "peer": 0.5,
+    "assumed": 0.9,
+}
+"""Assumptions, not measurements: they keep the order of the tiers, and load below
+compute. A measured machine has its own (``--credits``)."""
+
+
+class PromptTreeRouting:
+    """Least work ahead of the first token, counted in prompt tokens."""
+
+    name = "prompt-tree"
+
+    def __init__(
+        self,
+        credits_by_place: Mapping[str, float] | None = None,
+        running_cost_tokens: float = 256.0,
+    ) -> None:
+        """Take credits by the words of ``PLACES``; those left out keep their default.
+
+        Raises:
+            ConfigError: a place is not known, or a credit is outside 0 to 1.
+        """
+        wanted = dict(credits_by_place or {})
+        for place, credit in wanted.items():
+            if place not in PLACES:
+                raise ConfigError(
+                    "credits", f"{place!r} is no place", f"use {', '.join(PLACES)}"
+                )
+            if not 0.0 <= credit <= 1.0:
+                raise ConfigError(
+                    "credits", f"{place}={credit} is out of range", "use 0 to 1"
+                )
+        table = {**DEFAULT_CREDITS, **wanted}
+        self._credits = tuple(table[place] for place in PLACES)
+        self._running_cost_tokens = running_cost_tokens
+
+    def cost_tokens(self, request: RequestFacts, instance: InstanceFacts) -> float:
+        """Return the prompt tokens to be computed before this request's first one."""
+        saved = sum(
+            credit * cached
+            for credit, cached in zip(
+                self._credits, instance.cached_tokens, strict=True
+            )
+        )
+        own = max(request.num_tokens - saved, 0.0)
+        return load_tokens(instance, self._running_cost_tokens) + own
+
+    def rank(
+        self, request: RequestFacts, instances: Sequence[InstanceFacts]
+    ) -> tuple[int, ...]:
+        """Return the positions by rising cost."""
+        places = turned(request.turn, len(instances))
+        keys = [
+            (
+                self.cost_tokens(request, each),
+                -each.num_cached,
+                load_tokens(each, self._running_cost_tokens),
+                places[position],
+            )
+            for position, each in enumerate(instances)
+        ]
+        return tuple(sorted(range(len(instances)), key=keys.__getitem__))

@@ -1,0 +1,238 @@
+"""Settings of the router, checked once; and the words after ``--instance``."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.router.feed import FeedSource
+
+__all__ = [
+    "COLOCATED",
+    "DECODE",
+    "KINDS",
+    "PREFILL",
+    "InstanceConfig",
+    "RouterConfig",
+    "Timeouts",
+    "is_loopback",
+    "parse_instance",
+]
+
+PREFILL = "prefill"
+DECODE = "decode"
+COLOCATED = "colocated"
+KINDS = (PREFILL, DECODE, COLOCATED)
+AUTO = "auto"
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""SGLang's ``--disaggregation-bootstrap-port``."""
+_NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceConfig:
+    """One server behind the router.
+
+    Attributes:
+        name: what headers, metrics and the state call it; ``HOST:PORT`` by default.
+        url: ``http://HOST:PORT``, without a path.
+        kind: one of ``KINDS``.
+        discovers_events: whether the server is asked where its events are.
+        sources: where its events come from, one per data-parallel rank.
+        bootstrap_port: of a prefill instance.
+    """
+
+    name: str
+    url: str
+    kind: str = COLOCATED
+    discovers_events: bool = True
+    sources: tuple[FeedSource, ...] = ()
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT
+
+    @property
+    def host(self) -> str:
+        """The host of its address, as a peer connects to it."""
+        return urlsplit(self.url).hostname or ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Bounds in seconds.
+
+    Attributes:
+        connect_s: to connect to an instance.
+        first_byte_s: from sending a request to the first byte of its answer's body; a
+            queue and a prefill fit into it.
+        idle_s: between two pieces of an answer.
+        whole_s: of an answer that is not streamed.
+    """
+
+    connect_s: float = 3.0
+    first_byte_s: float = 600.0
+    idle_s: float = 120.0
+    whole_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Everything that the command line decides.
+
+    Attributes:
+        host: address to listen on.
+        port: to listen on; 0 for a free one.
+        api_key: that clients must bring; None for an open router.
+        instance_api_key: that the instances want; None to pass the client's on, unless
+            the router has a key of its own.
+        policy: a word of ``policies.routing.registry.ROUTINGS``.
+        credits: of the prompt tree, by place.
+        running_cost_tokens: what a request under way counts, in prompt tokens.
+        ttl_s: how long a prefix that was sent is assumed to be held where no event says
+            so, in seconds.
+        page_tokens: of instances that have sent no event yet.
+        page_characters: in one page of the tree of texts.
+        max_attempts: instances that are tried for one request at most.
+        load_interval_s: between two questions for an instance's load (``/v1/loads``,
+            which is cheap), or for the health of one that is down.
+        health_interval_s: between two probes of its health (``/health``, which makes an
+            idle server compute one token).
+        health_timeout_s: of either.
+        max_failures: probes that fail in a row until an instance is down.
+        max_body_bytes: of a request, and of an answer that is not streamed.
+        timeouts: of requests.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 30080
+    api_key: str | None = None
+    instance_api_key: str | None = None
+    policy: str = "prompt-tree"
+    credits: Mapping[str, float] = field(default_factory=dict)
+    running_cost_tokens: float = 256.0
+    ttl_s: float = 300.0
+    page_tokens: int = 16
+    page_characters: int = 64
+    max_attempts: int = 3
+    load_interval_s: float = 1.0
+    health_interval_s: float = 10.0
+    health_timeout_s: float = 5.0
+    max_failures: int = 2
+    max_body_bytes: int = 64 * 2**20
+    timeouts: Timeouts = Timeouts()
+
+    def __post_init__(self) -> None:
+        if self.api_key == "":
+            raise ConfigError("--api-key-file", "the key is empty", "write one in it")
+        if self.api_key is None and not is_loopback(self.host):
+            raise ConfigError(
+                "--host",
+                f"{self.host} can be reached from outside, and there is no key",
+                "give --api-key-file, or listen on 127.0.0.1",
+            )
+        for name, value, least in (
+            ("--max-attempts", self.max_attempts, 1),
+            ("--page-tokens", self.page_tokens, 1),
+            ("--page-characters", self.page_characters, 1),
+            ("--ttl", self.ttl_s, 0),
+            ("--running-cost", self.running_cost_tokens, 0),
+        ):
+            if value < least:
+                raise ConfigError(name, f"{value} is too small", f"use {least} or more")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address.
+
+    A name other than ``localhost`` counts as reachable, whatever it resolves to now.
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_instance(text: str, setting: str = "--instance") -> InstanceConfig:
+    """Read ``URL[,kind=K][,name=N][,events=E][,replay=R][,topic=T][,bootstrap=PORT]``.
+
+    ``events`` is ``auto`` (the default: ask the server), ``none``, or ``tcp://HOST:PORT``;
+    given again, it is the next data-parallel rank's, and ``replay`` follows its events.
+
+    Raises:
+        ConfigError: a part is wrong; says which.
+    """
+    url, *parts = [part.strip() for part in text.split(",")]
+    split = urlsplit(url)
+    if split.scheme not in ("http", "https") or not split.hostname:
+        raise ConfigError(setting, f"{url!r} is no address", "write http://HOST:PORT")
+    if split.path.strip("/") or split.query or split.username:
+        raise ConfigError(
+            setting, f"{url!r} has more than host and port", "write http://HOST:PORT"
+        )
+    fields: dict[str, str] = {}
+    events: list[tuple[str, str | None]] = []
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not value:
+            raise ConfigError(
+                setting, f"{part!r} is no KEY=VALUE", "write kind=prefill"
+            )
+        if key == "events":
+            events.append((value, None))
+        elif key == "replay":
+            if not events:
+                raise ConfigError(setting, "replay stands alone", "write events= first")
+            events[-1] = (events[-1][0], _endpoint(value, setting))
+        elif key in ("kind", "name", "topic", "bootstrap") and key not in fields:
+            fields[key] = value
+        else:
+            raise ConfigError(
+                setting,
+                f"{key!r} is not known, or was said before",
+                "use kind, name, events, replay, topic, bootstrap",
+            )
+    kind = fields.get("kind", COLOCATED)
+    if kind not in KINDS:
+        raise ConfigError(setting, f"kind {kind!r}", f"use {', '.join(KINDS)}")
+    name = fields.get("name", split.netloc)
+    if not _NAME.fullmatch(name):
+        raise ConfigError(setting, f"name {name!r}", "use letters, digits and . _ : -")
+    port = fields.get("bootstrap", str(DEFAULT_BOOTSTRAP_PORT))
+    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(setting, f"bootstrap {port!r}", "use a port")
+    words = [value for value, _ in events]
+    topic = fields.get("topic", "")
+    if words in ([], [AUTO]) or words == ["none"]:
+        sources: tuple[FeedSource, ...] = ()
+    else:
+        sources = tuple(
+            FeedSource(_endpoint(value, setting), replay, topic)
+            for value, replay in events
+        )
+    return InstanceConfig(
+        name,
+        f"{split.scheme}://{split.netloc}",
+        kind,
+        words in ([], [AUTO]),
+        sources,
+        int(port),
+    )
+
+
+def _endpoint(value: str, setting: str) -> str:
+    """Check an address that a subscriber connects to."""
+    if re.fullmatch(r"ipc://.+", value):
+        return value
+    if re.fullmatch(r"tcp://(\*|0\.0\.0\.0|\[::\]):\d+", value):
+        raise ConfigError(
+            setting,
+            f"{value} is what the server binds, not what a subscriber connects to",
+            "write the server's host, e.g. tcp://127.0.0.1:5557",
+        )
+    if not re.fullmatch(r"tcp://[^/:\s]+:\d+|tcp://\[[0-9a-fA-F:]+\]:\d+", value):
+        raise ConfigError(setting, f"{value!r} is no endpoint", "write tcp://HOST:PORT")
+    return value

@@ -1,0 +1,141 @@
+"""One server behind the router: whether it can serve, and how much it has to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_tiered.router.config import InstanceConfig
+from sgl_tiered.router.feed import EventFeed
+from sgl_tiered.router.tree import Holder
+
+__all__ = ["Instance", "LoadReport", "Ticket"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a server says of itself (``/v1/loads``), summed over its ranks.
+
+    Attributes:
+        asked_s: when it was asked; what was sent later is not in it.
+        num_requests: running or waiting.
+        waiting_tokens: prompt tokens that are still to be computed.
+    """
+
+    asked_s: float
+    num_requests: int
+    waiting_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's share of an instance's load.
+
+    Attributes:
+        sent_s: when it was sent.
+        num_tokens: prompt tokens that were to be computed for it.
+        is_waiting: no byte of the answer has come yet.
+        give_up: ends the wait for that byte at once; None where nobody waits.
+    """
+
+    sent_s: float
+    num_tokens: int
+    is_waiting: bool = True
+    give_up: Callable[[], None] | None = None
+
+
+@dataclass(eq=False)
+class Instance:
+    """What the router knows of a server. The loop's own; nothing locks.
+
+    Attributes:
+        config: what it was added with.
+        is_up: it answers.
+        is_draining: it is to get no further requests.
+        num_failures: probes that failed in a row.
+        holders: its publishers of events in the tree of its kind, one at least.
+        feeds: that follow them; none for a server without events.
+        tasks: that probe and follow it.
+        report: the last load that it told, if it tells.
+        tells_load: False once it said that it does not.
+    """
+
+    config: InstanceConfig
+    is_up: bool = False
+    is_draining: bool = False
+    num_failures: int = 0
+    holders: list[Holder] = field(default_factory=list)
+    feeds: list[EventFeed] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    report: LoadReport | None = None
+    tells_load: bool = True
+    on_load: Callable[[int], None] | None = None
+    _tickets: set[Ticket] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """The name of the configuration."""
+        return self.config.name
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a request may be sent to it."""
+        return self.is_up and not self.is_draining
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests of this router that have not ended."""
+        return len(self._tickets)
+
+    def open(self, now_s: float, num_tokens: int) -> Ticket:
+        """Count a request that is sent now; ``close`` it whatever becomes of it."""
+        ticket = Ticket(now_s, num_tokens)
+        self._tickets.add(ticket)
+        self._tell()
+        return ticket
+
+    def close(self, ticket: Ticket) -> None:
+        """Count a request as ended; a second time changes nothing."""
+        ticket.is_waiting = False
+        self._tickets.discard(ticket)
+        self._tell()
+
+    def give_up(self) -> None:
+        """End the waits for an instance that is down: another one can serve them."""
+        for ticket in list(self._tickets):
+            if ticket.is_waiting and ticket.give_up is not None:
+                ticket.give_up()
+
+    def load(self, now_s: float, max_age_s: float) -> tuple[int, int]:
+        """Return (prompt tokens that wait, requests under way).
+
+        A report that is young enough counts all that was sent before it, by whichever
+        replica; ours of later are added. Without one, only our own are known.
+        """
+        report = self.report
+        if report is None or now_s - report.asked_s > max_age_s:
+            waiting = sum(t.num_tokens for t in self._tickets if t.is_waiting)
+            return waiting, len(self._tickets)
+        later = [t for t in self._tickets if t.sent_s >= report.asked_s]
+        waiting = sum(t.num_tokens for t in later if t.is_waiting)
+        return report.waiting_tokens + waiting, report.num_requests + len(later)
+
+    def state(self, waiting_tokens: int, num_running: int) -> dict[str, Any]:
+        """Return what ``/router/state`` shows, as plain numbers and words."""
+        return {
+            "url": self.config.url,
+            "kind": self.config.kind,
+            "up": self.is_up,
+            "draining": self.is_draining,
+            "under_way": self.num_under_way,
+            "waiting_tokens": waiting_tokens,
+            "running": num_running,
+            "tells_load": self.report is not None,
+            "feeds": [feed.state() for feed in self.feeds],
+        }
+
+    def _tell(self) -> None:
+        if self.on_load is not None:
+            self.on_load(len(self._tickets))

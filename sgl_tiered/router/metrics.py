@@ -1,0 +1,102 @@
+"""The router's Prometheus metrics, in a registry of its own.
+
+Names begin with ``sgl_tiered_router_``; seconds and tokens are the units.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+__all__ = ["RouterMetrics"]
+
+_PREFIX = "sgl_tiered_router"
+_DECISION_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+_FIRST_BYTE_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class RouterMetrics:
+    """What is counted; each router has its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            f"{_PREFIX}_requests",
+            "Requests that ended, by path and by what the client got: a status, or "
+            "broken (an answer that broke off), or gone (the client left).",
+            ["path", "outcome"],
+            registry=self.registry,
+        )
+        self.attempts = Counter(
+            f"{_PREFIX}_attempts",
+            "Requests sent to an instance, by outcome: ok, status, refused, broken, "
+            "timeout.",
+            ["instance", "outcome"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            f"{_PREFIX}_prompt_tokens",
+            "Prompt tokens of routed requests.",
+            registry=self.registry,
+        )
+        self.cached_tokens = Counter(
+            f"{_PREFIX}_cached_tokens",
+            "Those of them that the chosen instance was seen to hold, by place.",
+            ["place"],
+            registry=self.registry,
+        )
+        self.decision_seconds = Histogram(
+            f"{_PREFIX}_decision_seconds",
+            "From a read prompt to a chosen instance: keys, lookup, policy.",
+            buckets=_DECISION_BUCKETS,
+            registry=self.registry,
+        )
+        self.first_byte_seconds = Histogram(
+            f"{_PREFIX}_first_byte_seconds",
+            "From a request's arrival to the first byte of a streamed answer.",
+            buckets=_FIRST_BYTE_BUCKETS,
+            registry=self.registry,
+        )
+        self.under_way = Gauge(
+            f"{_PREFIX}_under_way",
+            "Requests that an instance has and has not answered in full.",
+            ["instance"],
+            registry=self.registry,
+        )
+        self.up = Gauge(
+            f"{_PREFIX}_instance_up",
+            "1 where requests may go, 0 where not (down or draining).",
+            ["instance", "kind"],
+            registry=self.registry,
+        )
+        self.events = Counter(
+            f"{_PREFIX}_events",
+            "What happened on a feed of KV events: batches, gaps, restarts, replays, "
+            "drops, malformed.",
+            ["instance", "what"],
+            registry=self.registry,
+        )
+        self.nodes = Gauge(
+            f"{_PREFIX}_tree_nodes",
+            "Pages in the prompt tree of a kind of instance.",
+            ["kind"],
+            registry=self.registry,
+        )
+
+    def render(self) -> bytes:
+        """Return the text that ``/metrics`` answers."""
+        return generate_latest(self.registry)
+
+    def forget(self, instance: str, kind: str) -> None:
+        """Stop showing the gauges of an instance that was removed."""
+        for gauge, labels in (
+            (self.under_way, (instance,)),
+            (self.up, (instance, kind)),
+        ):
+            if labels in gauge._metrics:
+                gauge.remove(*labels)

@@ -1,0 +1,220 @@
+"""The router in front of a real, plain SGLang server that publishes KV events.
+
+Each test has a router of its own, which joins late and catches up by a replay. What it
+believes is compared with what the server says of each request (``cached_tokens``).
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from contextlib import asynccontextmanager
+
+import aiohttp
+import numpy as np
+import pytest
+from sgl_tiered_workloads.server import free_port
+from sgl_tiered_workloads.sessions import random_tokens
+from sgl_tiered_workloads.systems import plain_spec
+from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
+
+from sgl_tiered.router.config import RouterConfig, parse_instance
+from sgl_tiered.router.front import Router
+from tests.e2e.e2e_support import PATIENCE_S, POOL_TOKENS, Case, wait_until
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+PAGE = 16
+PROMPT_TOKENS = 200  # not a multiple of the page: the last page is never a hit
+HIT_TOKENS = PROMPT_TOKENS // PAGE * PAGE
+
+
+@pytest.fixture(scope="module")
+def server(servers, model):
+    """Plain SGLang with a publisher and a replay endpoint."""
+    events, replay = free_port(), free_port()
+    told = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events}",
+        "replay_endpoint": f"tcp://*:{replay}",
+    }
+    flags = ("--kv-events-config", json.dumps(told))
+    return servers.get(plain_spec(Case(PAGE).device(model), "events", flags=flags))
+
+
+@asynccontextmanager
+async def routed(server):
+    """Give a router that knows all that the server holds, and a client of it."""
+    config = RouterConfig(port=0, load_interval_s=0.2, health_interval_s=60.0)
+    router = Router(config, [parse_instance(f"{server.url},name=only")])
+    await router.start()
+    try:
+        url = f"http://127.0.0.1:{router.port}"
+        async with aiohttp.ClientSession(url) as client:
+            await until(lambda: is_complete(router))
+            yield router, client
+    finally:
+        await router.close()
+
+
+def is_complete(router):
+    instance = router.fleet.get("only")
+    holder = instance.holders[0]
+    connected = bool(instance.feeds) and instance.feeds[0].is_connected
+    return connected and holder.is_complete and holder.num_orphans == 0
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def prompt(seed):
+    rng = np.random.default_rng(seed)
+    return [int(token) for token in random_tokens(rng, PROMPT_TOKENS, VOCAB_TOKENS)]
+
+
+def body(tokens, num_tokens=4, **fields):
+    sampling = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    return {"input_ids": tokens, "sampling_params": sampling, **fields}
+
+
+def generate(server, tokens):
+    return server.post("/generate", body(tokens))
+
+
+async def ask(client, sent):
+    """Return the tokens that the router saw cached, and the server's answer."""
+    async with client.post("/generate", json=sent) as response:
+        assert response.status == 200, await response.text()
+        return int(response.headers["X-Tiered-Cached-Tokens"]), await response.json()
+
+
+async def settled(router):
+    """Wait until the batches of what was answered have come."""
+    feed = router.fleet.get("only").feeds[0]
+    last = -1
+    while feed.counts.batches != last:
+        last = feed.counts.batches
+        await asyncio.sleep(0.5)
+    # What is only assumed must not help: the events have to say it all.
+    router.fleet.trees["colocated"].expire(float("inf"))
+
+
+def test_what_the_router_believes_is_what_the_server_says(server):
+    """Stored, evicted and flushed prefixes, by events alone."""
+
+    async def run():
+        async with routed(server) as (router, client):
+            assert router.fleet.get("only").feeds[0].counts.replays == 1
+            tree = router.fleet.trees["colocated"]
+            num_prompts = 2 * POOL_TOKENS // PROMPT_TOKENS
+            for seed in range(num_prompts):
+                await ask(client, body(prompt(seed)))
+            await settled(router)
+            assert 0 < len(tree) <= POOL_TOKENS // PAGE
+            believed = []
+            for seed in (num_prompts - 1, 0, num_prompts - 2):
+                seen, answer = await ask(client, body(prompt(seed)))
+                assert seen == answer["meta_info"]["cached_tokens"], seed
+                believed.append(seen)
+                await settled(router)
+            # the first was evicted long ago; the last ones were not
+            assert believed == [HIT_TOKENS, 0, HIT_TOKENS]
+            await asyncio.to_thread(server.flush_cache)
+            await until(lambda: len(tree) == 0)
+
+    asyncio.run(run())
+
+
+def read(url, body=None):
+    """Return an answer's headers and its parsed body."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return response.headers, json.load(response)
+
+
+def test_texts_match_by_the_servers_tokenizer(server, model):
+    """The command as a process: a text is tokenized as the server does it, and with
+    nothing assumed (``--ttl 0``) the events alone must find its prefix."""
+    command = [sys.executable, "-m", "sgl_tiered.cli.main", "router", "--port", "0"]
+    command += ["--instance", f"{server.url},name=only", "--ttl", "0"]
+    command += ["--tokenizer", str(model)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        url = process.stdout.readline().split()[-1]
+        text = "The same words again and again, in a row. " * 20
+        sent = {"text": text, "sampling_params": body([])["sampling_params"]}
+        _, answer = read(url + "/generate", sent)
+        wanted = answer["meta_info"]["prompt_tokens"] // PAGE
+
+        def knows_all():
+            _, state = read(url + "/router/state")
+            assert state["alphabet"] == "tokens"
+            return state["instances"]["only"]["pages"]["device"] >= wanted
+
+        wait_until(knows_all, "the events of the text")
+        headers, answer = read(url + "/generate", sent)
+        seen = int(headers["X-Tiered-Cached-Tokens"])
+        assert seen == answer["meta_info"]["cached_tokens"] > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_streams_and_openai_paths_give_the_servers_tokens(server):
+    """Byte for byte what the server would have said."""
+
+    async def run():
+        async with routed(server) as (_, client):
+            plain = await asyncio.to_thread(generate, server, prompt(7))
+            _, answer = await ask(client, body(prompt(7)))
+            assert answer["output_ids"] == plain["output_ids"]
+            sent = body(prompt(7), stream=True)
+            async with client.post("/generate", json=sent) as response:
+                events = (await response.read()).split(b"\n\n")
+            assert events[-2:] == [b"data: [DONE]", b""]
+            last = json.loads(events[-3].removeprefix(b"data: "))
+            assert last["text"] == plain["text"]
+            completion = {
+                "model": "default",
+                "prompt": prompt(7),
+                "max_tokens": 4,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            async with client.post("/v1/completions", json=completion) as response:
+                told = await response.json()
+            assert told["choices"][0]["text"] == plain["text"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(server, is_stream):
+    """The server stops computing long before the answer's length is reached."""
+
+    async def run():
+        async with routed(server) as (router, client):
+            instance = router.fleet.get("only")
+            sent = body(prompt(8), num_tokens=1200, stream=is_stream)
+            task = asyncio.create_task(client.post("/generate", json=sent))
+            await until(lambda: instance.report and instance.report.num_requests == 1)
+            if is_stream:
+                response = await task
+                await response.content.readany()
+                response.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await until(lambda: instance.report.num_requests == 0)
+            assert instance.num_under_way == 0
+
+    asyncio.run(run())
