@@ -1,0 +1,1 @@
+"""pool: see README.md."""

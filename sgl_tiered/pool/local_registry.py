@@ -1,0 +1,242 @@
+"""The registry of one machine: a file, its lock, and the machine's monotonic clock.
+
+Every call locks the file, ends the leases whose time is over, and writes the file anew
+where something has changed. So it needs no server, and outlives every instance. Names
+keep their ids and count their starts for as long as the file exists. After a reboot the
+clock begins anew: then no lease of before it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sgl_tiered.core.clock import Clock, SystemClock
+from sgl_tiered.core.json_file import JsonFile
+from sgl_tiered.errors import ConfigError, TransportUnavailableError
+from sgl_tiered.pool.membership import (
+    InstanceKind,
+    Lease,
+    Member,
+    View,
+    check_name,
+    first_free_id,
+    incarnation_after,
+    member_fields,
+    member_from,
+)
+
+__all__ = ["LocalRegistry"]
+
+_FILE = JsonFile("pool registry", "sgl-tiered pool up", 1, 64 << 20)
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LOOK_S = 0.05
+"""Between two looks of ``watch``; a look is 0.1 ms."""
+_State = dict[str, Any]
+
+
+class LocalRegistry:
+    """A ``Registry`` for the instances of one machine.
+
+    Args:
+        path: the file; its folder must exist. It is for its owner's eyes only.
+        ttl_s: seconds from one renewal of a lease to its end.
+        clock: one that all processes of the machine share.
+        pause: waits so many seconds.
+
+    Raises:
+        ConfigError: the file is there and is none of ours.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        ttl_s: float = 3.0,
+        clock: Clock | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._path = path
+        self._ttl_s = ttl_s
+        self._clock = clock or SystemClock()
+        self._pause = pause
+        self._last_view = View(0)
+        self.view()
+
+    def join(
+        self, name: str, kind: InstanceKind, endpoints: Mapping[str, str]
+    ) -> Lease:
+        """Begin a new incarnation; a former one under this name is over at once."""
+        check_name(name)
+        with self._state() as state:
+            known = state["names"].get(name)
+            if known is None:
+                taken = {each["instance"] for each in state["names"].values()}
+                known = {"instance": first_free_id(taken), "incarnation": 0}
+            known["incarnation"] = incarnation_after(known["incarnation"])
+            state["names"][name] = known
+            lease = Lease(name, known["instance"], known["incarnation"], self._ttl_s)
+            member = Member(
+                name, lease.instance, lease.incarnation, kind, dict(endpoints)
+            )
+            self._remove(state, lease.instance)
+            state["members"][str(lease.instance)] = member_fields(member)
+            state["ends_s"][str(lease.instance)] = self._clock.now() + self._ttl_s
+        return lease
+
+    def renew(self, lease: Lease) -> bool:
+        """Prolong a lease; False if it is over, or the file cannot be used."""
+        with contextlib.suppress(OSError), self._state() as state:
+            if self._holds(state, lease):
+                state["ends_s"][str(lease.instance)] = self._clock.now() + self._ttl_s
+                return True
+        return False
+
+    def drain(self, lease: Lease) -> bool:
+        """Mark the instance as draining; False if its lease is over."""
+        with contextlib.suppress(OSError), self._state() as state:
+            if self._holds(state, lease):
+                state["members"][str(lease.instance)]["draining"] = True
+                return True
+        return False
+
+    def leave(self, lease: Lease) -> None:
+        """End a lease; nothing if it is over."""
+        with contextlib.suppress(OSError), self._state() as state:
+            if self._holds(state, lease):
+                self._remove(state, lease.instance)
+
+    def view(self) -> View:
+        """Return the members now; the last one known if the file cannot be used."""
+        with contextlib.suppress(OSError), self._state() as state:
+            members = sorted(
+                (member_from(fields) for fields in state["members"].values()),
+                key=lambda member: member.instance,
+            )
+            self._last_view = View(state["version"], tuple(members))
+        return self._last_view
+
+    def watch(self, version: int, timeout_s: float) -> View | None:
+        """Wait for a view newer than ``version``; None if none came in time."""
+        until_s = self._clock.now() + timeout_s
+        while True:
+            view = self.view()
+            if view.version > version:
+                return view
+            left_s = until_s - self._clock.now()
+            if left_s <= 0:
+                return None
+            self._pause(min(left_s, _LOOK_S))
+
+    def lead(self, role: str, lease: Lease) -> bool:
+        """Try to become the leader for a role; True if the lease leads now."""
+        me = [lease.instance, lease.incarnation]
+        with contextlib.suppress(OSError), self._state() as state:
+            if self._holds(state, lease):
+                return bool(state["leaders"].setdefault(role, me) == me)
+        return False
+
+    def leader(self, role: str) -> Member | None:
+        """Return the leader for a role, or None."""
+        with contextlib.suppress(OSError), self._state() as state:
+            found = state["leaders"].get(role)
+            if found is not None:
+                return member_from(state["members"][str(found[0])])
+        return None
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+    @contextlib.contextmanager
+    def _state(self) -> Iterator[_State]:
+        """Lock, read, end what is over; then write, if anything has changed."""
+        try:
+            lock = os.open(
+                self._path.with_name(self._path.name + ".lock"),
+                os.O_RDWR | os.O_CREAT,
+                0o600,
+            )
+        except OSError as error:
+            raise TransportUnavailableError(
+                f"the pool registry {self._path} cannot be used ({error.strerror}); "
+                "give a path in a folder that this user may write to"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            former = self._read()
+            state = copy.deepcopy(former)
+            self._expire(state)
+            try:
+                yield state
+            finally:
+                self._write(former, state)
+        finally:
+            os.close(lock)
+
+    def _read(self) -> _State:
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        state: _State = {
+            "version": 0,
+            "boot": boot,
+            "names": {},
+            "members": {},
+            "ends_s": {},
+            "leaders": {},
+        }
+        if not self._path.exists():
+            return state
+        found = _FILE.fields(_FILE.read(self._path))
+        found["version"] = found.pop("view_version", None)
+        if {k: type(v) for k, v in found.items()} != {
+            k: type(v) for k, v in state.items()
+        }:
+            raise ConfigError(
+                "pool registry",
+                f"{self._path} is not one",
+                "give another path, or remove the file",
+            )
+        if found["boot"] != boot:
+            found.update(
+                boot=boot,
+                members={},
+                ends_s={},
+                leaders={},
+                version=found["version"] + 1,
+            )
+        return found
+
+    def _write(self, former: _State, state: _State) -> None:
+        if {**state, "ends_s": 0, "version": 0} != {
+            **former,
+            "ends_s": 0,
+            "version": 0,
+        }:
+            state["version"] = former["version"] + 1
+        if state != former or not self._path.exists():
+            fields = {**state, "view_version": state["version"]}
+            del fields["version"]
+            _FILE.write(self._path, fields)
+
+    def _expire(self, state: _State) -> None:
+        now_s = self._clock.now()
+        for number, end_s in list(state["ends_s"].items()):
+            if end_s <= now_s:
+                self._remove(state, int(number))
+
+    def _remove(self, state: _State, instance: int) -> None:
+        """End whatever lease an instance has, and its leadership."""
+        state["members"].pop(str(instance), None)
+        state["ends_s"].pop(str(instance), None)
+        leaders = state["leaders"]
+        for role in [r for r, leader in leaders.items() if leader[0] == instance]:
+            del leaders[role]
+
+    def _holds(self, state: _State, lease: Lease) -> bool:
+        fields = state["members"].get(str(lease.instance))
+        return fields is not None and fields["incarnation"] == lease.incarnation

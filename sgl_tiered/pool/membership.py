@@ -1,0 +1,225 @@
+"""Who is in the pool: leases, incarnations and the view that follows from them.
+
+An instance joins under a name and gets an id (16 bits, part of every address), and an
+incarnation number that grows with every start under that name. Its lease ends when it
+is not renewed in time; whatever others held for that incarnation is released then. A
+name that comes back is a new incarnation and starts clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from sgl_tiered.core.addresses import MAX_INSTANCE
+from sgl_tiered.errors import ConfigError
+
+__all__ = [
+    "InstanceKind",
+    "Lease",
+    "Member",
+    "Registry",
+    "View",
+    "check_name",
+    "first_free_id",
+    "incarnation_after",
+    "member_fields",
+    "member_from",
+]
+
+MAX_INCARNATION = (1 << 32) - 1
+_MAX_NAME = 200
+
+
+class InstanceKind(StrEnum):
+    """What an instance does with requests."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Right to be in the pool.
+
+    Attributes:
+        name: of the instance.
+        instance: its id, 0 .. 65535.
+        incarnation: number of this start, from 1.
+        ttl_s: seconds from one renewal to the end.
+        token: what the registry knows the lease by.
+    """
+
+    name: str
+    instance: int
+    incarnation: int
+    ttl_s: float
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One instance in a view.
+
+    Attributes:
+        name, instance, incarnation: as in its lease.
+        kind: what it does.
+        endpoints: address by purpose, such as ``http`` or ``control``.
+        draining: it takes no new requests and will leave.
+    """
+
+    name: str
+    instance: int
+    incarnation: int
+    kind: InstanceKind
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The members at one moment.
+
+    Attributes:
+        version: grows with every change; equal versions are equal views.
+        members: by instance id, ascending.
+    """
+
+    version: int
+    members: tuple[Member, ...] = ()
+
+    def member(self, instance: int) -> Member | None:
+        """Return the member with this id, or None."""
+        return next((m for m in self.members if m.instance == instance), None)
+
+    def has(self, instance: int, incarnation: int) -> bool:
+        """Return whether this very incarnation is a member."""
+        member = self.member(instance)
+        return member is not None and member.incarnation == incarnation
+
+
+class Registry(Protocol):
+    """Keeps leases. What it cannot do now is a value: False, or an older view."""
+
+    def join(
+        self, name: str, kind: InstanceKind, endpoints: Mapping[str, str]
+    ) -> Lease:
+        """Begin a new incarnation; a former one under this name is over at once.
+
+        Raises:
+            ConfigError: the name cannot be used, or no id is left.
+            TransportUnavailableError: the registry cannot be reached.
+        """
+        ...
+
+    def renew(self, lease: Lease) -> bool:
+        """Prolong a lease; False if it is over, or the registry does not answer.
+
+        Who got False must not write to peers any more once ``ttl_s`` have gone by since
+        the last True: others may have taken the blocks back.
+        """
+        ...
+
+    def drain(self, lease: Lease) -> bool:
+        """Mark the instance as draining; False if its lease is over."""
+        ...
+
+    def leave(self, lease: Lease) -> None:
+        """End a lease; nothing if it is over."""
+        ...
+
+    def view(self) -> View:
+        """Return the members now; the last one known if there is no answer."""
+        ...
+
+    def watch(self, version: int, timeout_s: float) -> View | None:
+        """Wait for a view newer than ``version``; None if none came in time."""
+        ...
+
+    def lead(self, role: str, lease: Lease) -> bool:
+        """Try to become the leader for a role; True if the lease leads now.
+
+        Leadership ends with the lease. There is at most one leader per role.
+        """
+        ...
+
+    def leader(self, role: str) -> Member | None:
+        """Return the leader for a role, or None."""
+        ...
+
+    def close(self) -> None:
+        """Let go of connections; leases go on until they end."""
+        ...
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless a name can be part of a key and of a log line."""
+    allowed = set("-_.:")
+    if not 1 <= len(name) <= _MAX_NAME or not all(
+        c.isascii() and (c.isalnum() or c in allowed) for c in name
+    ):
+        raise ConfigError(
+            "instance name",
+            f"{name[:_MAX_NAME]!r} is empty, too long or has other than letters, "
+            "digits and -_.:",
+            "choose a name such as prefill-0",
+        )
+
+
+def incarnation_after(last: int) -> int:
+    """Return the number of the next start.
+
+    Raises:
+        ConfigError: all numbers have been used.
+    """
+    if last >= MAX_INCARNATION:
+        raise ConfigError(
+            "instance name",
+            "it has been used for all 2^32 - 1 starts",
+            "choose another name",
+        )
+    return last + 1
+
+
+def first_free_id(taken: set[int]) -> int:
+    """Return the lowest instance id that no name has.
+
+    Raises:
+        ConfigError: all are taken.
+    """
+    found = next((i for i in range(MAX_INSTANCE + 1) if i not in taken), None)
+    if found is None:
+        raise ConfigError(
+            "pool",
+            "all 65,536 instance ids are taken by names used so far",
+            "use names again, or start the registry anew",
+        )
+    return found
+
+
+def member_fields(member: Member) -> dict[str, Any]:
+    """Return a member as JSON values."""
+    fields = asdict(member)
+    return {**fields, "kind": member.kind.value, "endpoints": dict(member.endpoints)}
+
+
+def member_from(fields: Mapping[str, Any]) -> Member:
+    """Return a member from JSON values.
+
+    Raises:
+        ValueError: they do not describe one.
+    """
+    try:
+        return Member(
+            str(fields["name"]),
+            int(fields["instance"]),
+            int(fields["incarnation"]),
+            InstanceKind(fields["kind"]),
+            {str(k): str(v) for k, v in dict(fields["endpoints"]).items()},
+            bool(fields["draining"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no member: {error}") from None

@@ -1,0 +1,201 @@
+"""What an instance does for requests of others: allocate, free, finish, cancel.
+
+A request is carried out once: what was answered is kept until the sender says that it
+asks no more about it, or is gone. Requests from an incarnation that is over, or for one
+of ours that is, are refused; those of an instance that the view does not show yet are
+dropped, and come again.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.plans import Int32s, UInt64s
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.pool.base import BlockStore, BlockType, allocator
+from sgl_tiered.pool.guests import Guests
+from sgl_tiered.pool.membership import View
+from sgl_tiered.pool.messages import (
+    Answer,
+    AskBlocks,
+    Body,
+    Cancel,
+    Channel,
+    Envelope,
+    Finish,
+    FreeBlocks,
+    Incarnation,
+    PoolInfo,
+    from_wire,
+    to_wire,
+)
+
+__all__ = ["Arrival", "Receiver"]
+
+_LOG = logging.getLogger(__name__)
+_NOT_YOURS = "these blocks are not, or no longer, the sender's"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """Blocks that another instance has sent.
+
+    Attributes:
+        sender: who.
+        addresses: uint64 [n], the blocks, ours now: active, or in the index where
+            ``num_inserted`` says so (then duplicates are free already).
+        private: the sender's own data.
+        num_inserted: blocks that entered the index.
+    """
+
+    sender: Incarnation
+    addresses: UInt64s
+    private: bytes
+    num_inserted: int
+
+
+class Receiver:
+    """Carries out the requests of others. One thread calls it.
+
+    Args:
+        me: this incarnation.
+        store: its blocks.
+        guests: which of them belong to others.
+        info: how this instance is built.
+        channel: carries the answers.
+    """
+
+    def __init__(
+        self,
+        me: Incarnation,
+        store: BlockStore,
+        guests: Guests,
+        info: PoolInfo,
+        channel: Channel,
+    ) -> None:
+        self._me = me
+        self._store = store
+        self._allocators = [allocator(store, type) for type in BlockType]
+        self._guests = guests
+        self._info = info
+        self._channel = channel
+        self._view = View(0)
+        self._answers: dict[Incarnation, dict[int, Answer]] = {}
+        self._settled: dict[Incarnation, int] = {}
+        self.arrivals: list[Arrival] = []
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are kept in case that a request comes again."""
+        return sum(len(kept) for kept in self._answers.values())
+
+    def see(self, view: View) -> None:
+        """Act on a new view: blocks of incarnations that are over are taken back."""
+        self._view = view
+        for peer in self._guests.peers:
+            if not view.has(*peer):
+                self._guests.lose(peer)
+        for peer in [peer for peer in self._answers if not view.has(*peer)]:
+            del self._answers[peer], self._settled[peer]
+
+    def handle(self, envelope: Envelope) -> None:
+        """Carry out a request, or find that it has been, and answer."""
+        sender = envelope.sender
+        member = self._view.member(sender[0])
+        if member is None or member.incarnation < sender[1]:
+            return
+        if member.incarnation > sender[1]:
+            self._answer(envelope, Answer("the sender has started anew meanwhile"))
+            return
+        if envelope.receiver != self._me:
+            text = f"instance {self._me[0]} has started anew meanwhile"
+            self._answer(envelope, Answer(text))
+            return
+        kept = self._answers.setdefault(sender, {})
+        # A request may be late or doubled on its way: what it says is old then.
+        settled = max(envelope.settled, self._settled.get(sender, 0))
+        self._settled[sender] = settled
+        for number in [n for n in kept if n < settled]:
+            del kept[number]
+        if envelope.request < settled:
+            return
+        if envelope.request not in kept:
+            kept[envelope.request] = self._carry_out(sender, envelope.body)
+        self._answer(envelope, kept[envelope.request])
+
+    def _answer(self, envelope: Envelope, answer: Answer) -> None:
+        self._channel.send(
+            Envelope(self._me, envelope.sender, envelope.request, 0, answer)
+        )
+
+    def _carry_out(self, sender: Incarnation, body: Body) -> Answer:
+        if isinstance(body, AskBlocks):
+            return self._lend(sender, body)
+        if isinstance(body, FreeBlocks):
+            self._guests.free(sender, from_wire(body.addresses))
+            return Answer()
+        if isinstance(body, Finish):
+            return self._finish(sender, body)
+        if isinstance(body, Cancel):
+            return self._cancel(sender, body)
+        return Answer("an answer is no request")
+
+    def _lend(self, sender: Incarnation, body: AskBlocks) -> Answer:
+        try:
+            self._info.shape.check_same(body.shape, sender[0])
+        except ConfigError as error:
+            return Answer(str(error))
+        if body.num_blocks < 1:
+            return Answer(f"{body.num_blocks} blocks are none")
+        # Bytes cannot arrive on a disk: they land in the host, ``_finish`` moves them.
+        landing = BlockType.HOST if body.type is BlockType.DISK else body.type
+        addresses = self._allocators[landing](body.num_blocks)
+        if addresses is None:
+            return Answer(f"there is no room for {body.num_blocks} blocks")
+        self._guests.lend(sender, addresses)
+        return Answer(addresses=to_wire(addresses), info=self._info)
+
+    def _finish(self, sender: Incarnation, body: Finish) -> Answer:
+        addresses = from_wire(body.addresses)
+        if not self._guests.has(sender, addresses):
+            return Answer(_NOT_YOURS)
+        self._guests.take_back(sender, addresses)
+        num_inserted = 0
+        if body.insert:
+            num_tokens = len(body.tokens) // 4
+            tokens: Int32s = np.frombuffer(body.tokens, "<i4", num_tokens)
+            done = self._store.insert(
+                body.namespace, tokens, addresses, body.first_page
+            )
+            self._free(done.duplicates)
+            if done.refusal:
+                return Answer(done.refusal)
+            num_inserted = done.num_inserted
+            left = np.isin(addresses, done.duplicates, invert=True)
+            addresses = addresses[left]
+        if body.type is BlockType.DISK:
+            moved = self._store.move(addresses, TierId.DISK)
+            # Without room on the disk they stay in the host.
+            addresses = addresses if moved is None else moved
+        arrival = Arrival(sender, addresses, body.private, num_inserted)
+        self.arrivals.append(arrival)
+        return Answer(num_inserted=num_inserted, addresses=to_wire(addresses))
+
+    def _cancel(self, sender: Incarnation, body: Cancel) -> Answer:
+        kept = self._answers[sender]
+        former = kept.get(body.request)
+        if former is None:
+            # It may come later than its cancellation.
+            kept[body.request] = Answer("it was cancelled")
+        elif former.info is not None:
+            self._guests.free(sender, from_wire(former.addresses))
+        self._guests.free(sender, from_wire(body.addresses))
+        return Answer()
+
+    def _free(self, addresses: UInt64s) -> None:
+        refusal = self._store.free(addresses)
+        assert not refusal, refusal

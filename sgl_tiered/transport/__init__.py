@@ -1,0 +1,1 @@
+"""Bytes and control messages between instances: see README.md."""

@@ -1,0 +1,180 @@
+"""Between processes of one machine and one user: the kernel copies, for tests.
+
+It behaves as a network does where that matters: a stopped peer makes no progress, a
+dead one is gone, and memory outside the registered regions is out of reach (that is
+``BatchedTransport``'s work; the kernel here would allow it). Peers may also be threads
+of one process. Needs ``process_vm_readv``, which a sandbox may forbid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.errors import TransportUnavailableError
+from sgl_tiered.transport.base import PeerAddress, TransferStatus
+from sgl_tiered.transport.batched import (
+    DEFAULT_GRACE_S,
+    DEFAULT_TIMEOUT_S,
+    BatchedTransport,
+)
+
+__all__ = ["LoopbackLibrary", "open_loopback"]
+
+Int64s = npt.NDArray[np.int64]
+
+_KIND = "loopback"
+_MAX_IN_FLIGHT = 256
+_EXIT_FLAGS = 0x404
+"""PF_EXITING and PF_SIGNALED of the kernel's task flags."""
+_SIGKILL_BIT = 1 << 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A process, told apart from a later one with its number."""
+
+    pid: int
+    started: int
+
+
+class LoopbackLibrary:
+    """Copies when a ticket is checked, between two processes or within one."""
+
+    kind = _KIND
+    max_in_flight = _MAX_IN_FLIGHT
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._calls = {True: libc.process_vm_writev, False: libc.process_vm_readv}
+        for call in self._calls.values():
+            call.restype = ctypes.c_ssize_t
+            call.argtypes = [
+                ctypes.c_int,
+                ctypes.POINTER(_Range),
+                ctypes.c_ulong,
+                ctypes.POINTER(_Range),
+                ctypes.c_ulong,
+                ctypes.c_ulong,
+            ]
+
+    def endpoint(self) -> tuple[str, bytes]:
+        """Return this process."""
+        pid = os.getpid()
+        return f"{pid}:{_state(pid)[1]}", b""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Nothing to do: the kernel finds all memory of a process."""
+
+    def connect(self, address: PeerAddress) -> _Process:
+        """Return the process that an endpoint names."""
+        pid, _, started = address.endpoint.partition(":")
+        return _Process(int(pid), int(started))
+
+    def reach(self, link: _Process) -> str:
+        """Return why the process is not there."""
+        return self.gone(link)
+
+    def gone(self, link: _Process) -> str:
+        """Return whether the process has ended."""
+        state, started = _state(link.pid)
+        if state in ("", "Z", "X") or started != link.started:
+            return f"process {link.pid} has ended"
+        return ""
+
+    def submit(
+        self,
+        link: _Process,
+        is_push: bool,
+        local: Int64s,
+        remote: Int64s,
+        lengths: Int64s,
+    ) -> list[tuple[int, Any]]:
+        """Note what is to be copied, a ticket for each piece."""
+        rows = zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True)
+        return [(1, (link, is_push, *row)) for row in rows]
+
+    def check(self, ticket: Any) -> TransferStatus:
+        """Copy, unless the process is stopped."""
+        link, is_push, local, remote, length = ticket
+        state, _ = _state(link.pid)
+        if self.gone(link):
+            return TransferStatus.FAILED
+        if state in ("T", "t"):
+            return TransferStatus.RUNNING
+        status = self._copy(link.pid, is_push, local, remote, length)
+        # A dying process still has memory for a moment.
+        return TransferStatus.FAILED if self.gone(link) else status
+
+    def disconnect(self, link: _Process) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def _copy(
+        self, pid: int, is_push: bool, local: int, remote: int, length: int
+    ) -> TransferStatus:
+        done = 0
+        while done < length:
+            here = _Range(local + done, length - done)
+            there = _Range(remote + done, length - done)
+            moved = self._calls[is_push](
+                pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+            )
+            if moved <= 0:
+                return TransferStatus.FAILED
+            done += moved
+        return TransferStatus.DONE
+
+
+class _Range(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+
+
+def open_loopback(
+    *,
+    clock: Clock | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    grace_s: float = DEFAULT_GRACE_S,
+) -> BatchedTransport:
+    """Return a transport for this machine.
+
+    Raises:
+        TransportUnavailableError: the kernel, or a sandbox, forbids such copies.
+    """
+    library = LoopbackLibrary()
+    source, target = np.ones(1, np.uint8), np.zeros(1, np.uint8)
+    me = library.connect(PeerAddress(_KIND, library.endpoint()[0], ()))
+    ticket = (me, True, source.ctypes.data, target.ctypes.data, 1)
+    if library.check(ticket) is not TransferStatus.DONE:
+        code = ctypes.get_errno() or errno.EPERM
+        raise TransportUnavailableError(
+            f"process_vm_writev does not work here: {os.strerror(code)}"
+        )
+    return BatchedTransport(library, clock=clock, timeout_s=timeout_s, grace_s=grace_s)
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """Return the state of a process and when it began.
+
+    The state is the kernel's letter; X if it is about to end, empty if it is not there.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "", 0
+    # The name, in parentheses, may itself hold spaces and parentheses.
+    fields = text.rpartition(")")[2].split()
+    is_dying = int(fields[6]) & _EXIT_FLAGS or int(fields[28]) & _SIGKILL_BIT
+    return "X" if is_dying else fields[0], int(fields[19])

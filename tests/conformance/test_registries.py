@@ -1,0 +1,271 @@
+"""Every registry keeps the same promises: ids, incarnations, leases, leaders, views."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.errors import ConfigError, TransportUnavailableError
+from sgl_tiered.pool.etcd_registry import EtcdRegistry
+from sgl_tiered.pool.local_registry import LocalRegistry
+from sgl_tiered.pool.membership import InstanceKind, Registry
+
+PREFILL = InstanceKind.PREFILL
+TTL_S = 2.0
+
+
+class Kit:
+    """The promises; a subclass says how to make a registry and how to let it age."""
+
+    @pytest.fixture
+    def make(self) -> Callable[[], Registry]:
+        raise NotImplementedError
+
+    def wait(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def test_names_keep_their_id_and_count_their_starts(
+        self, make: Callable[[], Registry]
+    ) -> None:
+        """The first start has number 1; another name has another id."""
+        one, other = make(), make()
+        first = one.join("p0", PREFILL, {"http": "127.0.0.1:1"})
+        second = other.join("p1", PREFILL, {})
+        again = other.join("p0", InstanceKind.DECODE, {"http": "127.0.0.1:2"})
+        assert first.incarnation == second.incarnation == 1
+        assert (again.instance, again.incarnation) == (first.instance, 2)
+        assert first.instance != second.instance
+        member = one.view().member(first.instance)
+        assert member is not None
+        assert member.kind is InstanceKind.DECODE
+        assert member.endpoints == {"http": "127.0.0.1:2"}
+        assert not one.renew(first), "its successor has ended it"
+        assert other.renew(again)
+
+    def test_a_lease_ends_unless_it_is_renewed(
+        self, make: Callable[[], Registry]
+    ) -> None:
+        """The other one stays, and the name counts on."""
+        registry = make()
+        idle = registry.join("idle", PREFILL, {})
+        busy = registry.join("busy", PREFILL, {})
+        for _ in range(4):
+            self.wait(TTL_S / 2)
+            assert registry.renew(busy)
+        members = [member.name for member in registry.view().members]
+        assert members == ["busy"]
+        assert not registry.renew(idle)
+        assert not registry.drain(idle)
+        assert registry.join("idle", PREFILL, {}).incarnation == 2
+
+    def test_leaving_and_draining_are_seen(self, make: Callable[[], Registry]) -> None:
+        """Every change makes the version grow, and nothing else does."""
+        registry = make()
+        lease = registry.join("p0", PREFILL, {})
+        before = registry.view()
+        assert registry.view() == before
+        assert registry.drain(lease)
+        after = registry.view()
+        assert after.version > before.version
+        assert [member.draining for member in after.members] == [True]
+        assert registry.renew(lease)
+        registry.leave(lease)
+        registry.leave(lease)
+        assert registry.view().members == ()
+        assert not registry.renew(lease)
+
+    def test_there_is_one_leader_until_its_lease_ends(
+        self, make: Callable[[], Registry]
+    ) -> None:
+        """Then another one can have the role."""
+        one, other = make(), make()
+        first = one.join("p0", PREFILL, {})
+        second = other.join("p1", PREFILL, {})
+        assert one.lead("scheduler", first)
+        assert one.lead("scheduler", first)
+        assert not other.lead("scheduler", second)
+        leader = other.leader("scheduler")
+        assert leader is not None
+        assert leader.name == "p0"
+        one.leave(first)
+        assert other.leader("scheduler") is None
+        assert other.lead("scheduler", second)
+        assert other.lead("janitor", second)
+        restarted = other.join("p1", PREFILL, {})
+        assert other.lead("scheduler", restarted), "its former start leads no more"
+
+    def test_a_watch_tells_of_changes(self, make: Callable[[], Registry]) -> None:
+        """None in time without one; also what came before the watch began."""
+        registry, other = make(), make()
+        version = registry.view().version
+        assert registry.watch(version, 0.2) is None
+        other.join("p0", PREFILL, {})
+        view = registry.watch(version, 5.0)
+        assert view is not None
+        assert [member.name for member in view.members] == ["p0"]
+        assert view.version > version
+
+    def test_a_bad_name_is_refused(self, make: Callable[[], Registry]) -> None:
+        """It would be part of keys."""
+        with pytest.raises(ConfigError, match="letters"):
+            make().join("a/b", PREFILL, {})
+
+
+class TestLocalRegistry(Kit):
+    """The file of one machine."""
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Callable[[], Registry]:
+        self.clock = ManualClock(100.0)
+        return lambda: LocalRegistry(
+            tmp_path / "registry.json",
+            ttl_s=TTL_S,
+            clock=self.clock,
+            pause=self.clock.advance,
+        )
+
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def test_a_reboot_ends_all_leases(
+        self, make: Callable[[], Registry], tmp_path: Path
+    ) -> None:
+        """The clock has begun anew, so their ends mean nothing."""
+        lease = make().join("p0", PREFILL, {})
+        path = tmp_path / "registry.json"
+        path.write_text(path.read_text().replace('"boot": "', '"boot": "former'))
+        assert make().view().members == ()
+        assert make().join("p0", PREFILL, {}).incarnation == lease.incarnation + 1
+
+    def test_the_file_is_for_its_owner_only(
+        self, make: Callable[[], Registry], tmp_path: Path
+    ) -> None:
+        """It and its lock."""
+        make().join("p0", PREFILL, {})
+        modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        assert modes == {0o600}
+
+    def test_a_foreign_file_is_refused(self, tmp_path: Path) -> None:
+        """And left alone."""
+        path = tmp_path / "registry.json"
+        path.write_text('{"version": 1, "what": "else"}')
+        with pytest.raises(ConfigError, match="is not one"):
+            LocalRegistry(path)
+        assert "else" in path.read_text()
+
+
+@pytest.fixture(scope="session")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An etcd of our own; the URL of its gateway."""
+    program = shutil.which("etcd")
+    if program is None:
+        pytest.skip("not run: etcd is not installed (Debian: etcd-server)")
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        client, peer = one.getsockname()[1], other.getsockname()[1]
+    folder = tmp_path_factory.mktemp("etcd")
+    url = f"http://127.0.0.1:{client}"
+    log = (folder / "log").open("wb")
+    process = subprocess.Popen(
+        [
+            program,
+            f"--data-dir={folder / 'data'}",
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            f"--listen-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
+            f"--initial-cluster=default=http://127.0.0.1:{peer}",
+        ],
+        stdout=log,
+        stderr=log,
+        env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine},
+    )
+    try:
+        for _ in range(300):
+            try:
+                if httpx.get(f"{url}/health", timeout=1.0).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                time.sleep(0.1)
+        else:
+            pytest.fail(f"etcd does not start; see {folder / 'log'}")
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
+class TestEtcdRegistry(Kit):
+    """A real etcd, where its program is installed."""
+
+    @pytest.fixture
+    def make(
+        self, etcd: str, request: pytest.FixtureRequest
+    ) -> Iterator[Callable[[], Registry]]:
+        pool = request.node.name[:100].replace("[", ".").replace("]", "")
+        made: list[EtcdRegistry] = []
+
+        def make() -> Registry:
+            made.append(EtcdRegistry(etcd, pool=pool, ttl_s=TTL_S))
+            return made[-1]
+
+        yield make
+        for registry in made:
+            registry.close()
+
+    def wait(self, seconds: float) -> None:
+        # etcd ends leases within about half a second of their time.
+        time.sleep(seconds + 0.2)
+
+    def test_a_watch_hears_at_once(self, make: Callable[[], Registry]) -> None:
+        """A change that comes while it waits."""
+        registry, other = make(), make()
+        version = registry.view().version
+        thread = threading.Timer(0.3, other.join, ("p0", PREFILL, {}))
+        thread.start()
+        view = registry.watch(version, 20.0)
+        thread.join()
+        assert view is not None
+        assert [member.name for member in view.members] == ["p0"]
+
+
+class TestWithoutEtcd:
+    """What happens while it does not answer."""
+
+    @pytest.fixture
+    def registry(self) -> Iterator[EtcdRegistry]:
+        def refuse(request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("nobody listens", request=request)
+
+        client = httpx.Client(transport=httpx.MockTransport(refuse))
+        clock = ManualClock()
+        registry = EtcdRegistry(
+            "http://127.0.0.1:1", client=client, clock=clock, pause=clock.advance
+        )
+        yield registry
+        registry.close()
+
+    def test_it_says_so(self, registry: EtcdRegistry) -> None:
+        """Values, but for the start."""
+        with pytest.raises(TransportUnavailableError, match="does not answer"):
+            registry.join("p0", PREFILL, {})
+        assert registry.view().members == ()
+        assert registry.watch(0, 5.0) is None
+        assert registry.leader("scheduler") is None
+
+    def test_a_short_lease_is_refused(self) -> None:
+        """etcd would silently grant a longer one."""
+        with pytest.raises(ConfigError, match="2 s at least"):
+            EtcdRegistry("http://127.0.0.1:1", ttl_s=1.0)

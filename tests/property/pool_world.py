@@ -1,0 +1,299 @@
+"""A world of pools in one thread: messages that get lost, bytes that come late.
+
+Instances stand on the real transport over a library of ours, whose pieces move when the
+test says so: long after a transfer has timed out, or after its sender has died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from sgl_tiered.core.addresses import mediums_of, slots_of
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.pool.base import MediumUsage
+from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
+from sgl_tiered.pool.membership import InstanceKind, Member, View
+from sgl_tiered.pool.mempool import MemPool, PoolConfig
+from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo
+from sgl_tiered.pool.table_store import TableStore
+from sgl_tiered.pool.transfer import Rank
+from sgl_tiered.tiers.region import RegionTier
+from sgl_tiered.transport.base import PeerAddress, TransferStatus
+from sgl_tiered.transport.batched import BatchedTransport
+
+SHAPE = KVShape(num_layers=2, num_heads=2, head_bytes=2, page_tokens=2)
+(SHARD,) = Shard.split(SHAPE, 1, 1)
+LAYOUT = SHARD.layout(SHAPE)
+CONFIG = PoolConfig(timeout_s=2.0, retry_s=0.5, grace_s=10.0)
+TRANSPORT_GRACE_S = 1.0
+PIECE_LIFE_S = 8.0
+"""No piece moves later than so long after it was handed to the library."""
+STEP_S = 0.25
+
+
+class Array:
+    """A region that is a plain array."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.array = np.zeros((num_rows, LAYOUT.page_bytes), np.uint8)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A range on its way: moves when the test lets it."""
+
+    sender: int
+    local: int
+    remote: int
+    length: int
+    until_s: float
+    status: TransferStatus = TransferStatus.RUNNING
+
+
+@dataclass
+class World:
+    """The clock, the network and the memory of all instances."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    memories: dict[int, np.ndarray] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    messages: list[Envelope] = field(default_factory=list)
+    nodes: dict[int, Node] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
+    version: int = 0
+
+    def view(self) -> View:
+        """Return the members now."""
+        members = tuple(
+            Member(
+                f"node-{n}", n, self.incarnations[n], InstanceKind.COLOCATED, {}, False
+            )
+            for n in sorted(self.nodes)
+        )
+        return View(self.version, members)
+
+    def start(self, instance: int, blocks: dict[TierId, int]) -> Node:
+        """Start an instance, or start it anew."""
+        self.incarnations[instance] = self.incarnations.get(instance, 0) + 1
+        self.version += 1
+        node = Node(self, instance, self.incarnations[instance], blocks)
+        self.nodes[instance] = node
+        return node
+
+    def end_piece(self, piece: Piece, *, arrives: bool) -> None:
+        """Let a piece arrive, or not; then nothing of it moves any more."""
+        if piece.status is not TransferStatus.RUNNING:
+            return
+        piece.status = TransferStatus.FAILED
+        if arrives:
+            piece.status = TransferStatus.DONE
+            source = self._bytes(piece.local, piece.length)
+            self._bytes(piece.remote, piece.length)[:] = source
+        self.pieces.remove(piece)
+
+    def deliver(self, num: int) -> None:
+        """Let the oldest messages arrive."""
+        some, self.messages = self.messages[:num], self.messages[num:]
+        for message in some:
+            node = self.nodes.get(message.receiver[0])
+            if node is not None:
+                node.inbox.append(message)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; pieces whose time is over have failed."""
+        self.clock.advance(seconds)
+        now_s = self.clock.now()
+        for piece in [p for p in self.pieces if p.until_s <= now_s]:
+            self.end_piece(piece, arrives=False)
+
+    def pump(self) -> None:
+        """Let everything go well for a moment."""
+        for piece in list(self.pieces):
+            self.end_piece(piece, arrives=True)
+        for _ in range(4):
+            self.deliver(len(self.messages))
+            for node in self.nodes.values():
+                node.poll()
+        self.advance(STEP_S)
+
+    def settle(self, seconds: float) -> None:
+        """Let everybody know everything, and so much time pass without faults."""
+        for _ in range(int(seconds / STEP_S)):
+            for node in self.nodes.values():
+                node.pool.see(self.view())
+            self.pump()
+
+    def _bytes(self, address: int, length: int) -> np.ndarray:
+        for start, memory in self.memories.items():
+            if start <= address and address + length <= start + memory.size:
+                return memory.reshape(-1)[address - start : address - start + length]
+        raise AssertionError("a piece outside all memory")
+
+
+class FakeLibrary:
+    """The library of one instance: pieces wait until the world ends them."""
+
+    kind = "fake"
+    max_in_flight = 64
+
+    def __init__(self, world: World, instance: int, incarnation: int) -> None:
+        self._world = world
+        self._instance = instance
+        self._name = f"{instance}.{incarnation}"
+
+    def endpoint(self) -> tuple[str, bytes]:
+        """Return a name of this incarnation's."""
+        return self._name, b""
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """The world knows the memory already."""
+
+    def connect(self, address: PeerAddress) -> str:
+        """Return the peer's name."""
+        return address.endpoint
+
+    def reach(self, link: str) -> str:
+        """Return whether that incarnation runs."""
+        instance, _, incarnation = link.partition(".")
+        lives = self._world.incarnations.get(int(instance)) == int(incarnation)
+        return "" if lives and int(instance) in self._world.nodes else "it is gone"
+
+    gone = reach
+
+    def submit(
+        self,
+        link: str,
+        is_push: bool,
+        local: np.ndarray,
+        remote: np.ndarray,
+        lengths: np.ndarray,
+    ) -> list[tuple[int, Piece]]:
+        """Put pieces on their way."""
+        assert is_push
+        until_s = self._world.clock.now() + PIECE_LIFE_S
+        rows = zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True)
+        made = [Piece(self._instance, a, b, n, until_s) for a, b, n in rows]
+        self._world.pieces += made
+        return [(1, piece) for piece in made]
+
+    def check(self, ticket: Piece) -> TransferStatus:
+        """Return what the world has decided."""
+        return ticket.status
+
+    def disconnect(self, link: str) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Node:
+    """One incarnation of an instance."""
+
+    def __init__(
+        self, world: World, instance: int, incarnation: int, blocks: dict[TierId, int]
+    ) -> None:
+        self.world = world
+        self.me = (instance, incarnation)
+        self.inbox: list[Envelope] = []
+        tiers = {m: RegionTier(m, Array(n)) for m, n in blocks.items()}
+        self.regions = {m: tier.region for m, tier in tiers.items()}
+        self.transport = BatchedTransport(
+            FakeLibrary(world, *self.me),
+            clock=world.clock,
+            grace_s=TRANSPORT_GRACE_S,
+            threaded=False,
+        )
+        form = MemoryForm.aggregated(SHAPE, SHARD)
+        places = []
+        for medium, region in self.regions.items():
+            world.memories[region.ctypes.data] = region
+            number = self.transport.register(region).number
+            places.append(Place(medium, number, form))
+        info = PoolInfo(SHAPE, (RankInfo(self.transport.address, tuple(places)),))
+        self.store = TableStore(
+            instance,
+            LAYOUT,
+            blocks,
+            {medium: LRUPolicy() for medium in blocks},
+            world.clock,
+            tiers,
+            incarnation,
+        )
+        self.pool = MemPool(
+            self.store,
+            incarnation,
+            info,
+            [Rank(0, self.transport, {})],
+            self,
+            world.clock,
+            CONFIG,
+            pause=world.pump,
+        )
+        self.pool.see(world.view())
+
+    # The channel.
+
+    def send(self, message: Envelope) -> None:
+        """Hand a message to the network."""
+        self.world.messages.append(replace(message))
+
+    def take(self) -> list[Envelope]:
+        """Return what the network has brought."""
+        found, self.inbox = self.inbox, []
+        return found
+
+    def poll(self) -> None:
+        """Move transport and pool along."""
+        self.transport.pump()
+        self.pool.poll()
+
+    # Memory.
+
+    def write(self, addresses: np.ndarray, pages: list[bytes]) -> None:
+        """Put the contents of pages into blocks."""
+        for medium, slot, page in self._rows(addresses, pages):
+            self.regions[medium][slot] = content(page)
+
+    def read(self, addresses: np.ndarray) -> list[bytes]:
+        """Return the contents of blocks."""
+        return [
+            self.regions[TierId(medium)][slot].tobytes()
+            for medium, slot in zip(
+                mediums_of(addresses).tolist(),
+                slots_of(addresses).tolist(),
+                strict=True,
+            )
+        ]
+
+    def usage(self) -> list[MediumUsage]:
+        """Return who has the blocks, medium by medium."""
+        return [self.store.usage(medium) for medium in self.store.media]
+
+    def _rows(
+        self, addresses: np.ndarray, pages: list[bytes]
+    ) -> list[tuple[TierId, int, bytes]]:
+        media = [TierId(m) for m in mediums_of(addresses).tolist()]
+        return list(zip(media, slots_of(addresses).tolist(), pages, strict=True))
+
+
+def content(page: bytes) -> np.ndarray:
+    """Return the bytes of a page that is named by its tokens and all before them."""
+    num_bytes = LAYOUT.page_bytes
+    digest = hashlib.shake_128(page).digest(num_bytes)
+    return np.frombuffer(digest, np.uint8)
+
+
+def pages_of(tokens: np.ndarray) -> list[bytes]:
+    """Return the names of a prompt's whole pages."""
+    step = SHAPE.page_tokens
+    ends = range(step, len(tokens) + 1, step)
+    return [tokens[:end].astype(np.int32).tobytes() for end in ends]
