@@ -112,6 +112,10 @@ bench-orders: install ## orders of the queue, prefetch and text analysis (thrott
 bench-layerkv: install ## layer-wise KV against plain SGLang (emulated link)
 	@exec $(PY) benchmarks/serving/bench_layerkv.py $(ARGS)
 
+.PHONY: bench-activations
+bench-activations: install ## activations beside KV, rebuilt under loads (emulated link)
+	@exec $(PY) benchmarks/serving/bench_activations.py $(ARGS)
+
 .PHONY: bench-slo
 bench-slo: install ## SLO admission off and on: violations and throughput
 	@exec $(PY) benchmarks/serving/bench_slo.py $(ARGS)
@@ -119,6 +123,10 @@ bench-slo: install ## SLO admission off and on: violations and throughput
 .PHONY: bench-sparsity
 bench-sparsity: install ## dropping and encoding KV: quality, and TTFT (emulated link)
 	@exec $(PY) benchmarks/quality/bench_sparsity.py $(ARGS)
+
+.PHONY: bench-pool
+bench-pool: install ## calls of the memory pool, and transfers against their transport
+	@exec $(PY) benchmarks/pool/bench_pool.py $(ARGS)
 
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server

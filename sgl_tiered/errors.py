@@ -1,9 +1,10 @@
 """The error tree. Expected negatives (miss, full, slow, dead tier) are values.
 
 TieredError
-├── ConfigError              a flag, key or file is wrong (also a ValueError)
-├── EngineCompatibilityError this SGLang does not fit (also a RuntimeError)
-└── TierUnavailableError     a tier cannot be opened at all (also an OSError)
+├── ConfigError               a flag, key or file is wrong (also a ValueError)
+├── EngineCompatibilityError  this SGLang does not fit (also a RuntimeError)
+├── TierUnavailableError      a tier cannot be opened at all (also an OSError)
+└── TransportUnavailableError no bytes or messages can be sent (also an OSError)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ __all__ = [
     "EngineCompatibilityError",
     "TierUnavailableError",
     "TieredError",
+    "TransportUnavailableError",
 ]
 
 
@@ -42,3 +44,7 @@ class EngineCompatibilityError(TieredError, RuntimeError):
 
 class TierUnavailableError(TieredError, OSError):
     """A tier cannot be opened; the message says what, where and what to do."""
+
+
+class TransportUnavailableError(TieredError, OSError):
+    """A transport cannot be opened; the message says what, and what to do."""

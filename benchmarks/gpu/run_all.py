@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from movement.acts import measure_acts
 from movement.copies import measure_copies
 from movement.layers import measure_layers
 from movement.overlap import measure_overlap
@@ -37,7 +38,13 @@ TESTS = (
     "tests/kernels",
     *(
         f"tests/unit/engines/test_{name}.py"
-        for name in ("cuda_ops", "cuda_layers", "layered_indices", "collectives")
+        for name in (
+            "cuda_ops",
+            "cuda_layers",
+            "cuda_acts",
+            "layered_indices",
+            "collectives",
+        )
     ),
 )
 SERVER_REPEATS = 3
@@ -104,6 +111,13 @@ def _measure(place: Place, args: argparse.Namespace) -> Iterable[dict[str, Any]]
             new_tokens=min(args.new_tokens, 16) if dry else args.new_tokens,
             repeats=repeats,
         )
+    yield from measure_acts(
+        place,
+        DRY_STACK if dry else StackShape(),
+        page_tokens=args.page_tokens,
+        cached_tokens=min(args.cached_tokens, 64) if dry else args.cached_tokens,
+        repeats=repeats,
+    )
 
 
 def _serve(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
@@ -137,6 +151,13 @@ def _line(record: dict[str, Any]) -> str:
             f"layers in {record['way']:8} memory, efficiency {_streamed(record):.3f}, "
             f"down {_down_rate(record):.2f} GB/s"
         )
+    if record["kind"] == "acts":
+        told = _acts(record)
+        return (
+            f"activations: {record['act_pages']} pages rebuilt in "
+            f"{told['kv_gen_ms']:.3f} ms, loaded as KV in {told['load_kv_ms']:.3f} ms, "
+            f"overlap {told['acts_overlap']:.3f}"
+        )
     if record["kind"] == "servers":
         if "missing" in record:
             return f"servers not run: {record['missing']} is not installed"
@@ -169,6 +190,19 @@ def _streamed(record: dict[str, Any]) -> float:
         for name in ("forward_s", "link_s", "both_s")
     }
     return median["both_s"] / max(median["forward_s"], median["link_s"])
+
+
+def _acts(record: dict[str, Any]) -> dict[str, float]:
+    """Return milliseconds of one layer, and how well loads and rebuilds overlap.
+
+    The overlap is the time of both over the longer of loads and rebuilds; 1 is ideal.
+    """
+    names = ("kv_gen_s", "load_act_s", "load_kv_s", "loads_s", "both_s")
+    median = {name: statistics.median(record[name]) for name in names}
+    rebuilds_s = record["num_layers"] * median["kv_gen_s"]
+    figures = {f"{name[:-2]}_ms": 1e3 * median[name] for name in names[:3]}
+    figures["acts_overlap"] = median["both_s"] / max(median["loads_s"], rebuilds_s)
+    return figures
 
 
 def _down_rate(record: dict[str, Any]) -> float:
@@ -205,6 +239,8 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
             streamed[way] = round(_streamed(record), 4)
             down = figures.setdefault("layers_down_gb_per_s", {})
             down[way] = round(_down_rate(record), 3)
+        elif record["kind"] == "acts":
+            figures |= {name: round(one, 4) for name, one in _acts(record).items()}
         elif record["kind"] == "servers":
             if "missing" in record:
                 figures["servers_not_run"] = record["missing"]

@@ -2,7 +2,9 @@
 
 Records come in any order and may be damaged: every page is checked against its parent
 (its key must follow from the parent's key and its own tokens) and every address
-against the tier. Chains are followed from known pages on, a whole run at a time.
+against the tier. Chains are followed from known pages on, a whole run at a time. Where
+pages are KV only, none is adopted that is activations: the namespaces differ, but a
+page that nobody can rebuild must not depend on that.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import numpy as np
 
 from sgl_tiered.cache.index import Node, concat_rows
 from sgl_tiered.cache.store import PageStore
+from sgl_tiered.core.ids import Representation
 from sgl_tiered.core.keys import KEY_BYTES, page_keys
-from sgl_tiered.core.plans import Bools, Int32s, Int64s, PageRecords
+from sgl_tiered.core.plans import Bools, Int32s, Int64s, PageRecords, UInt8s
 
 __all__ = ["adopt_records"]
 
@@ -86,7 +89,10 @@ class _Adoption:
         numbers = np.asarray(chain)
         tokens = np.ascontiguousarray(records.tokens[numbers], dtype=np.int32)
         keys = page_keys(key, tokens.reshape(-1), store.page_tokens)
-        wrong = np.flatnonzero((keys != records.keys[numbers]).any(axis=1))
+        is_wrong = (keys != records.keys[numbers]).any(axis=1)
+        if records.representations is not None and not table.act_page_bytes:
+            is_wrong |= records.representations[numbers] != Representation.KV
+        wrong = np.flatnonzero(is_wrong)
         if len(wrong):
             numbers = numbers[: wrong[0]]
         if not len(numbers):
@@ -127,7 +133,12 @@ class _Adoption:
 
     def _make_copies(self, rows: Int32s, numbers: Int64s) -> None:
         store, records = self._store, self._records
-        entries = store.table.add_copies(self._tier, rows, records.addresses[numbers])
+        kinds: UInt8s | Representation = Representation.KV
+        if records.representations is not None:
+            kinds = records.representations[numbers]
+        entries = store.table.add_copies(
+            self._tier, rows, records.addresses[numbers], representation=kinds
+        )
         store.table.mark_ready(entries, records.checksums[numbers])
         store.index.change(self._tier, rows, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.ids import Encoding, TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
@@ -67,6 +67,10 @@ class CacheConfig:
         load_overlaps: loads to the device run under the pass, layer by layer.
         tombstones: pages of which it is remembered why they are gone, a power of two;
             0 for none (``tombstones.cells_for`` gives a fitting number).
+        act_page_bytes: bytes of a page as activations, over all layers; 0 where pages
+            are KV only.
+        act_refusal: one sentence that says why activations were asked for and are not
+            kept; empty where they are, or were not asked for.
     """
 
     layout: PageLayout
@@ -79,6 +83,8 @@ class CacheConfig:
     disk_admission: str = "all"
     load_overlaps: bool = False
     tombstones: int = 0
+    act_page_bytes: int = 0
+    act_refusal: str = ""
 
     def __post_init__(self) -> None:
         order = [int(tier.tier) for tier in self.tiers]
@@ -98,6 +104,17 @@ class CacheConfig:
                 "demote_watermark",
                 f"{self.demote_watermark} is not between 0 and 1",
                 "give a share of a tier, such as 0.9",
+            )
+        num_layers = self.layout.num_layers
+        if not 0 <= self.act_page_bytes <= self.layout.page_bytes or (
+            self.act_page_bytes % num_layers
+            or (self.act_page_bytes and self.layout.encoding is not Encoding.RAW)
+        ):
+            raise ConfigError(
+                "act_page_bytes",
+                f"{self.act_page_bytes} B of activations do not fit a slot of "
+                f"{self.layout.page_bytes} B, {num_layers} layers of raw KV",
+                "give 0, or as many bytes for each layer",
             )
         if not (math.isfinite(self.demote_rest_s) and self.demote_rest_s >= 0):
             raise ConfigError(

@@ -77,15 +77,23 @@ def missing_spans(
 
 
 def add_load_edges(
-    edges: dict[str, Any], actual: dict[str, Any], page_bytes: int
+    edges: dict[str, Any],
+    actual: dict[str, Any],
+    page_bytes: int,
+    act_page_bytes: int = 0,
 ) -> None:
-    """Add what was brought to the device for a request, from its report's numbers."""
+    """Add what was brought to the device for a request, from its report's numbers.
+
+    The disk is read by whole pages, whatever they hold.
+    """
     for label, part in actual.get("by_tier", {}).items():
         name = f"{label}->device"
+        num_act = part.get("act_pages", 0)
+        num_bytes = (part["pages"] - num_act) * page_bytes + num_act * act_page_bytes
         if label == TierId.DISK.label:
             add_edge(edges, "disk->host", part["pages"] * page_bytes, actual["read_s"])
             name = "host->device"
-        add_edge(edges, name, part["pages"] * page_bytes, part["copy_s"])
+        add_edge(edges, name, num_bytes, part["copy_s"])
 
 
 def add_edge(edges: dict[str, Any], name: str, num_bytes: int, seconds: float) -> None:

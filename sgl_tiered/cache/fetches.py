@@ -103,6 +103,8 @@ class Fetches:
             addresses=table.address.take(entries),
             checksums=table.checksum.take(entries),
             predicted_s=predicted_s,
+            representations=table.kinds(entries),
+            num_bytes=table.bytes_by_kind(entries),
         )
         self._under_way[plan.plan_id] = entries
         return plan

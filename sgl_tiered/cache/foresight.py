@@ -38,7 +38,7 @@ def foresee(
     """
     plan = state.plan
     if plan is not None and plan.first_page <= device_pages:
-        tiers = plan.tiers[device_pages - plan.first_page : state.num_good]
+        tiers, kinds = plan.part(device_pages - plan.first_page, state.num_good)
         is_found = True
     else:
         decision = cache.lookup(
@@ -49,7 +49,7 @@ def foresee(
             tiers_allowed=_memory_of(cache) if state.memory_only else None,
             quiet=True,
         )
-        tiers = decision.tiers
+        tiers, kinds = decision.tiers, decision.representations
         is_found = decision.num_found > 0 or decision.lookup is Lookup.PENDING
     location = Location.DEVICE if device_pages else Location.NOWHERE
     if len(tiers):
@@ -58,7 +58,7 @@ def foresee(
     return Outlook(
         location,
         max(num_tokens - done, 1),
-        cache.planner.service_s(tiers, device_pages, num_tokens),
+        cache.planner.service_s(tiers, device_pages, num_tokens, kinds),
         is_found or device_pages > 0,
         device_pages * cache.config.layout.page_tokens,
     )

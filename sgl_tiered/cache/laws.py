@@ -12,6 +12,7 @@ from sgl_tiered.cache.index import Node
 from sgl_tiered.cache.promotion import Promoter, Promotion
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.table import FREE, IN_FLIGHT, LOADING, READY
+from sgl_tiered.core.ids import Representation
 from sgl_tiered.core.plans import Int64s
 
 __all__ = ["check_laws", "state_digest"]
@@ -77,6 +78,7 @@ def _check_edges(
         assert (tier[demotion.reads] == edge.source).all(), "read from another tier"
         assert (tier[demotion.writes] == edge.target).all(), "written to another tier"
         assert len(demotion.reads) == len(demotion.writes), "pages lost on the way"
+        _check_alike(store, demotion.reads, demotion.writes)
     for entries in offloads:
         assert (tier[entries] == 0).all(), "offloaded past the first tier"
 
@@ -88,6 +90,14 @@ def _check_promotions(store: PageStore, promotions: Sequence[Promotion]) -> None
         rows = table.entry_row[promotion.reads]
         assert (rows == table.entry_row[promotion.writes]).all(), "another page's bytes"
         assert (table.pins[promotion.reads] > 0).all(), "a source that may go"
+        _check_alike(store, promotion.reads, promotion.writes)
+
+
+def _check_alike(store: PageStore, reads: Int64s, writes: Int64s) -> None:
+    table = store.table
+    kinds = table.representation
+    assert (kinds[reads] == kinds[writes]).all(), "a copy of another kind"
+    assert (table.num_bytes[reads] == table.num_bytes[writes]).all(), "a torn copy"
 
 
 def _check_entries(
@@ -104,6 +114,14 @@ def _check_entries(
     for entries in [*loads, *demote_reads]:
         pins[entries] += 1
     assert (pins == table.pins).all(), f"{pins.sum()} pins, table {table.pins.sum()}"
+    is_act = table.representation[live] == Representation.ACT
+    assert table.act_page_bytes or not is_act.any(), "activations where there are none"
+    whole = (table.layer_start[live] == 0) & (
+        table.layer_stop[live] == table.num_layers
+    )
+    whole &= table.encoding[live] == table.whole_encoding
+    sizes = np.where(is_act, table.act_page_bytes, table.page_bytes)
+    assert (table.num_bytes[live] == sizes)[whole].all(), "bytes of another kind"
     written = np.zeros(table.entries.capacity, np.bool_)
     for entries in writes:
         written[entries] = True
@@ -180,6 +198,12 @@ def state_digest(store: PageStore) -> bytes:
             for column in table.entry_of
         )
         flags = table.flags[node.rows].tobytes()
+        if table.act_page_bytes:
+            for column in table.entry_of:
+                entries = column[node.rows]
+                flags += np.where(
+                    entries >= 0, table.representation[entries], 0
+                ).tobytes()
         facts = (node.access_sequence, node.insert_sequence, node.num_hits)
         place = node.digest + node.first_page.to_bytes(8, "little")
         parts.append(place + node.raw + copies + flags + repr(facts).encode())

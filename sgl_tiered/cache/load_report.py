@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import Decision
+import numpy as np
 
-__all__ = ["LoadReport"]
+from sgl_tiered.core.ids import Representation, TierId
+from sgl_tiered.core.plans import Bools, Decision, LoadPlan, UInt8s, count_act
+
+__all__ = ["LoadReport", "with_rebuilds"]
 
 _MICRO = 6
 
@@ -24,6 +26,7 @@ class LoadReport:
         pages_loaded, pages_read: pages that came to the device, and those of them that
             were read from disk for it.
         pages_by_tier: pages that came to the device, by the tier that had them.
+        act_by_tier: those of them that came as activations, and were rebuilt.
         copy_s_by_tier: ``load_s`` by the tier that was copied from; what was read from
             disk is copied from the host's memory.
         read_s: time of the read from disk, from its first byte to its last.
@@ -39,6 +42,7 @@ class LoadReport:
     pages_loaded: int = 0
     pages_read: int = 0
     pages_by_tier: dict[TierId, int] = field(default_factory=dict)
+    act_by_tier: dict[TierId, int] = field(default_factory=dict)
     copy_s_by_tier: dict[TierId, float] = field(default_factory=dict)
     read_s: float = 0.0
     load_s: float = 0.0
@@ -51,9 +55,19 @@ class LoadReport:
         for tier, copy_s in seconds.items():
             self.copy_s_by_tier[tier] = self.copy_s_by_tier.get(tier, 0.0) + copy_s
 
+    def add_pages(self, plan: LoadPlan, used: Bools) -> None:
+        """Add the pages of a load that came to the device."""
+        self.pages_loaded += int(used.sum())
+        _add_counts(self.pages_by_tier, plan.tiers[used])
+        self.pages_read = self.pages_by_tier.get(TierId.DISK, 0)
+        if plan.representations is not None:
+            is_act = plan.representations == Representation.ACT
+            _add_counts(self.act_by_tier, plan.tiers[used & is_act])
+
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-able value; times in seconds."""
         made: dict[str, Any] = {}
+        acts = self.act_by_tier
         decision = self.decision
         if decision is not None:
             made = {
@@ -64,7 +78,7 @@ class LoadReport:
                     {
                         "first_page": span.first_page,
                         "pages": span.num_pages,
-                        "action": "compute" if span.source is None else "load",
+                        "action": span.action,
                         "source": None if span.source is None else span.source.label,
                     }
                     for span in decision.spans
@@ -89,9 +103,25 @@ class LoadReport:
             "by_tier": {
                 tier.label: {
                     "pages": self.pages_by_tier.get(tier, 0),
+                    **({"act_pages": acts[tier]} if tier in acts else {}),
                     "copy_s": round(self.copy_s_by_tier.get(tier, 0.0), _MICRO),
                 }
                 for tier in sorted(self.pages_by_tier.keys() | self.copy_s_by_tier)
             },
         }
         return made
+
+
+def with_rebuilds(reason: str, tiers: UInt8s, kinds: UInt8s | None) -> str:
+    """Return a reason that says as well what is to be rebuilt, and from where."""
+    if not count_act(kinds):
+        return reason
+    counts = np.bincount(tiers[kinds == Representation.ACT]).tolist()
+    parts = [f"{num} from {TierId(t).label}" for t, num in enumerate(counts) if num]
+    return f"{reason}; rebuild {sum(counts)} pages: {', '.join(parts)}"
+
+
+def _add_counts(by_tier: dict[TierId, int], tiers: UInt8s) -> None:
+    for number, num_pages in enumerate(np.bincount(tiers).tolist()):
+        if num_pages:
+            by_tier[TierId(number)] = by_tier.get(TierId(number), 0) + num_pages

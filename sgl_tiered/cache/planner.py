@@ -17,6 +17,9 @@ What is weighed, for the first ``m`` of ``n`` found pages:
 - with ``can_split``, for pages on disk: a pass over the front at once, until it meets
   the back, which is read from its end; then a pass over the rest.
 
+Pages that are held as activations cost the link their own bytes, and the device time to
+rebuild KV from them, layer by layer as they come: the longer of the two counts.
+
 The overhead of a pass is paid either way and cancels; a split pays it twice. No
 constant says how few pages are not worth a load: it follows from the link's latency.
 
@@ -35,7 +38,7 @@ import numpy as np
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import UInt8s
+from sgl_tiered.core.plans import UInt8s, count_act
 from sgl_tiered.cost.model import CostModel
 
 __all__ = ["IDLE", "Choice", "Going", "PassFacts", "Planner", "Way", "weight_among"]
@@ -156,6 +159,7 @@ class Planner:
         layout: bytes and tokens of a page.
         load_policy: ``auto``, ``always`` or ``never``.
         overlaps: loads to the device run under the pass, layer by layer.
+        act_page_bytes: bytes of a page as activations.
     """
 
     def __init__(
@@ -165,9 +169,11 @@ class Planner:
         load_policy: str,
         *,
         overlaps: bool = False,
+        act_page_bytes: int = 0,
     ) -> None:
         self._cost = cost
         self._layout = layout
+        self._act_page_bytes = act_page_bytes
         self._load_policy = load_policy
         self._overlaps = overlaps
         self._compute_weight = 1.0
@@ -207,11 +213,48 @@ class Planner:
         """Whether predictions decide, and not a policy that always loads."""
         return self._load_policy == "auto"
 
-    def load_s(self, tier: TierId, num_pages: int) -> float:
-        """Return the predicted time of a load of pages from one tier."""
-        share = 1.0 if tier is TierId.DISK else self.load_share
-        num_bytes = int(share * num_pages * self._layout.page_bytes)
-        return self._cost.load_s(tier, num_bytes)
+    def load_s(self, tier: TierId, num_pages: int, num_act: int = 0) -> float:
+        """Return the predicted time of a load of pages from one tier.
+
+        Args:
+            tier: the disk is read by whole slots, whatever they hold.
+            num_pages: all of them.
+            num_act: those of them that are activations.
+        """
+        whole = num_pages * self._layout.page_bytes
+        if tier is TierId.DISK:
+            return self._cost.load_s(tier, whole)
+        if num_act:
+            whole -= num_act * (self._layout.page_bytes - self._act_page_bytes)
+        return self._cost.load_s(tier, int(self.load_share * whole))
+
+    def rebuild_s(self, num_act: int) -> float:
+        """Return the predicted time to rebuild pages, all layers."""
+        if not num_act or self._cost.rebuild is None:
+            return 0.0
+        tokens = num_act * self._layout.page_tokens
+        return self._layout.num_layers * self._cost.rebuild.kv_gen.seconds(tokens)
+
+    def direct_s(
+        self,
+        tiers: UInt8s,
+        kinds: UInt8s | None = None,
+        staged: TierId | None = None,
+    ) -> float:
+        """Return the predicted time of loads from memory, and of rebuilding under them.
+
+        Args:
+            tiers: of each page.
+            kinds: what each page is held as; None for KV.
+            staged: whose link pages of the disk come over; None leaves them out.
+        """
+        load_s = 0.0
+        for number, num_pages in enumerate(np.bincount(tiers).tolist()):
+            tier = staged if number == TierId.DISK else TierId(number)
+            if num_pages and tier is not None:
+                num_act = 0 if kinds is None else count_act(kinds[tiers == number])
+                load_s += self.load_s(tier, num_pages, num_act)
+        return max(load_s, self.rebuild_s(count_act(kinds)))
 
     def compute_s(self, first_page: int, num_pages: int) -> float:
         """Return the predicted time of a pass over pages."""
@@ -226,7 +269,13 @@ class Planner:
         last_layer_s = compute_s / self._layout.num_layers
         return max(compute_s, load_s + last_layer_s if load_s else 0.0)
 
-    def service_s(self, tiers: UInt8s, first_page: int, num_tokens: int) -> float:
+    def service_s(
+        self,
+        tiers: UInt8s,
+        first_page: int,
+        num_tokens: int,
+        kinds: UInt8s | None = None,
+    ) -> float:
         """Return the time of a pass for one request alone, all its reads done.
 
         Args:
@@ -234,14 +283,10 @@ class Planner:
                 device from the first memory tier.
             first_page: pages of the prompt that the device has.
             num_tokens: tokens of the whole prompt.
+            kinds: what each page is held as; None for KV.
         """
         page = self._layout.page_tokens
-        load_s = 0.0
-        for number, num_pages in enumerate(np.bincount(tiers).tolist()):
-            if num_pages:
-                tier = TierId(number)
-                tier = min(self._cost.tiers) if tier is TierId.DISK else tier
-                load_s += self.load_s(tier, num_pages)
+        load_s = self.direct_s(tiers, kinds, min(self._cost.tiers))
         done = (first_page + len(tiers)) * page
         new = max(num_tokens - done, 1)
         return self.pass_s(self._cost.recompute_s(done, new), load_s)
@@ -262,6 +307,7 @@ class Planner:
         facts: PassFacts = IDLE,
         *,
         may_try: bool = True,
+        kinds: UInt8s | None = None,
     ) -> Choice:
         """Decide for one run.
 
@@ -271,8 +317,9 @@ class Planner:
             num_tokens: tokens of the whole prompt.
             facts: of the links and of the pass.
             may_try: a trial of a link may be chosen; not where nothing is to follow.
+            kinds: uint8, what each page is held as; None for KV.
         """
-        run = _Run(self, tiers, first_page, num_tokens, facts)
+        run = _Run(self, tiers, first_page, num_tokens, facts, kinds)
         best = last = run.choice(0, CHEAPER_RECOMPUTE)
         start = 0
         for num_pages in _run_ends(tiers):
@@ -385,9 +432,12 @@ class _Run:
         first_page: int,
         num_tokens: int,
         facts: PassFacts,
+        kinds: UInt8s | None = None,
     ) -> None:
         self._planner = planner
         self._tiers = tiers
+        # Without activations there is nothing to count.
+        self._kinds = kinds if count_act(kinds) else None
         self._first = first_page
         self._facts = facts
         self._page = planner._layout.page_tokens
@@ -407,13 +457,19 @@ class _Run:
                 num = int(np.count_nonzero(part == tier))
                 if not num:
                     continue
-                load_s = self._planner.load_s(tier, num)
+                num_act = 0
+                if self._kinds is not None:
+                    num_act = count_act(self._kinds[:num_pages][part == tier])
+                load_s = self._planner.load_s(tier, num, num_act)
                 queue_s = self._facts.wait_s.get(tier, 0.0)
                 wait_s += queue_s
                 if tier is TierId.DISK:
                     before_s += load_s
                 else:
                     direct_s += load_s
+            if self._kinds is not None:
+                num_act = count_act(self._kinds[:num_pages])
+                direct_s = max(direct_s, self._planner.rebuild_s(num_act))
         rest_s = self._pass_s(num_pages)
         busy_s, load_s = self._facts.compute_s, self._facts.load_s
         start_s = 0.0
@@ -477,10 +533,7 @@ class _Run:
         front_s = planner.compute_s(first, pages) + self._facts.compute_s
         direct_s = 0.0
         if not planner._overlaps:
-            in_memory = self._tiers[~is_disk]
-            for tier in set(in_memory.tolist()):
-                share = int(np.count_nonzero(in_memory == tier))
-                direct_s += planner.load_s(TierId(tier), share)
+            direct_s = planner.direct_s(self._tiers, self._kinds)
         rest_s = self._pass_s(num)
         total_s = max(front_s, read_s(begin)) + rest_s + direct_s
         held_s = front_s - self._facts.compute_s + rest_s + direct_s

@@ -148,7 +148,8 @@ class Promoter:
         store.touch(self._walk(prompt))
         reads = table.entry_of[self._source][rows].astype(np.int64)
         table.pin(reads)
-        addresses = store.start_copies(0, rows)
+        kinds = table.kinds(reads)
+        addresses = store.start_copies(0, rows, kinds)
         store.settle()
         plan = PromotePlan(
             plan_id=self._take_plan_id(),
@@ -158,6 +159,7 @@ class Promoter:
             source_addresses=table.address[reads],
             target_addresses=addresses,
             checksums=table.checksum[reads],
+            representations=kinds,
         )
         writes = table.entry_of[0][rows].astype(np.int64)
         self._under_way[plan.plan_id] = Promotion(reads, writes)

@@ -46,6 +46,11 @@ class SlotAllocator:
         """Slots handed out and not yet freed."""
         return len(self._is_free) - self._num_free
 
+    @property
+    def longest_run(self) -> int:
+        """Slots in the longest run of free ones."""
+        return int(self._lengths.max(initial=0))
+
     def alloc(self, num_slots: int) -> Int64s | None:
         """Return ``num_slots`` ascending slots, or None and change nothing."""
         if num_slots > self._num_free:
@@ -54,11 +59,10 @@ class SlotAllocator:
             return np.zeros(0, np.int64)
         fits = np.flatnonzero(self._lengths >= num_slots)
         if len(fits):
-            runs = fits[[int(self._lengths[fits].argmin())]]
-        else:
-            by_length = np.argsort(-self._lengths, kind="stable")
-            reached = np.cumsum(self._lengths[by_length])
-            runs = by_length[: int(np.searchsorted(reached, num_slots)) + 1]
+            return self._take(int(fits[self._lengths[fits].argmin()]), num_slots)
+        by_length = np.argsort(-self._lengths, kind="stable")
+        reached = np.cumsum(self._lengths[by_length])
+        runs = by_length[: int(np.searchsorted(reached, num_slots)) + 1]
         lengths = self._lengths[runs].copy()
         # All are taken whole but the last one.
         lengths[-1] -= int(lengths.sum()) - num_slots
@@ -124,6 +128,19 @@ class SlotAllocator:
         self._is_free = np.concatenate([self._is_free, np.ones(more, np.bool_)])
         self._num_free += more
         self._find_runs()
+
+    def _take(self, run: int, num_slots: int) -> Int64s:
+        """Take the first slots of one run that has as many or more."""
+        first = int(self._starts[run])
+        if self._lengths[run] == num_slots:
+            self._starts = np.delete(self._starts, run)
+            self._lengths = np.delete(self._lengths, run)
+        else:
+            self._starts[run] += num_slots
+            self._lengths[run] -= num_slots
+        self._is_free[first : first + num_slots] = False
+        self._num_free -= num_slots
+        return np.arange(first, first + num_slots)
 
     def _find_runs(self) -> None:
         """Find the runs of free slots anew: O(capacity)."""

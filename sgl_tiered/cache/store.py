@@ -22,7 +22,7 @@ from sgl_tiered.cache.stats import StatsCounters
 from sgl_tiered.cache.table import CacheTable
 from sgl_tiered.cache.tombstones import Cause, Tombstones
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.ids import Representation, TierId
 from sgl_tiered.core.keys import page_keys
 from sgl_tiered.core.plans import (
     QUEUE_FULL,
@@ -79,6 +79,7 @@ class PageStore:
             layout.num_layers,
             layout.page_bytes,
             layout.encoding,
+            config.act_page_bytes,
         )
         self.index = RadixIndex(self.table, self.page_bytes, self._push_leaf)
         policies = [eviction[tier] for tier in self.tiers]
@@ -166,11 +167,20 @@ class PageStore:
             self.counters.evicted[self.tiers[tier]] += len(gone)
         return min(num_slots, self.table.slots[tier].free_slots)
 
-    def start_copies(self, tier: int, rows: Int32s) -> Int64s:
-        """Begin copies of pages in a tier with room; return their addresses."""
+    def start_copies(
+        self, tier: int, rows: Int32s, kinds: UInt8s | None = None
+    ) -> Int64s:
+        """Begin copies of pages in a tier with room; return their addresses.
+
+        Args:
+            tier: number of the tier.
+            rows: the pages.
+            kinds: uint8 [n], what the copies hold; None for KV.
+        """
         addresses = self.table.slots[tier].alloc(len(rows))
         assert addresses is not None, f"no room for {len(rows)} copies"
-        self.table.add_copies(tier, rows, addresses)
+        what = Representation.KV if kinds is None else kinds
+        self.table.add_copies(tier, rows, addresses, representation=what)
         self.index.change(tier, rows, 1)
         return addresses
 

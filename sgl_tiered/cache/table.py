@@ -3,9 +3,9 @@
 Two sets of columns (numpy, grown by doubling). A *row* stands for a page. An *entry*
 is one copy of a page's layer span: tier, address, bytes, representation, encoding,
 checksum, pins and state. ``entry_of[t][row]`` finds in O(1) the copy that spans all
-layers as raw KV in tier number ``t`` (the position in the configuration, fastest
-first); other entries exist beside it and are found by ``entries_of``. The table owns
-the slots of the tiers: an entry exists exactly as long as its slot is in use.
+layers in tier number ``t`` (the position in the configuration, fastest first), be it KV
+or activations; other entries exist beside it and are found by ``entries_of``. The table
+owns the slots of the tiers: an entry exists exactly as long as its slot is in use.
 
 A copy in use (pinned, or in flight) that is to go is *doomed*: out of sight at once,
 and freed when its last user ends.
@@ -43,6 +43,7 @@ class CacheTable:
         num_layers: layers of the model; an entry of fewer is not a whole copy.
         page_bytes: bytes of a whole page.
         encoding: how whole pages are written.
+        act_page_bytes: bytes of a whole page's activations; 0 where there are none.
 
     Attributes:
         flags: uint8 per row, see ``LOADING``.
@@ -63,10 +64,12 @@ class CacheTable:
         num_layers: int,
         page_bytes: int,
         encoding: Encoding = Encoding.RAW,
+        act_page_bytes: int = 0,
     ) -> None:
         self.tiers = tiers
         self.num_layers = num_layers
         self.page_bytes = page_bytes
+        self.act_page_bytes = act_page_bytes
         self.whole_encoding = encoding
         self.version = 0
         self.on_rows_freed: Callable[[Int32s], None] = _ignore
@@ -135,7 +138,7 @@ class CacheTable:
         addresses: Int64s,
         *,
         layers: tuple[int, int] | None = None,
-        representation: Representation = Representation.KV,
+        representation: UInt8s | Representation = Representation.KV,
         encoding: Encoding | None = None,
         num_bytes: int | None = None,
     ) -> Int64s:
@@ -146,9 +149,9 @@ class CacheTable:
             rows: the pages, each at most once.
             addresses: their slots, taken from ``slots[tier]``.
             layers: first and one past the last layer; None for all.
-            representation: what the copies hold.
+            representation: what the copies hold, all alike or uint8 [n].
             encoding: how they are written; None for as whole pages are.
-            num_bytes: bytes of each; None for a whole page.
+            num_bytes: bytes of each; None for a whole page of what it holds.
         """
         start, stop = layers or (0, self.num_layers)
         encoding = self.whole_encoding if encoding is None else encoding
@@ -165,16 +168,17 @@ class CacheTable:
         self.tier[new] = tier
         self.address[new] = addresses
         self.num_bytes[new] = self.page_bytes if num_bytes is None else num_bytes
+        if representation is not Representation.KV:
+            is_act = self.representation[new] == Representation.ACT
+            assert self.act_page_bytes or not is_act.any(), "no page is activations"
+            if num_bytes is None:
+                self.num_bytes[new[is_act]] = self.act_page_bytes
         self.checksum[new] = 0
         self.pins[new] = 0
         self.state[new] = IN_FLIGHT
         self.doomed[new] = False
         self.copies[rows] += np.uint8(1)
-        if (
-            stop - start == self.num_layers
-            and representation == Representation.KV
-            and encoding == self.whole_encoding
-        ):
+        if stop - start == self.num_layers and encoding == self.whole_encoding:
             column = self.entry_of[tier]
             assert (column[rows] < 0).all(), "a second whole copy in one tier"
             column[rows] = new
@@ -184,6 +188,14 @@ class CacheTable:
         forgotten[addresses] = False
         self.version += 1
         return new
+
+    def kinds(self, entries: Int64s) -> UInt8s | None:
+        """Return what copies hold; None for KV, where nothing else can be."""
+        return self.representation.take(entries) if self.act_page_bytes else None
+
+    def bytes_by_kind(self, entries: Int64s) -> Int64s | None:
+        """Return the bytes of copies; None where all are whole pages of KV."""
+        return self.num_bytes.take(entries) if self.act_page_bytes else None
 
     def entries_of(self, row: int) -> Int64s:
         """Return all entries of a row, of part of the layers too; O(entries)."""

@@ -24,11 +24,13 @@ from sgl_tiered.cache.config import LOAD_POLICIES, CacheConfig, TierConfig, chec
 from sgl_tiered.cache.holes import lacking_copies
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import check_laws, state_digest
+from sgl_tiered.cache.load_report import with_rebuilds
 from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.misses import MissReader
 from sgl_tiered.cache.noted_uses import Kinds, note_uses, reload_costs
 from sgl_tiered.cache.planner import IDLE, PassFacts, Planner
 from sgl_tiered.cache.promotion import Promoter
+from sgl_tiered.cache.sources import BUSY, Sources
 from sgl_tiered.cache.stats import CacheStats
 from sgl_tiered.cache.store import PageStore, Recency
 from sgl_tiered.cache.table import LOADING
@@ -55,8 +57,6 @@ from sgl_tiered.policies.eviction.base import EvictionPolicy
 
 __all__ = ["CacheConfig", "TierConfig", "TieredCache"]
 
-_MISS, _BUSY = 255, 254
-"""Codes beside the tier ids in the table that maps a row's flags to a source."""
 _NOTHING_FOUND = "no page found"
 _BEING_LOADED = "another request's load of these pages is under way"
 _NO_ROWS, _NO_TIERS = np.zeros(0, np.int32), np.zeros(0, np.uint8)
@@ -95,7 +95,11 @@ class TieredCache:
         self._config = config
         self._tiers = tuple(tier.tier for tier in config.tiers)
         self._planner = Planner(
-            cost, config.layout, config.load_policy, overlaps=config.load_overlaps
+            cost,
+            config.layout,
+            config.load_policy,
+            overlaps=config.load_overlaps,
+            act_page_bytes=config.act_page_bytes,
         )
         self._store = PageStore(
             config, eviction, clock, lookahead, reload_costs(self._planner, self._tiers)
@@ -105,8 +109,7 @@ class TieredCache:
         self._chain = Chain(self._store, config, clock)
         self.misses = MissReader(self._store, self._chain, config, clock)
         self.promoter = Promoter(self._store, self._take_plan_id)
-        self._sources: dict[int, UInt8s] = {}
-        self._awake = (1 << len(self._tiers)) - 1
+        self._sources = Sources(self._table, self._tiers)
         self._next_plan_id = 1
         # Plan id -> the entries that it reads (load) or writes (offload).
         self._loads: dict[int, Int64s] = {}
@@ -179,21 +182,23 @@ class TieredCache:
         if not len(rows):
             return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
         # take() does the same as indexing, in half the time.
-        tiers = self._sources_for(tiers_allowed).take(table.flags.take(rows))
-        stops = tiers >= _BUSY
+        tiers = self._sources.by_flags(tiers_allowed).take(table.flags.take(rows))
+        stops = tiers >= BUSY
         num_found = int(stops.argmax())
         if not stops[num_found]:
             num_found = len(rows)
         elif num_found == 0:
-            if tiers[0] == _BUSY:
+            if tiers[0] == BUSY:
                 store.counters.num_pending += not quiet
                 return self._no_pages(Lookup.PENDING, first_page, _BEING_LOADED)
             return self._no_pages(Lookup.MISS, first_page, _NOTHING_FOUND)
         tiers = tiers[:num_found]
+        kinds = self._sources.kinds(rows[:num_found], tiers)
         choice = self._planner.choose(
-            tiers, first_page, len(tokens), facts, may_try=not quiet
+            tiers, first_page, len(tokens), facts, may_try=not quiet, kinds=kinds
         )
         num_pages = choice.num_pages
+        loaded = None if kinds is None else kinds[:num_pages]
         return Decision(
             lookup=Lookup.HIT if num_pages else Lookup.MISS,
             first_page=first_page,
@@ -204,12 +209,13 @@ class TieredCache:
             tiers=tiers[:num_pages],
             load_s=choice.load_s,
             recompute_s=choice.recompute_s,
-            reason=choice.reason,
+            reason=with_rebuilds(choice.reason, tiers[:num_pages], loaded),
             version=table.version,
             wait_s=choice.wait_s,
             split_at=choice.split_at,
             total_s=choice.total_s,
             alternative_s=choice.alternative_s,
+            representations=loaded,
         )
 
     def commit_load(self, decision: Decision) -> LoadPlan | None:
@@ -222,10 +228,10 @@ class TieredCache:
         if not decision.num_pages:
             return None
         table, rows = self._table, decision.pages
-        if table.version != decision.version and not self._still_holds(decision):
+        if table.version != decision.version and not self._sources.still_hold(decision):
             self._store.counters.num_refused_loads += 1
             return None
-        entries = self._source_entries(rows, decision.tiers)
+        entries = self._sources.entries(rows, decision.tiers)
         table.pin(entries)
         table.flags[rows] |= np.uint8(LOADING)
         table.version += 1
@@ -237,6 +243,8 @@ class TieredCache:
             addresses=table.address.take(entries),
             checksums=table.checksum.take(entries),
             predicted_s=decision.load_s,
+            representations=table.kinds(entries),
+            num_bytes=table.bytes_by_kind(entries),
         )
         self._loads[plan.plan_id] = entries
         return plan
@@ -310,6 +318,7 @@ class TieredCache:
         seen_pages: int = 0,
         sighted: Recency | None = None,
         leave: Bools | None = None,
+        kinds: UInt8s | None = None,
     ) -> OffloadPlan | None:
         """Plan copies in the first tier for the prompt's pages that lack one.
 
@@ -326,6 +335,7 @@ class TieredCache:
             sighted: what ``sight`` returned, where that came before: pages are as
                 recent as they were then, and not sighted again.
             leave: bool, pages that are not whole on the device; None for none.
+            kinds: uint8 by page, the ``Representation`` to copy of it; None for KV.
 
         Returns:
             As many of the leading missing pages as there can be room for; None where
@@ -337,11 +347,11 @@ class TieredCache:
         path = self._index.walk(root, raw)
         known = concat_rows(path)
         num_new = len(raw) // store.page_bytes - len(known)
-        kinds: Kinds = ()
+        uses: Kinds = ()
         if sighted is None:
             store.touch(path)
-            uses = (path, digest, tokens, seen_pages)
-            times, kinds = note_uses(store, self._chain, *uses)
+            facts = (path, digest, tokens, seen_pages)
+            times, uses = note_uses(store, self._chain, *facts)
             if times is not None and self._config.write_policy == "selective":
                 once = np.flatnonzero(times < 2)
                 num_new = int(once[0]) if len(once) else num_new
@@ -362,20 +372,24 @@ class TieredCache:
             stop = start + num_added * store.page_bytes
             parent = path[-1] if path else root
             added = store.add_pages(parent, raw[start:stop], sighted)
-            for tier, kind in kinds:
+            for tier, kind in uses:
                 added.kinds[tier] = kind
             rows = np.concatenate([known, added.rows])
         rows = rows[positions]
-        addresses = store.start_copies(0, rows)
+        held = None if kinds is None else kinds[positions]
+        addresses = store.start_copies(0, rows, held)
         store.settle()
+        entries = table.entry_of[0][rows].astype(np.int64)
         plan = OffloadPlan(
             plan_id=self._take_plan_id(),
             tier=self._tiers[0],
             positions=positions.astype(np.int32),
             pages=rows,
             addresses=addresses,
+            representations=table.kinds(entries),
+            num_bytes=table.bytes_by_kind(entries),
         )
-        self._offloads[plan.plan_id] = table.entry_of[0][rows].astype(np.int64)
+        self._offloads[plan.plan_id] = entries
         return plan
 
     def known_pages(self, digest: bytes, tokens: Int32s) -> Int32s:
@@ -424,7 +438,8 @@ class TieredCache:
         records = edge.records(batch)
         reads = table.entry_of[edge.source][rows].astype(np.int64)
         table.pin(reads)
-        addresses = store.start_copies(edge.target, rows)
+        kinds = table.kinds(reads)
+        addresses = store.start_copies(edge.target, rows, kinds)
         store.settle()
         plan = DemotePlan(
             plan_id=self._take_plan_id(),
@@ -433,7 +448,7 @@ class TieredCache:
             pages=rows,
             source_addresses=table.address[reads],
             target_addresses=addresses,
-            records=replace(records, addresses=addresses),
+            records=replace(records, addresses=addresses, representations=kinds),
         )
         writes = table.entry_of[edge.target][rows].astype(np.int64)
         self._chain.begin(plan.plan_id, Demotion(edge, reads, writes))
@@ -455,7 +470,8 @@ class TieredCache:
         """Take over copies that a former process left in a tier.
 
         A page is refused where its key does not follow from its parent's key and its
-        tokens, its parent is unknown, or its slot or its copy is there already.
+        tokens, its parent is unknown, its slot or its copy is there already, or it is
+        activations and no page can be.
 
         Returns:
             How many were adopted, and the addresses that were refused.
@@ -472,7 +488,7 @@ class TieredCache:
         For a medium that fails: its pages stay in the table, and are found again
         when it is well.
         """
-        self._awake = sum(1 << n for n, t in enumerate(self._tiers) if t not in tiers)
+        self._sources.rest(tiers)
         self.promoter.rest(tiers)
 
     def drop_tier(self, tier: TierId) -> Int64s:
@@ -555,44 +571,6 @@ class TieredCache:
         plan_id = self._next_plan_id
         self._next_plan_id += 1
         return plan_id
-
-    def _sources_for(self, tiers_allowed: Collection[TierId] | None) -> UInt8s:
-        """Return, for each value of a row's flags, the tier to read or a code."""
-        mask = self._awake
-        if tiers_allowed is not None:
-            mask &= sum(1 << n for n, t in enumerate(self._tiers) if t in tiers_allowed)
-        sources = self._sources.get(mask)
-        if sources is None:
-            sources = np.full(256, _MISS, np.uint8)
-            flags = np.arange(256)
-            for number in reversed(range(len(self._tiers))):
-                if mask >> number & 1:
-                    sources[(flags >> number & 1) == 1] = self._tiers[number]
-            sources[(flags & LOADING) != 0] = _BUSY
-            self._sources[mask] = sources
-        return sources
-
-    def _source_entries(self, rows: Int32s, tiers: UInt8s) -> Int64s:
-        entries = np.empty(len(rows), np.int64)
-        for number, tier in enumerate(self._tiers):
-            mine = tiers == tier
-            if mine.all():
-                return self._table.entry_of[number].take(rows).astype(np.int64)
-            entries[mine] = self._table.entry_of[number][rows[mine]]
-        return entries
-
-    def _still_holds(self, decision: Decision) -> bool:
-        """Return whether a decision made on an older table can be carried out."""
-        table, rows = self._table, decision.pages
-        if (table.born[rows] > decision.version).any():
-            return False
-        flags = table.flags[rows]
-        if not table.in_index[rows].all() or (flags & LOADING).any():
-            return False
-        return all(
-            bool((flags[decision.tiers == tier] & (1 << number)).all())
-            for number, tier in enumerate(self._tiers)
-        )
 
 
 def _raw(tokens: Int32s) -> bytes:

@@ -297,13 +297,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             if landed:
                 used = np.ones(plan.num_pages, np.bool_)
                 used[unused] = False
-                report = state.report
-                report.pages_loaded += int(used.sum())
-                for number, num_pages in enumerate(np.bincount(plan.tiers[used])):
-                    if num_pages:
-                        tier, by_tier = TierId(number), report.pages_by_tier
-                        by_tier[tier] = by_tier.get(tier, 0) + int(num_pages)
-                report.pages_read = report.pages_by_tier.get(TierId.DISK, 0)
+                state.report.add_pages(plan, used)
             self._cache.finish_load(plan, landed=landed, bad_pages=bad, unused=unused)
         state.bad_pages = []
         state.num_good = state.front = state.compute_to = 0
@@ -361,10 +355,8 @@ class WaitingLoads(Generic[LoadT, StagedT]):
 
     def _note_load(self, plan: LoadPlan, begin: int, end: int) -> None:
         """Add a load's time to that of the pass which it will run under."""
-        tiers = plan.tiers[begin:end]
-        for tier in self._memory_tiers:
-            if num_pages := int(np.count_nonzero(tiers == tier)):
-                self._pass_load_s += self._cache.planner.load_s(tier, num_pages)
+        part = plan.part(begin, end)
+        self._pass_load_s += self._cache.planner.direct_s(*part)
 
     def _stage(self, state: LoadT, decision: Decision) -> bool:
         """Commit and start reading; False where waiting for it would be in vain.

@@ -23,6 +23,7 @@ from sgl_tiered.cli.machine import (
     NumaNode,
 )
 from sgl_tiered.cli.storage import DiskFacts, IoUringFacts
+from sgl_tiered.cli.transports import TransportFacts
 from sgl_tiered.tiers.devdax import DaxDevice
 
 __all__ = [
@@ -61,6 +62,7 @@ class Facts:
     huge_pages: HugePageFacts
     disk: DiskFacts
     io_uring: IoUringFacts
+    transports: tuple[TransportFacts, ...]
     engine: EngineFacts
 
 

@@ -23,10 +23,12 @@ from sgl_tiered.cli.local_links import (
     layout_of,
     measure_copies,
     measure_disk,
+    projection_of_config,
     read_model_config,
 )
 from sgl_tiered.cli.machine import cpu_facts, memory_facts
 from sgl_tiered.cli.measure import Edge, Limits, Measured, Measurer, Server
+from sgl_tiered.cli.measure_rebuild import measure_rebuild
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.cost.calibration import (
     Calibration,
@@ -106,7 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
         model = read_model_config(
             arguments.model, arguments.page_size, arguments.kv_dtype
         )
-        calibration, notes = calibrate_process(model, arguments.disk_path, created)
+        projection = projection_of_config(arguments.model)
+        calibration, notes = calibrate_process(
+            model, arguments.disk_path, created, projection
+        )
     write_calibration(arguments.out, calibration)
     print("\n".join(render(calibration, notes)))
     print(f"wrote {arguments.out}")
@@ -139,6 +144,13 @@ def calibrate_server(
     decode = fit_decode(measured.decode)
     prefill, overhead_s = _prefill(measured, model, stats["probe"], decode)
     emulated = {name for name, tier in stats["media"].items() if tier["emulated"]}
+    rebuild, notes = measure_rebuild(
+        served.get("projection"),
+        model,
+        machine,
+        _machine(),
+        measured.links.get(("host", "device"), ()),
+    )
     calibration = Calibration(
         created=created,
         method="server",
@@ -149,14 +161,25 @@ def calibrate_server(
         decode=decode,
         request_overhead_s=overhead_s,
         links=_links(measured.links, emulated, stats["probe"]),
+        rebuild=rebuild,
     )
-    return calibration, measured.notes
+    return calibration, measured.notes + notes
 
 
 def calibrate_process(
-    model: ModelFacts, disk_path: Path | None, created: str
+    model: ModelFacts,
+    disk_path: Path | None,
+    created: str,
+    projection: Mapping[str, Any] | None = None,
 ) -> tuple[Calibration, list[str]]:
-    """Measure the links of this machine for pages of a model, without a server."""
+    """Measure the links of this machine for pages of a model, without a server.
+
+    Args:
+        model: what its folder says.
+        disk_path: folder on the disk to be measured; None for none.
+        created: time of the file.
+        projection: of its layers, to rebuild K and V by; None to leave that out.
+    """
     layout = layout_of(model)
     accelerator = accelerator_facts()
     notes = ["Prefill, decode and the overhead of a request need a server (--url)."]
@@ -169,23 +192,33 @@ def calibrate_process(
         notes.append("No disk was measured (--disk-path).")
     else:
         samples.update(measure_disk(layout, disk_path.expanduser()))
+    machine = _machine()
+    rebuild, more = measure_rebuild(
+        projection, model, machine, machine, samples.get(("host", "device"), ())
+    )
     calibration = Calibration(
         created=created,
         method="process",
         engine="",
         model=model,
-        machine=MachineFacts(
-            accelerator=accelerator.names[0] if accelerator.names else "none",
-            num_cores=cpu_facts().num_cores,
-            memory_bytes=memory_facts().total_bytes,
-            system=f"{platform.system()} {platform.machine()}",
-        ),
+        machine=machine,
         prefill=None,
         decode=None,
         request_overhead_s=None,
         links=_links(samples, frozenset(), {}),
+        rebuild=rebuild,
     )
-    return calibration, notes
+    return calibration, notes + more
+
+
+def _machine() -> MachineFacts:
+    accelerator = accelerator_facts()
+    return MachineFacts(
+        accelerator=accelerator.names[0] if accelerator.names else "none",
+        num_cores=cpu_facts().num_cores,
+        memory_bytes=memory_facts().total_bytes,
+        system=f"{platform.system()} {platform.machine()}",
+    )
 
 
 def _prefill(
@@ -270,6 +303,13 @@ def render(calibration: Calibration, notes: Sequence[str]) -> list[str]:
         rows.append(
             (f"{link.source} -> {link.target}", text + beta + note, link.quality)
         )
+    if calibration.rebuild is not None:
+        for name, fit in (
+            ("rebuild layer", calibration.rebuild.kv_gen),
+            ("load layer", calibration.rebuild.load_kv),
+        ):
+            text = f"{_time(fit.overhead_s)} + {_time(fit.token_s)}/token"
+            rows.append((name, text, fit.quality))
     width = max([len(text) for _, text, _ in rows], default=0)
     lines = [f"{'':16} {'fitted':{width}} points     R2  median   worst"]
     for name, text, quality in rows:

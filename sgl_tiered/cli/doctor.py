@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_tiered.cli import advice, engine, machine, storage
+from sgl_tiered.cli.transports import transport_facts
 from sgl_tiered.tiers.devdax import DaxDevice, dax_devices
 
 __all__ = ["gather", "register", "render", "report", "run"]
@@ -66,6 +67,7 @@ def gather(path: Path) -> advice.Facts:
         huge_pages=machine.huge_page_facts(),
         disk=storage.disk_facts(path),
         io_uring=storage.io_uring_facts(),
+        transports=transport_facts(),
         engine=engine.engine_facts(seams.TESTED_VERSION, seams.check_seams),
     )
 
@@ -155,6 +157,8 @@ def _storage_lines(facts: advice.Facts) -> Iterator[str]:
     if disk.detail:
         yield _line("", disk.detail)
     yield _line("io_uring", f"{_yes(facts.io_uring.usable)}: {facts.io_uring.detail}")
+    for found in facts.transports:
+        yield _line(found.name, f"{_yes(found.usable)}: {found.detail}")
 
 
 def _engine_lines(facts: engine.EngineFacts) -> Iterator[str]:

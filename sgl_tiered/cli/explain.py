@@ -167,6 +167,8 @@ def details(one: dict[str, Any]) -> list[Table]:
             table.add_row(f"predicted {name}", f"{value:.6f}")
         for number, replan in enumerate(decision["replans"], 1):
             table.add_row(f"change {number}", replan)
+        if "activations" in one:
+            table.add_row("no activations", one["activations"]["refused"])
         tables.append(table)
     return tables
 

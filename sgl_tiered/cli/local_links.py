@@ -7,6 +7,7 @@ run alone, where a server's share cores and memory with its model.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +26,13 @@ from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.disk import DiskTier
 from sgl_tiered.tiers.host import HostTier
 
-__all__ = ["layout_of", "measure_copies", "measure_disk", "read_model_config"]
+__all__ = [
+    "layout_of",
+    "measure_copies",
+    "measure_disk",
+    "projection_of_config",
+    "read_model_config",
+]
 
 _PAGES = (1, 8, 32, 96)
 _MOST_BYTES = 256 * 2**20
@@ -85,6 +92,32 @@ def read_model_config(folder: Path, page_tokens: int, kv_dtype: str) -> ModelFac
         page_tokens=page_tokens,
         chunk_tokens=None,
     )
+
+
+def projection_of_config(folder: Path) -> dict[str, Any] | None:
+    """Return the projection of K and V by ``config.json``, as a server would tell it.
+
+    Args:
+        folder: of a model that ``read_model_config`` has read.
+
+    Returns:
+        The shape on one rank, and the threads of this process; None where K and V are
+        not plain heads (latent attention).
+    """
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "kv_lora_rank" in raw or "hidden_size" not in raw:
+        return None
+    heads = int(raw["num_attention_heads"])
+    return {
+        "hidden": int(raw["hidden_size"]),
+        "num_kv_heads": int(raw.get("num_key_value_heads") or heads),
+        "head_dim": int(raw.get("head_dim") or int(raw["hidden_size"]) // heads),
+        "has_rotary": any(key.startswith(("rope", "rotary")) for key in raw),
+        "has_bias": any(
+            bool(raw.get(key)) for key in ("attention_bias", "enable_bias", "qkv_bias")
+        ),
+        "num_threads": len(os.sched_getaffinity(0)),
+    }
 
 
 def layout_of(model: ModelFacts) -> PageLayout:

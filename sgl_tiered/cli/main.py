@@ -8,7 +8,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from sgl_tiered.cli import bench, calibrate, doctor, explain, profile, simulate
+from sgl_tiered.cli import (
+    bench,
+    calibrate,
+    doctor,
+    explain,
+    profile,
+    router,
+    simulate,
+)
 from sgl_tiered.errors import TieredError
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -29,6 +37,7 @@ COMMANDS: tuple[Command, ...] = (
     bench,
     simulate,
     explain,
+    router,
 )
 
 

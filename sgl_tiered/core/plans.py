@@ -1,16 +1,17 @@
 """Frozen values that pass between the cache, the pipelines and the engine.
 
-All arrays have one element (or row) per page of the plan, in token order.
+All arrays have one element (or row) per page of the plan, in token order. Where
+``representations`` is None, all pages are KV.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.core.ids import Lookup, TierId
+from sgl_tiered.core.ids import Lookup, Representation, TierId
 
 __all__ = [
     "QUEUE_FULL",
@@ -24,6 +25,7 @@ __all__ = [
     "Span",
     "TierOccupancy",
     "TransferResult",
+    "count_act",
 ]
 
 QUEUE_FULL = "the queue is full"
@@ -35,6 +37,13 @@ Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 UInt64s = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
+
+
+def count_act(representations: UInt8s | None) -> int:
+    """Return how many of the pages are activations; None stands for KV."""
+    if representations is None:
+        return 0
+    return int(np.count_nonzero(representations == Representation.ACT))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +58,7 @@ class PageRecords:
         tokens: int32 [n, page_tokens].
         checksums: uint64 [n], xxh3-64 of the page's ``page_bytes`` (zeros until known).
         addresses: int64 [n], the slot in its tier (where the records come from a tier).
+        representations: uint8 [n], what each copy holds; None for KV.
     """
 
     namespace: bytes
@@ -57,15 +67,49 @@ class PageRecords:
     tokens: Int32s
     checksums: UInt64s
     addresses: Int64s
+    representations: UInt8s | None = None
+
+    def part(
+        self, which: Int64s | slice, addresses: Int64s, checksums: UInt64s | None = None
+    ) -> PageRecords:
+        """Return some of the records, at other addresses; keys may have no rows.
+
+        Args:
+            which: positions.
+            addresses: int64 [m].
+            checksums: uint64 [m]; None for those that are here.
+        """
+        some = which if len(self.keys) else slice(None)
+        kept = self.representations
+        return PageRecords(
+            namespace=self.namespace,
+            keys=self.keys[some],
+            parents=self.parents[some],
+            tokens=self.tokens[some],
+            checksums=self.checksums[which] if checksums is None else checksums,
+            addresses=addresses,
+            representations=None if kept is None else kept[which],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Pages of a prompt with one fate: loaded from ``source``, or computed (None)."""
+    """Pages of a prompt with one fate: loaded from ``source``, or computed (None).
+
+    What is loaded as activations is rebuilt on the device.
+    """
 
     first_page: int
     num_pages: int
     source: TierId | None
+    representation: Representation = Representation.KV
+
+    @property
+    def action(self) -> str:
+        """The word used in reports."""
+        if self.source is None:
+            return "compute"
+        return "load" if self.representation is Representation.KV else "rebuild"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +133,7 @@ class Decision:
             before it are loaded from memory or computed; 0 for no split.
         total_s: predicted time until the prompt's pass has ended.
         alternative_s: the same without any load.
+        representations: uint8 [num_pages], what is loaded of each page; None for KV.
     """
 
     lookup: Lookup
@@ -105,6 +150,12 @@ class Decision:
     split_at: int = 0
     total_s: float = 0.0
     alternative_s: float = 0.0
+    representations: UInt8s | None = None
+
+    @property
+    def num_act(self) -> int:
+        """Pages to load as activations, and to rebuild."""
+        return count_act(self.representations)
 
     @property
     def spans(self) -> list[Span]:
@@ -114,11 +165,14 @@ class Decision:
             tier = TierId(int(self.tiers[page])) if page < self.num_pages else None
             if tier is TierId.DISK and page < self.split_at:
                 tier = None
-            if spans and spans[-1].source is tier:
-                last = spans[-1]
-                spans[-1] = Span(last.first_page, last.num_pages + 1, tier)
+            kind = Representation.KV
+            if tier is not None and self.representations is not None:
+                kind = Representation(int(self.representations[page]))
+            last = spans[-1] if spans else None
+            if last and (last.source, last.representation) == (tier, kind):
+                spans[-1] = replace(last, num_pages=last.num_pages + 1)
             else:
-                spans.append(Span(self.first_page + page, 1, tier))
+                spans.append(Span(self.first_page + page, 1, tier, kind))
         return spans
 
     def num_from(self, tier: TierId) -> int:
@@ -138,6 +192,9 @@ class LoadPlan:
         addresses: int64 [n], slot of each source in its tier.
         checksums: uint64 [n], expected checksum (0 where the tier keeps none: host).
         predicted_s: predicted time of the load in seconds.
+        representations: uint8 [n], what each source holds; None for KV.
+        num_bytes: int64 [n], bytes to bring of each to the device; None for whole
+            pages of KV.
     """
 
     plan_id: int
@@ -147,6 +204,13 @@ class LoadPlan:
     addresses: Int64s
     checksums: UInt64s
     predicted_s: float
+    representations: UInt8s | None = None
+    num_bytes: Int64s | None = None
+
+    def part(self, begin: int, end: int) -> tuple[UInt8s, UInt8s | None]:
+        """Return tiers and representations of some of the pages."""
+        kinds = self.representations
+        return self.tiers[begin:end], None if kinds is None else kinds[begin:end]
 
     @property
     def num_pages(self) -> int:
@@ -164,6 +228,8 @@ class OffloadPlan:
         positions: int32 [n], index of each page in its prompt (0 = first page).
         pages: int32 [n], rows in the page table.
         addresses: int64 [n], slots set aside in ``tier``.
+        representations: uint8 [n], what to copy of each page; None for KV.
+        num_bytes: int64 [n], bytes of that; None for whole pages of KV.
     """
 
     plan_id: int
@@ -171,6 +237,14 @@ class OffloadPlan:
     positions: Int32s
     pages: Int32s
     addresses: Int64s
+    representations: UInt8s | None = None
+    num_bytes: Int64s | None = None
+
+    def bytes_of(self, which: slice | Bools, page_bytes: int) -> int:
+        """Return the bytes to copy of some pages; ``page_bytes`` are a whole page's."""
+        if self.num_bytes is not None:
+            return int(self.num_bytes[which].sum())
+        return len(self.addresses[which]) * page_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +256,8 @@ class DemotePlan:
         source, target: the tiers.
         pages: int32 [n], rows in the page table.
         source_addresses, target_addresses: int64 [n], slots.
-        records: what the target keeps beside the bytes; checksums are filled by it.
+        records: what the target keeps beside the bytes, with what the sources hold;
+            checksums are filled by it.
     """
 
     plan_id: int
@@ -206,6 +281,7 @@ class PromotePlan:
         pages: int32 [n], rows in the page table.
         source_addresses, target_addresses: int64 [n], slots.
         checksums: uint64 [n], expected of the bytes that are read.
+        representations: uint8 [n], what the sources hold; None for KV.
     """
 
     plan_id: int
@@ -215,6 +291,7 @@ class PromotePlan:
     source_addresses: Int64s
     target_addresses: Int64s
     checksums: UInt64s
+    representations: UInt8s | None = None
 
     @property
     def num_pages(self) -> int:

@@ -7,22 +7,31 @@ from collections.abc import Mapping
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.prefill import PrefillCost, PrefillSnapshot
+from sgl_tiered.cost.rebuild import RebuildCosts
 from sgl_tiered.errors import ConfigError
 
 __all__ = ["CostModel"]
 
 
 class CostModel:
-    """Seconds to load or to recompute. Used on one thread.
+    """Seconds to load, to recompute or to rebuild. Used on one thread.
 
     Args:
         prefill: cost of computing tokens on the device.
         links: cost of bringing bytes from each tier to the device.
+        rebuild: of one layer, from activations or as KV; None where nothing is kept
+            as activations.
     """
 
-    def __init__(self, prefill: PrefillCost, links: Mapping[TierId, LinkCost]) -> None:
+    def __init__(
+        self,
+        prefill: PrefillCost,
+        links: Mapping[TierId, LinkCost],
+        rebuild: RebuildCosts | None = None,
+    ) -> None:
         self._prefill = prefill
         self._links = dict(links)
+        self._rebuild = rebuild
 
     @property
     def tiers(self) -> frozenset[TierId]:
@@ -33,6 +42,11 @@ class CostModel:
     def prefill(self) -> PrefillSnapshot:
         """What computing costs now."""
         return self._prefill.snapshot()
+
+    @property
+    def rebuild(self) -> RebuildCosts | None:
+        """T_kv_gen and T_load_kv of a layer; None where they are not known."""
+        return self._rebuild
 
     def load_s(self, tier: TierId, num_bytes: int) -> float:
         """Return the predicted time to bring bytes from a tier, in seconds."""
@@ -66,6 +80,16 @@ class CostModel:
         """Learn from a pass over ``new_tokens`` after ``prefix_tokens``."""
         self._prefill.observe(prefix_tokens, new_tokens, seconds)
 
+    def observe_rebuild(self, num_tokens: int, seconds: float) -> None:
+        """Learn from rebuilding tokens of one layer that waited for nothing."""
+        if self._rebuild is not None:
+            self._rebuild.kv_gen.observe(num_tokens, seconds)
+
+    def observe_load_kv(self, num_tokens: int, seconds: float) -> None:
+        """Learn from loading KV of tokens of one layer, alone on the link."""
+        if self._rebuild is not None:
+            self._rebuild.load_kv.observe(num_tokens, seconds)
+
     def snapshot(self) -> dict[str, float]:
         """Return all figures by name, for reports and calibration files."""
         prefill = self._prefill.snapshot()
@@ -81,4 +105,6 @@ class CostModel:
             figures[f"{name}.latency_s"] = link.latency_s
             figures[f"{name}.bandwidth_bytes_per_s"] = link.bandwidth_bytes_per_s
             figures[f"{name}.num_observations"] = float(link.num_observations)
+        if self._rebuild is not None:
+            figures |= self._rebuild.snapshot()
         return figures

@@ -8,6 +8,7 @@ and V from host memory. Each rank counts its own heads.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sgl_tiered.cost.calibration import RebuildFit, TokensFit
@@ -78,4 +79,54 @@ class RebuildCosts:
     def measured(cls, fit: RebuildFit) -> RebuildCosts:
         """Return costs that start from a calibration."""
         kv_gen, load_kv = (TokensCost.measured(f) for f in (fit.kv_gen, fit.load_kv))
+        return cls(kv_gen, load_kv)
+
+    @classmethod
+    def probed(
+        cls,
+        kv_gen: TokensFit,
+        link_latency_s: float,
+        link_bytes_per_s: float,
+        layer_token_bytes: int,
+        num_layers: int,
+    ) -> RebuildCosts:
+        """Return first guesses: a sampled T_kv_gen, and T_load_kv by the host link.
+
+        Args:
+            kv_gen: sampled when the server started.
+            link_latency_s: of a load of all layers, host to device.
+            link_bytes_per_s: of that link.
+            layer_token_bytes: K and V of a token in one layer, on one rank.
+            num_layers: that share the latency.
+        """
+        return cls(
+            TokensCost(kv_gen.overhead_s, kv_gen.token_s),
+            TokensCost(
+                link_latency_s / num_layers, layer_token_bytes / link_bytes_per_s
+            ),
+        )
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all figures by name, for reports and for the other ranks."""
+        figures = {}
+        for name, cost in (("kv_gen", self.kv_gen), ("load_kv", self.load_kv)):
+            line = cost.snapshot()
+            figures[f"rebuild.{name}.overhead_s"] = line.overhead_s
+            figures[f"rebuild.{name}.token_s"] = line.token_s
+            count = float(line.num_observations)
+            figures[f"rebuild.{name}.num_observations"] = count
+        return figures
+
+    @classmethod
+    def from_snapshot(cls, figures: Mapping[str, float]) -> RebuildCosts | None:
+        """Return guesses that start from a snapshot; None if it has no such figures."""
+        if "rebuild.kv_gen.token_s" not in figures:
+            return None
+        kv_gen, load_kv = (
+            TokensCost(
+                figures[f"rebuild.{name}.overhead_s"],
+                figures[f"rebuild.{name}.token_s"],
+            )
+            for name in ("kv_gen", "load_kv")
+        )
         return cls(kv_gen, load_kv)

@@ -18,21 +18,16 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.core.clock import Clock
 from sgl_tiered.layered.base import (
     LayerReadError,
-    LayerReport,
-    LayerRoom,
     LayerRoomError,
     PassPlan,
     PassRequest,
 )
-from sgl_tiered.layered.binding import LayerBinding
-from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.layered.passes import Batch, Forward, LostRows, Needs
-from sgl_tiered.layered.requests import RequestBook, RequestRecord
-from sgl_tiered.layered.room import RoomMaker
-from sgl_tiered.layered.units import layer_pages_needed, plan_reads
+from sgl_tiered.layered.requests import RequestRecord
+from sgl_tiered.layered.resting import RestingLayers
+from sgl_tiered.layered.units import plan_reads
 
 __all__ = ["LayerManager"]
 
@@ -41,227 +36,8 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
-class LayerManager:
-    """Layer-wise KV of one rank.
-
-    Args:
-        binding: the table, with nothing in it.
-        mover: copies.
-        page_tokens: tokens in one page.
-        half_pages: layer-pages of each half of the staging room, at least the pages of
-            the longest request of which any layer may leave the device.
-        lazy: a copy that is on the host as well leaves the device when its room is
-            needed; if False, at once.
-
-    Attributes:
-        stall_s: seconds that forwards have waited for copies, all together.
-        bytes_streamed: that they have staged.
-
-    Raises:
-        ValueError: no room is left beside the staging ones.
-    """
-
-    def __init__(
-        self,
-        binding: LayerBinding,
-        mover: LayerMover,
-        page_tokens: int,
-        half_pages: int,
-        *,
-        lazy: bool = True,
-    ) -> None:
-        if page_tokens < 1 or half_pages < 1:
-            raise ValueError(f"pages of {page_tokens} tokens, halves of {half_pages}")
-        if 2 * half_pages >= binding.num_physical:
-            raise ValueError(
-                f"two halves of {half_pages} leave nothing of {binding.num_physical}"
-            )
-        self._binding = binding
-        self._mover = mover
-        self._page_tokens = page_tokens
-        self._lazy = lazy
-        self._halves = (binding.set_aside(half_pages), binding.set_aside(half_pages))
-        self._book = RequestBook(binding)
-        self._room = RoomMaker(binding, self._book, mover)
-        self._forward: Forward | None = None
-        self._lost: LostRows | None = None
-        self._num_passes = 0
-        self.stall_s = 0.0
-        self.bytes_streamed = 0
-
-    @property
-    def binding(self) -> LayerBinding:
-        """The table; to be read only."""
-        return self._binding
-
-    @property
-    def clock(self) -> Clock:
-        """By which stalls are measured."""
-        return self._mover.clock
-
-    @property
-    def max_context_pages(self) -> int:
-        """The longest request of which any layer may leave the device, in pages."""
-        return len(self._halves[0])
-
-    @property
-    def is_idle(self) -> bool:
-        """True while no copy to or from the host is under way."""
-        return self._forward is None and self._mover.num_flights == 0
-
-    # -- between forwards ------------------------------------------------------------
-
-    def room(self) -> LayerRoom:
-        """Return the physical layer-pages by what they are used for; O(all of them)."""
-        facts = self._room.facts()
-        staging = 2 * self.max_context_pages
-        return LayerRoom(
-            facts.free, facts.spare, facts.landing, facts.cached, facts.total - staging
-        )
-
-    def needed(
-        self, num_context: int, num_new: int, retained: Bools | None = None
-    ) -> int:
-        """Return the layer-pages that a forward takes for a request.
-
-        Args:
-            num_context: tokens that have KV.
-            num_new: tokens to be computed.
-            retained: bool [num_layers]; None for all.
-        """
-        if retained is None:
-            retained = np.ones(self._binding.num_layers, np.bool_)
-        return layer_pages_needed(num_context, num_new, retained, self._page_tokens)
-
-    def poll(self) -> None:
-        """Take note of copies that have ended; start again what failed."""
-        assert self._forward is None, "polled during a forward"
-        self._room.collect()
-        self._room.retry()
-        self._drop_eagerly()
-
-    def finished(self, key: Hashable) -> LayerReport:
-        """Forget a request: it has ended, or will be computed anew.
-
-        Its pages stay, as cached ones, until they are freed.
-        """
-        assert self._forward is None, "finished during a forward"
-        if key not in self._book:
-            return self._unknown()
-        self._room.collect()
-        record = self._book.remove(key)
-        return record.report(self._mover.layer_page_bytes)
-
-    def freed(self, pages: npt.ArrayLike) -> None:
-        """Take back all that these pages have; whoever used them does no more.
-
-        Args:
-            pages: int [n], each once.
-        """
-        assert self._forward is None, "freed during a forward"
-        gone = np.asarray(pages, np.int64)
-        if not len(gone):
-            return
-        self._room.collect()
-        self._book.forget(gone)
-        self._binding.forget(gone)
-        epoch = self._binding.epoch
-        self._mover.call_off(
-            lambda flight: not np.any(epoch[flight.pages] == flight.epochs)
-        )
-
-    def held(self, key: Hashable) -> Bools:
-        """Return bool [num_layers], the layers that a request wants on the device."""
-        if key not in self._book:
-            return np.ones(self._binding.num_layers, np.bool_)
-        return self._book[key].retained.copy()
-
-    def num_held(self, keys: Sequence[Hashable]) -> list[int]:
-        """Return how many layers each request wants on the device; see ``held``."""
-        book, num_layers = self._book, self._binding.num_layers
-        return [book[k].num_retained if k in book else num_layers for k in keys]
-
-    def away(self, keys: Sequence[Hashable]) -> Int64s:
-        """Return int64 [n], the layer-pages of each that are on the host only."""
-        counts = np.zeros(len(keys), np.int64)
-        for n, key in enumerate(keys):
-            if key in self._book:
-                pages = self._book.live_pages(self._book[key])
-                away = self._binding.on_host[:, pages]
-                counts[n] = np.count_nonzero(
-                    away & (self._binding.device[:, pages] < 0)
-                )
-        return counts
-
-    def release(self, key: Hashable, layers: Bools) -> int:
-        """Keep these layers no longer: they go to the host, in the background.
-
-        Returns:
-            Layer-pages that can leave the device, now or once they are on the host.
-        """
-        record = self._book[key]
-        self._book.retain(record, record.retained & ~layers)
-        pages = self._full_pages(record)
-        self._room.offload(layers, pages)
-        can_go = (self._binding.device[:, pages] >= 0) & layers[:, None]
-        can_go &= self._book.keep[:, pages] == 0
-        self._drop_eagerly()
-        return int(np.count_nonzero(can_go))
-
-    def hold(self, key: Hashable, layers: Bools) -> int:
-        """Keep these layers from now on.
-
-        Returns:
-            Layer-pages of them that are on the host only: see ``pull``.
-        """
-        record = self._book[key]
-        self._book.retain(record, record.retained | layers)
-        away = self._binding.device[:, self._book.live_pages(record)] < 0
-        return int(np.count_nonzero(away & layers[:, None]))
-
-    def missing(self, key: Hashable) -> int:
-        """Return the layer-pages of held layers that ``pull`` could queue now."""
-        record = self._book[key]
-        pages = self._full_pages(record)
-        binding = self._binding
-        away = (binding.device[:, pages] < 0) & ~binding.copying[:, pages]
-        return int(np.count_nonzero(away[record.retained]))
-
-    def pull(self, key: Hashable, max_layer_pages: int | None = None) -> int:
-        """Bring held layers back, as far as room is free or cached copies can go.
-
-        Returns:
-            Layer-pages whose copy was queued.
-        """
-        self._room.collect()
-        record = self._book[key]
-        most = (
-            self._binding.num_physical if max_layer_pages is None else max_layer_pages
-        )
-        return self._room.pull(record.retained, self._full_pages(record), most)
-
-    def push(self, max_layer_pages: int) -> int:
-        """Copy cached pages to the host, coldest first, so that ``pull`` finds room.
-
-        Returns:
-            Layer-pages whose copy was queued.
-        """
-        return self._room.push(max_layer_pages) if max_layer_pages > 0 else 0
-
-    def failures(self) -> dict[str, int]:
-        """Return how many attempts to copy have failed, and how many outages began."""
-        down, up = self._mover.to_host, self._mover.to_device
-        return {
-            "failed_to_host": down.num_failed,
-            "failed_to_device": up.num_failed,
-            "outages": down.num_outages + up.num_outages,
-        }
-
-    def report(self, key: Hashable) -> LayerReport:
-        """Return what became of a request's layers so far."""
-        if key not in self._book:
-            return self._unknown()
-        return self._book[key].report(self._mover.layer_page_bytes)
+class LayerManager(RestingLayers):
+    """Layer-wise KV of one rank; made as `RestingLayers` says."""
 
     # -- a forward ------------------------------------------------------------------
 
@@ -294,10 +70,20 @@ class LayerManager:
         if not self._room.make(needs.num_at_once + needs.num_passing):
             refused = _greedy(needs, self._binding.num_free)
             return self._refuse(batch, strangers, refused or (len(requests) - 1,))
+        choice, source = None, None
+        if self._acts is not None:
+            source = self._acts.source
+            choice = self._acts.choose(batch)
+            if choice.rowless.any():
+                needs = self._needs(batch, choice.rowless)
+                if not self._room.make(needs.num_at_once + needs.num_passing):
+                    refused = _greedy(needs, self._binding.num_free)
+                    refused = refused or (len(requests) - 1,)
+                    return self._refuse(batch, strangers, refused)
         # From here on nothing of the batch leaves the device before it was read.
         self._enter(batch)
         bound, staged = batch.staged(self._binding)
-        too_long = batch.excess(staged)
+        too_long = batch.excess(staged, source)
         if too_long.any():
             reserve = needs.num_at_once + needs.num_passing
             if not self._bring_back(batch.pages[too_long & ~batch.is_new], reserve):
@@ -306,8 +92,20 @@ class LayerManager:
                 return self._refuse(batch, strangers, tuple(refused))
             bound, staged = batch.staged(self._binding)
         self._bind_missing(batch, needs)
+        passing_acts = None
+        if self._acts is not None and choice is not None:
+            passing_acts = self._acts.enter(batch, choice)
         bound[:, batch.new] = self._binding.device[:, batch.new_pages]
-        reads = plan_reads(bound, staged, batch.pages, batch.indptr, self._halves)
+        if source is not None:
+            self._count_kinds(batch, records, staged)
+        else:
+            for record, count in zip(records, _per_request(batch, staged), strict=True):
+                record.layer_pages_streamed += int(count)
+        reads = plan_reads(
+            bound, staged, batch.pages, batch.indptr, self._halves, source
+        )
+        if self._mover.weights is not None:
+            self._mover.weights.begin(self._binding.num_layers)
         self._num_passes += 1
         self._book.last_used[batch.pages] = self._num_passes
         self._forward = Forward(
@@ -318,12 +116,76 @@ class LayerManager:
             needs.passing,
             [bool(one.any()) for one in needs.passing],
             self._mover.clock.now() - started_s,
+            passing_acts,
         )
-        for record, count in zip(records, _per_request(batch, staged), strict=True):
-            record.layer_pages_streamed += int(count)
         staged_pages = sum(len(unit.rows) for unit in reads.units)
         self.bytes_streamed += staged_pages * self._mover.layer_page_bytes
+        if source is not None:
+            staged_acts = sum(unit.num_acts for unit in reads.units)
+            self.bytes_streamed += staged_acts * self._mover.act_page_bytes
         return PassPlan((), reads.groups, batch.indptr, len(reads.units))
+
+    def staged_kinds(self, requests: Sequence[PassRequest]) -> tuple[Int64s, Int64s]:
+        """Return what requests would stage if they ran now, for mini-batches.
+
+        Args:
+            requests: of the next forward; not begun.
+
+        Returns:
+            int64 [n] twice: pages whose KV would be computed from activations, those on
+            the device included, and pages of KV; of each the most over all layers.
+        """
+        acts = np.zeros(len(requests), np.int64)
+        kvs = np.zeros(len(requests), np.int64)
+        for n, one in enumerate(requests):
+            num_old = 0 if one.is_lost else -(-one.num_context // self._page_tokens)
+            pages = np.asarray(one.pages[:num_old], np.int64)
+            away = self._binding.device[:, pages] < 0
+            is_act = self._binding.is_act[pages]
+            acts[n] = np.count_nonzero(away & is_act, axis=1).max()
+            kvs[n] = np.count_nonzero(away & ~is_act, axis=1).max()
+        return acts, kvs
+
+    def wait_weights(self, layer: int) -> float:
+        """Block until a layer's emulated weights are here; return the seconds waited.
+
+        Called before the layer is computed; those of the next one are then on their
+        way. Returns 0 where none are emulated.
+        """
+        weights = self._mover.weights
+        if weights is None:
+            return 0.0
+        forward = self._running()
+        started_s = self._mover.clock.now()
+        weights.wait(layer)
+        waited_s = self._mover.clock.now() - started_s
+        forward.stall_s += waited_s
+        return waited_s
+
+    def acts_for_write(self, layer: int, pages: npt.NDArray[np.integer]) -> Int32s:
+        """Return where the activations of a layer's new tokens are to be kept.
+
+        Called for each layer, in order, before ``pages_for_write`` of it; as often as
+        wanted.
+
+        Args:
+            layer: which; the attention of earlier ones is queued.
+            pages: int, any shape; logical pages of the batch that are written.
+
+        Returns:
+            int32, of the same shape: places in the act area, -1 for pages of KV and
+            those of lost requests.
+
+        Raises:
+            LayerRoomError: copies to the host failed, so that earlier layers still
+                have the places.
+        """
+        forward = self._running()
+        if self._acts is not None and forward.num_captured <= layer:
+            self._room.layer = layer
+            self._acts.bind(forward, layer)
+        places: Int32s = self._binding.act[layer][pages]
+        return places if self._lost is None else self._lost.acts(pages, places)
 
     def pages_for_write(self, layer: int, pages: npt.NDArray[np.integer]) -> Int32s:
         """Return the physical layer-pages that a layer's KV is written to.
@@ -352,6 +214,10 @@ class LayerManager:
         """Note that a layer's KV is queued to be written: what is not kept leaves."""
         forward = self._running()
         batch = forward.batch
+        if self._acts is not None:
+            captured = self._binding.act[layer, batch.written_pages] >= 0
+            is_act = self._binding.is_act[batch.written_pages]
+            assert np.all(captured[is_act]), "activations were not captured"
         self._binding.written(layer, batch.written_pages)
         if len(batch.passing_pages):
             self._room.offload(self._only(layer), batch.passing_pages)
@@ -406,15 +272,23 @@ class LayerManager:
         forward = self._running()
         self._forward = None
         batch = forward.batch
-        forward.stall_s += forward.stream.end()
+        if self._mover.weights is not None:
+            self._mover.weights.end()
+        stream = forward.stream
+        forward.stall_s += stream.end()
         self.stall_s += forward.stall_s
-        failed = forward.stream.failed if ok else {}
+        self.rebuild_s += stream.rebuild_s
+        self.rebuild_exposed_s += stream.rebuild_exposed_s
+        self.num_rebuilt += stream.num_rebuilt
+        failed = stream.failed if ok else {}
         ok = ok and not failed
         self._leave(batch)
         self._room.collect()
         for record, request in zip(forward.records, batch.requests, strict=True):
             record.stall_s += forward.stall_s
             record.num_passes += 1
+            record.rebuild_s += stream.rebuild_s
+            record.rebuild_exposed_s += stream.rebuild_exposed_s
             if ok:
                 record.num_tokens = request.num_context + request.num_new
             else:
@@ -430,57 +304,6 @@ class LayerManager:
         for index, reason in failed.items():
             unit = forward.reads.units[index]
             raise LayerReadError(unit.layer, forward.readers(index), reason)
-
-    # -- tiers below ------------------------------------------------------------------
-
-    def pin(self, pages: Int64s) -> None:
-        """Keep the device copies of pages where they are until ``unpin``."""
-        np.add.at(self._binding.pinned, pages, 1)
-
-    def unpin(self, pages: Int64s) -> None:
-        """Take back one ``pin``."""
-        np.subtract.at(self._binding.pinned, pages, 1)
-
-    def where(self, layer: int, pages: Int64s) -> Int32s:
-        """Return int32 [n], physical layer-pages; -1 for the host row."""
-        places: Int32s = self._binding.device[layer][pages]
-        return places
-
-    def open_load(self, pages: Int64s, retained: Bools | None = None) -> bool:
-        """Give pages that a tier will fill a place; False if there is no room.
-
-        Layers that are not retained are to be written to the host rows: ``where``.
-        Ends with ``close_load``.
-
-        Args:
-            pages: int64 [n], without KV.
-            retained: bool [num_layers]; None for all.
-        """
-        assert self._forward is None, "a load was opened during a forward"
-        pages = np.asarray(pages, np.int64)
-        layers = retained
-        if layers is None:
-            layers = np.ones(self._binding.num_layers, np.bool_)
-        self._room.collect()
-        self._clear(pages)
-        missing = (self._binding.device[:, pages] < 0) & layers[:, None]
-        if not self._room.make(int(np.count_nonzero(missing))):
-            return False
-        found, where = missing.nonzero()
-        self._binding.bind(found, pages[where])
-        return True
-
-    def close_load(self, pages: Int64s, ok: bool) -> None:
-        """Note that a load has ended: the pages have KV in all layers, or in none."""
-        if not ok:
-            return
-        pages = np.asarray(pages, np.int64)
-        bound = self._binding.device[:, pages] >= 0
-        layers, where = bound.nonzero()
-        self._binding.written(layers, pages[where])
-        layers, where = (~bound).nonzero()
-        self._binding.written_to_host(layers, pages[where])
-        self._binding.completed(pages)
 
     # -- the rest ---------------------------------------------------------------------
 
@@ -503,30 +326,14 @@ class LayerManager:
     def _batch(self, requests: Sequence[PassRequest]) -> Batch:
         return Batch(requests, self._page_tokens, self.max_context_pages)
 
-    def _needs(self, batch: Batch) -> Needs:
+    def _needs(self, batch: Batch, rowless: Bools | None = None) -> Needs:
         retained = [self._book.retained(one) for one in batch.requests]
-        return batch.needs(self._binding, retained)
-
-    def _unknown(self) -> LayerReport:
-        num_layers = self._binding.num_layers
-        return LayerReport(num_layers, num_layers, 0, 0, 0, 0.0, 0)
+        return batch.needs(self._binding, retained, rowless)
 
     def _only(self, layer: int) -> Bools:
         layers = np.zeros(self._binding.num_layers, np.bool_)
         layers[layer] = True
         return layers
-
-    def _full_pages(self, record: RequestRecord) -> Int64s:
-        num_full = record.num_tokens // self._page_tokens
-        return self._book.live_pages(record, num_full)
-
-    def _clear(self, pages: Int64s) -> None:
-        """Wait for copies that still use these pages, and forget their KV."""
-        if not len(pages):
-            return
-        self._room.settle(pages)
-        if self._binding.filled[:, pages].any():
-            self._binding.void(pages)
 
     def _enter(self, batch: Batch) -> None:
         self._room.in_forward[batch.pages] = True
@@ -535,6 +342,29 @@ class LayerManager:
     def _leave(self, batch: Batch) -> None:
         self._room.in_forward[batch.pages] = False
         self._room.layer = self._binding.num_layers
+
+    def _count_kinds(
+        self, batch: Batch, records: Sequence[RequestRecord], staged: Bools
+    ) -> None:
+        """Note the kinds of each request's pages, and what it stages of them."""
+        binding = self._binding
+        is_act = binding.is_act[batch.pages]
+        here = staged & is_act & (binding.act[:, batch.pages] >= 0)
+        across = staged & is_act & ~here
+        for n, (kv, acts, unsent) in enumerate(
+            zip(
+                _per_request(batch, staged & ~is_act).tolist(),
+                _per_request(batch, across).tolist(),
+                _per_request(batch, staged & is_act).tolist(),
+                strict=True,
+            )
+        ):
+            record, mine = records[n], is_act[batch.indptr[n] : batch.indptr[n + 1]]
+            record.layer_pages_streamed += kv
+            record.acts_streamed += acts
+            record.unsent += unsent
+            record.num_act_pages = int(np.count_nonzero(mine))
+            record.num_kv_pages = len(mine) - record.num_act_pages
 
     def _refuse(
         self, batch: Batch, strangers: Sequence[Hashable], refused: tuple[int, ...]
@@ -576,10 +406,6 @@ class LayerManager:
         self._room.pull(layers, pages, away)
         self._room.settle(pages)
         return not np.any(self._binding.device[:, pages] < 0)
-
-    def _drop_eagerly(self) -> None:
-        if not self._lazy:
-            self._room.drop(self._binding.num_physical)
 
 
 def _greedy(needs: Needs, available: int) -> tuple[int, ...]:

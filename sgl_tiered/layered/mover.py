@@ -1,17 +1,22 @@
-"""Moves layer-pages between device and host rows, on three threads of its own.
+"""Moves layer-pages between device and host rows, on threads of its own.
 
 - *Down*: what is to leave the device, in the order in which it was handed in.
 - *Stream*: the units of a forward (``units.py``), each once the half that it goes to
   has been read. The model waits for these.
 - *Up*: layer-pages that return to stay.
 
+Activations go the same ways. KV of units is computed from them on a fourth thread
+(``rebuilding.py``), a sub-unit as soon as it is there, while the stream goes on with
+other loads; KV that returns to stay is computed by *up*.
+
 Copies go in sub-units. Before each one the guard is asked (collectives on the same
 link), and for those that nobody waits for also ``BandwidthShares``. A copy that fails
-is tried again once; what a failed one leaves behind is nowhere shown as valid. What
-fails again and again is an outage (``outage.py``), one for each direction.
+is tried again once, and so is a rebuild; what a failed one leaves behind is nowhere
+shown as valid. Copies that fail again and again are an outage (``outage.py``), one for
+each direction.
 
-Where the copier says that ``waiter_copies`` and no link is emulated, the model thread
-copies its units itself, just before it reads them.
+Where the copier says that ``waiter_copies``, no link is emulated and nothing has to be
+computed, the model thread copies its units itself, just before it reads them.
 """
 
 from __future__ import annotations
@@ -26,10 +31,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.clock import Clock, SystemClock
-from sgl_tiered.layered.base import LayerCopier, SwapGuard
+from sgl_tiered.layered.base import ActCopier, LayerCopier, SwapGuard
 from sgl_tiered.layered.binding import Flight
-from sgl_tiered.layered.outage import Outage
-from sgl_tiered.layered.units import Unit
+from sgl_tiered.layered.outage import ATTEMPTS, Outage
+from sgl_tiered.layered.rebuilding import Rebuilder, RebuildJob, exposed_s, insist
+from sgl_tiered.layered.units import ActPart, Unit
+from sgl_tiered.layered.weights import WeightStream
 from sgl_tiered.pipelines.base import Arrival
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.worker import Worker
@@ -41,8 +48,6 @@ SUB_UNIT_PAGES = 64
 """Of one layer: 4 MiB for a 7-billion-parameter model with pages of 16 tokens."""
 CALLED_OFF = "called off"
 """The error of a flight that nobody wanted any more."""
-ATTEMPTS = 2
-"""One failure may be a passing one; a second in a row is not waited out here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +69,11 @@ class _CopyFailedError(RuntimeError):
     """A sub-unit of a unit was not copied.
 
     Attributes:
-        rows: int64 [n], of the host region.
+        pages: int64 [n], logical.
     """
 
-    def __init__(self, rows: npt.NDArray[np.int64], reason: str) -> None:
-        self.rows = rows
+    def __init__(self, pages: npt.NDArray[np.int64], reason: str) -> None:
+        self.pages = pages
         super().__init__(reason)
 
 
@@ -85,6 +90,11 @@ class UnitStream:
     """The units of one forward: handed out by the mover, waited for by the model.
 
     The copy of unit u starts when unit u - 2, which used the same half, was read.
+
+    Attributes:
+        rebuild_s: seconds of computing KV for units that have settled.
+        rebuild_exposed_s: of these, after all that the unit loads had landed.
+        num_rebuilt: pages whose KV was computed, layer by layer.
     """
 
     def __init__(
@@ -96,8 +106,19 @@ class UnitStream:
         self._changed = threading.Condition()
         self._num_started = 0
         self._is_settled = [False] * len(units)
-        """Units whose copy is queued on the device, done or failed."""
+        """Units whose copy is queued on the device, done or failed, and rebuilt."""
+        self._num_open = [1] * len(units)
+        """Of each unit: one for its loads, one for each sub-unit that is rebuilt."""
+        self._spans: dict[int, list[tuple[float, float]]] = {}
+        self._landed_s: dict[int, float] = {}
+        self.rebuild_s = 0.0
+        self.rebuild_exposed_s = 0.0
+        self.num_rebuilt = 0
         self._arrivals: list[Arrival | None] = [None] * len(units)
+        self._act_arrivals: list[Arrival | None] = [None] * len(units)
+        """The last load of activations, which ends when all of them have."""
+        self._built: list[list[Arrival]] = [[] for _ in units]
+        """Rebuilds that are queued on the device, in order."""
         self._failed: dict[int, str] = {}
         self._failed_rows: dict[int, npt.NDArray[np.int64]] = {}
         self._ended = False
@@ -120,9 +141,14 @@ class UnitStream:
         if index in self._failed:
             raise RuntimeError(self._failed[index])
         assert self._is_settled[index], "waited for after the end"
-        arrival = self._arrivals[index]
-        if arrival is not None:
+        # What the model's stream still waits for after the loads is the rebuilds'.
+        for arrival in self._queued(index):
             arrival.order()
+
+    def _queued(self, index: int) -> list[Arrival]:
+        """Return what the model's stream has to wait for before it reads a unit."""
+        loads = (self._act_arrivals[index], self._arrivals[index])
+        return [one for one in loads if one is not None] + self._built[index][-1:]
 
     def done(self, index: int) -> None:
         """The model has queued all that reads a unit: its half may be filled again."""
@@ -139,13 +165,16 @@ class UnitStream:
             self._ended = True
             self._changed.wait_for(lambda: all(self._is_settled[: self._num_started]))
         stall_s = 0.0
-        for index, arrival in enumerate(self._arrivals):
-            if arrival is not None:
-                try:
+        for index, built in enumerate(self._built):
+            queued = self._queued(index)
+            try:
+                for arrival in queued:
                     arrival.finish()
-                except RuntimeError as error:
-                    self._failed.setdefault(index, str(error))
-                stall_s += arrival.stall_s()
+                self.rebuild_s += sum(one.finish() for one in built)
+            except RuntimeError as error:
+                self._failed.setdefault(index, str(error))
+            stall_s += sum(arrival.stall_s() for arrival in queued)
+            self.rebuild_exposed_s += sum(one.stall_s() for one in built)
         return stall_s
 
     @property
@@ -154,11 +183,11 @@ class UnitStream:
         return dict(self._failed)
 
     def failed_rows(self, index: int) -> npt.NDArray[np.int64]:
-        """Return int64 [n], host rows of a unit that failed: those not copied.
+        """Return int64 [n], logical pages of a unit that failed: those not copied.
 
-        All of them where that is not known.
+        All of them where that is not known. Their host rows, where all are of KV.
         """
-        return self._failed_rows.get(index, self._units[index].rows)
+        return self._failed_rows.get(index, self._units[index].pages)
 
     def _start_until(self, stop: int) -> None:
         for index in range(self._num_started, min(stop, len(self._units))):
@@ -172,9 +201,13 @@ class UnitStream:
         """Copy a unit; on the stream's thread, or on the model's."""
         try:
             if not self._ended:
-                self._arrivals[index] = self._mover.copy_unit(self._units[index], after)
+                unit = self._units[index]
+                if unit.rebuilds:
+                    hand_on = partial(self._hand_on, index, after)
+                    self._mover.copy_acts(unit, after, hand_on)
+                self._arrivals[index] = self._mover.copy_unit(unit, after)
         except _CopyFailedError as error:
-            self._failed_rows[index] = error.rows
+            self._failed_rows.setdefault(index, error.pages)
             self._settle(index, str(error))
         except Exception as error:  # noqa: BLE001 - the thread has to live on
             self._settle(index, f"{type(error).__name__}: {error}")
@@ -182,9 +215,48 @@ class UnitStream:
             self._settle(index, "")
 
     def _settle(self, index: int, error: str) -> None:
+        """Note that all of a unit's loads have ended."""
+        if self._units[index].rebuilds:
+            self._landed_s[index] = self._mover.clock.now()
+        self._close_one(index, error)
+
+    def _hand_on(
+        self, index: int, after: object, part: ActPart, arrival: Arrival | None
+    ) -> None:
+        """Let a sub-unit's KV be computed; on the stream's thread."""
+        with self._changed:
+            self._num_open[index] += 1
+        self._act_arrivals[index] = arrival or self._act_arrivals[index]
+
+        def ended(
+            error: str, from_s: float, to_s: float, built: Arrival | None
+        ) -> None:
+            if built is not None:
+                # It takes its time later, on the device.
+                self._built[index].append(built)
+                from_s = to_s
+            self._spans.setdefault(index, []).append((from_s, to_s))
+            if error:
+                self._failed_rows.setdefault(index, part.pages)
+            self._close_one(index, error)
+
+        layer = self._units[index].layer
+        self._mover.rebuild(
+            RebuildJob(layer, part, arrival, after, lambda: not self._ended, ended)
+        )
+
+    def _close_one(self, index: int, error: str) -> None:
         with self._changed:
             if error:
-                self._failed[index] = error
+                self._failed.setdefault(index, error)
+            self._num_open[index] -= 1
+            if self._num_open[index]:
+                return
+            spans = self._spans.pop(index, [])
+            if spans:
+                self.rebuild_s += sum(to_s - from_s for from_s, to_s in spans)
+                self.rebuild_exposed_s += exposed_s(spans, self._landed_s[index])
+                self.num_rebuilt += self._units[index].num_rebuilt
             self._is_settled[index] = True
             self._changed.notify_all()
 
@@ -201,9 +273,13 @@ class LayerMover:
             are promotions, what leaves are offloads.
         guard: asked before each sub-unit.
         sub_unit_pages: layer-pages moved between two looks at guard and shares.
+        acts: copies activations, and rebuilds KV; None where pages are KV only.
+        act_page_bytes: of one layer-page of activations.
+        weight_bytes: of one layer's weights, which cross the emulated link before it.
 
     Attributes:
         to_host, to_device: how copies of each direction fare.
+        weights: what waits for emulated weights; None where none are emulated.
     """
 
     def __init__(
@@ -216,9 +292,16 @@ class LayerMover:
         shares: BandwidthShares | None = None,
         guard: SwapGuard | None = None,
         sub_unit_pages: int = SUB_UNIT_PAGES,
+        acts: ActCopier | None = None,
+        act_page_bytes: int = 0,
+        weight_bytes: int = 0,
     ) -> None:
         if min(layer_page_bytes, sub_unit_pages) < 1:
             raise ValueError(f"sub-units of {sub_unit_pages} x {layer_page_bytes} B")
+        if (acts is None) != (act_page_bytes == 0):
+            raise ValueError(f"activations of {act_page_bytes} B, copied by {acts}")
+        if weight_bytes < 0 or (weight_bytes and pace is None):
+            raise ValueError(f"{weight_bytes} B of weights need an emulated link")
         self._copier = copier
         self._layer_page_bytes = layer_page_bytes
         self._clock = clock or SystemClock()
@@ -226,6 +309,9 @@ class LayerMover:
         self._shares = shares or BandwidthShares(self._clock)
         self._guard = guard
         self._sub_unit_pages = sub_unit_pages
+        self._acts = acts
+        self._act_page_bytes = act_page_bytes
+        self._up_acts = np.empty(0, np.int32)
         self._closing = threading.Event()
         self._hurry = threading.Event()
         self._landings: deque[Landing] = deque()
@@ -240,6 +326,12 @@ class LayerMover:
         )
         self._down: Worker[_Job] = Worker("layers-down", self._move, self._give_up)
         self._up: Worker[_Job] = Worker("layers-up", self._move, self._give_up)
+        self._rebuilder = None if acts is None else Rebuilder(acts, self._clock)
+        self.weights = (
+            WeightStream(pace, weight_bytes)
+            if pace is not None and weight_bytes
+            else None
+        )
         self._shares.watch(Share.LOAD, lambda: self._stream.busy)
 
     @property
@@ -253,6 +345,15 @@ class LayerMover:
         return self._layer_page_bytes
 
     @property
+    def act_page_bytes(self) -> int:
+        """Bytes of one layer-page's activations; 0 where pages are KV only."""
+        return self._act_page_bytes
+
+    def use_up_acts(self, places: npt.NDArray[np.int32]) -> None:
+        """Say through which places of the act area returns to stay go; before any."""
+        self._up_acts = places
+
+    @property
     def num_flights(self) -> int:
         """Flights handed in whose landing was not collected."""
         return len(self._jobs)
@@ -260,6 +361,7 @@ class LayerMover:
     def stream(self, units: Sequence[Unit]) -> UnitStream:
         """Begin to copy the units of a forward; on the engine's thread."""
         inline = self._pace is None and self._copier.waiter_copies
+        inline = inline and not any(unit.rebuilds for unit in units)
         return UnitStream(units, self, inline=inline)
 
     def start(self, flight: Flight) -> None:
@@ -304,6 +406,9 @@ class LayerMover:
         self._closing.set()
         for worker in (self._stream, self._up, self._down):
             worker.close(timeout_s)
+        for other in (self._rebuilder, self.weights):
+            if other is not None:
+                other.close(timeout_s)
 
     def queue_unit(self, stream: UnitStream, index: int) -> None:
         """Queue a unit's copy behind all that the engine has queued so far."""
@@ -318,16 +423,51 @@ class LayerMover:
             self._wait_for_guard()
             rows, targets = unit.rows[part], unit.targets[part]
             copy = partial(self._copier.to_device, unit.layer, rows, targets, after)
+            num_bytes = len(rows) * self._layer_page_bytes
             try:
-                found = self._insist(copy, len(rows), is_store=False)
+                found = self._insist(copy, num_bytes, is_store=False)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise _CopyFailedError(rows, reason) from error
+                pages = rows if unit.kv_pages is None else unit.kv_pages[part]
+                raise _CopyFailedError(pages, reason) from error
             arrival = found or arrival
         return arrival
 
-    def _parts(self, count: int) -> list[slice]:
-        step = self._sub_unit_pages
+    def copy_acts(
+        self,
+        unit: Unit,
+        after: object,
+        hand_on: Callable[[ActPart, Arrival | None], None],
+    ) -> None:
+        """Load a unit's activations, and hand each sub-unit on once it is there."""
+        assert self._acts is not None, "no copier of activations"
+        if unit.device_acts is not None:
+            for part in self._parts(len(unit.device_acts)):
+                hand_on(unit.device_acts[part], None)
+        if unit.acts is None:
+            return
+        for part in self._parts(unit.num_acts):
+            self._wait_for_guard()
+            some = unit.acts[part]
+            copy = partial(
+                self._acts.acts_to_device, unit.layer, some.rows, some.acts, after
+            )
+            try:
+                arrival = self._insist(
+                    copy, len(some) * self._act_page_bytes, is_store=False
+                )
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise _CopyFailedError(some.pages, reason) from error
+            hand_on(some, arrival)
+
+    def rebuild(self, job: RebuildJob) -> None:
+        """Queue a sub-unit of a unit whose KV is to be computed."""
+        assert self._rebuilder is not None, "nobody computes KV"
+        self._rebuilder.put(job)
+
+    def _parts(self, count: int, most: int | None = None) -> list[slice]:
+        step = min(self._sub_unit_pages, most or self._sub_unit_pages)
         return [slice(at, min(at + step, count)) for at in range(0, count, step)]
 
     def _wait_for_guard(self) -> None:
@@ -335,10 +475,9 @@ class LayerMover:
             raise RuntimeError("the mover is closed")
 
     def _insist(
-        self, copy: Callable[[], Arrival | None], num_pages: int, *, is_store: bool
+        self, copy: Callable[[], Arrival | None], num_bytes: int, *, is_store: bool
     ) -> Arrival | None:
         """Copy at the link's pace, a second time if it fails."""
-        num_bytes = num_pages * self._layer_page_bytes
         outage = self._outage(is_store=is_store)
         for attempt in range(ATTEMPTS):
             end_s = None
@@ -364,7 +503,10 @@ class LayerMover:
         ok = np.zeros(len(flight), np.bool_)
         error = ""
         share = Share.PROMOTE if flight.is_up else Share.DEMOTE
-        for part in self._parts(len(flight)):
+        most = None
+        if flight.acts is not None and flight.is_up:
+            most = len(self._up_acts)
+        for part in self._parts(len(flight), most):
             if not job.is_wanted or not self._may_go(share):
                 error = CALLED_OFF
                 break
@@ -381,7 +523,10 @@ class LayerMover:
 
     def _move_part(self, job: _Job, part: slice) -> None:
         flight = job.flight
-        rows, physical = flight.pages[part], flight.physical[part]
+        if flight.acts is not None:
+            self._move_acts(job, flight.acts[part], part)
+            return
+        rows, physical = flight.host_rows[part], flight.physical[part]
 
         def up() -> None:
             arrival = self._copier.to_device(flight.layer, rows, physical, job.after)
@@ -391,7 +536,41 @@ class LayerMover:
         def down() -> None:
             self._copier.to_host(flight.layer, physical, rows, job.after)
 
-        self._insist(up if flight.is_up else down, len(rows), is_store=not flight.is_up)
+        num_bytes = len(rows) * self._layer_page_bytes
+        self._insist(up if flight.is_up else down, num_bytes, is_store=not flight.is_up)
+
+    def _move_acts(self, job: _Job, places: npt.NDArray[np.int32], part: slice) -> None:
+        """Copy activations to the host, or bring them and compute KV to stay."""
+        flight, copier = job.flight, self._acts
+        assert copier is not None, "no copier of activations"
+        assert flight.positions is not None
+        layer, after, rows = flight.layer, job.after, flight.host_rows[part]
+        if not flight.is_up:
+            down = partial(copier.acts_to_host, layer, places, rows, after)
+            num_bytes = len(rows) * self._act_page_bytes
+            self._insist(down, num_bytes, is_store=True)
+            return
+        away = places < 0
+        num_away = int(np.count_nonzero(away))
+        if num_away:
+            buffer = self._up_acts[:num_away]
+
+            def up() -> None:
+                arrival = copier.acts_to_device(layer, rows[away], buffer, after)
+                if arrival is not None:
+                    arrival.finish()
+
+            self._insist(up, num_away * self._act_page_bytes, is_store=False)
+            places = places.copy()
+            places[away] = buffer
+        physical, positions = flight.physical[part], flight.positions[part]
+
+        def rebuild() -> None:
+            built = copier.rebuild(layer, places, physical, positions, after)
+            if built is not None:
+                built.finish()
+
+        insist(rebuild)
 
     def _outage(self, *, is_store: bool) -> Outage:
         """Return what is told of each attempt; any thread."""

@@ -7,7 +7,7 @@ import threading
 
 from sgl_tiered.core.clock import Clock
 
-__all__ = ["Outage"]
+__all__ = ["ATTEMPTS", "Outage"]
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +17,8 @@ LONGEST_PAUSE_S = 5.0
 """How late the end of an outage is noticed at most."""
 QUIET_S = 10.0
 """Outages that begin sooner after one that was told are counted, and not told."""
+ATTEMPTS = 2
+"""One failure may be a passing one; a second in a row is not waited out here."""
 
 
 class Outage:

@@ -13,7 +13,7 @@ from sgl_tiered.layered.base import PassPlan, PassRequest
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.mover import UnitStream
 from sgl_tiered.layered.requests import RequestRecord
-from sgl_tiered.layered.units import ReadPlan
+from sgl_tiered.layered.units import ActSource, ReadPlan
 
 __all__ = ["Batch", "Forward", "LostRows", "Needs"]
 
@@ -58,6 +58,7 @@ class Batch:
         is_new: bool [n], without any KV before the forward.
         is_written: bool [n], gets KV in it.
         is_full: bool [n], whole after it.
+        position: int64 [n], among the pages of its request.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Batch:
         )
         self.request_of = np.repeat(np.arange(len(lens)), lens)
         position = np.arange(len(self.pages)) - self.indptr[self.request_of]
+        self.position = position
         self.is_new = position >= -(-context // page_tokens)[self.request_of]
         self.is_written = position >= (context // page_tokens)[self.request_of]
         self.is_full = position < (total // page_tokens)[self.request_of]
@@ -89,16 +91,24 @@ class Batch:
         # Not at once: what fails before its end has to find them as they were.
         self.completed_pages = self.pages[self.is_written & self.is_full & ~self.is_new]
 
-    def needs(self, binding: LayerBinding, retained: Sequence[Bools]) -> Needs:
+    def needs(
+        self,
+        binding: LayerBinding,
+        retained: Sequence[Bools],
+        rowless: Bools | None = None,
+    ) -> Needs:
         """Return what it takes now.
 
         Args:
             binding: what its pages have already.
             retained: bool [num_layers] for each request.
+            rowless: bool [n], new pages that stay in all layers; None for none of them.
         """
         owner = self.request_of[self.new]
         unbound = binding.device[:, self.new_pages] < 0
         kept = ~self.is_full[self.new]
+        if rowless is not None:
+            kept = kept | rowless
         kept = np.stack(retained, axis=1)[:, owner] | kept if retained else unbound
         missing, passing = unbound & kept, unbound & ~kept
         num = len(self.requests)
@@ -123,15 +133,19 @@ class Batch:
             )
         return bound, staged
 
-    def excess(self, staged: Bools) -> Bools:
+    def excess(self, staged: Bools, source: ActSource | None = None) -> Bools:
         """Return bool [n], pages of requests that need more than one half."""
         over = np.zeros(len(self.pages), np.bool_)
         if not staged.any():
             return over
+        acts = None if source is None else source.crosses(staged, self.pages)
+        half_acts = 0 if source is None else len(source.halves[0])
         for position in range(len(self.requests)):
             mine = slice(self.indptr[position], self.indptr[position + 1])
-            if int(staged[:, mine].sum(axis=1).max()) > self._half_pages:
-                over[mine] = True
+            fits = int(staged[:, mine].sum(axis=1).max()) <= self._half_pages
+            if fits and acts is not None:
+                fits = int(acts[:, mine].sum(axis=1).max()) <= half_acts
+            over[mine] = not fits
         return over
 
 
@@ -147,6 +161,8 @@ class Forward:
         passing: bool [num_layers, n], of the batch's new pages: still to be bound.
         is_passing: the layers for which there are such, as Python values.
         stall_s: seconds waited so far.
+        passing_acts: int64 [n], its new full pages of activations; layer by layer they
+            get places, up to ``num_captured`` by now.
     """
 
     batch: Batch
@@ -156,6 +172,8 @@ class Forward:
     passing: Bools
     is_passing: list[bool]
     stall_s: float
+    passing_acts: Int64s | None = None
+    num_captured: int = 0
 
     def readers(self, unit: int) -> tuple[Hashable, ...]:
         """Return the requests of a unit's group that read what it failed to bring."""
@@ -164,6 +182,12 @@ class Forward:
         reads = np.isin(self.batch.pages, rows)
         readers = np.unique(self.batch.request_of[reads]).tolist()
         return tuple(self.records[n].key for n in readers if first <= n < stop)
+
+    def owners(self, pages: Int64s) -> tuple[Hashable, ...]:
+        """Return the requests with any of these pages."""
+        found = np.isin(self.batch.pages, pages)
+        owners = np.unique(self.batch.request_of[found]).tolist()
+        return tuple(self.records[n].key for n in owners)
 
     def writers(self, layer: int) -> tuple[Hashable, ...]:
         """Return the requests with pages of a layer that are still to be bound."""
@@ -213,6 +237,12 @@ class LostRows:
         table = np.full(len(self._is_live_page), self._place, np.int32)
         table[self._is_live_page] = live
         return table
+
+    def acts(
+        self, pages: npt.NDArray[np.integer], places: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Return where activations are kept; those of the lost ones nowhere, -1."""
+        return np.where(np.isin(pages, self._pages), np.int32(-1), places)
 
     def places(
         self, pages: npt.NDArray[np.integer], places: npt.NDArray[np.int32]

@@ -34,6 +34,10 @@ class RequestRecord:
         num_tokens: that have KV.
         num_retained: layers that are kept now.
         fewest_layers: that ever were.
+        layer_pages_streamed, layer_pages_offloaded, layer_pages_pulled: of KV.
+        acts_streamed, acts_offloaded, acts_pulled: layer-pages of activations that
+            crossed the link.
+        unsent: layer-pages of KV that would have crossed it, and did not.
     """
 
     key: Hashable
@@ -47,6 +51,14 @@ class RequestRecord:
     layer_pages_streamed: int = 0
     layer_pages_offloaded: int = 0
     layer_pages_pulled: int = 0
+    acts_streamed: int = 0
+    acts_offloaded: int = 0
+    acts_pulled: int = 0
+    unsent: int = 0
+    num_act_pages: int = 0
+    num_kv_pages: int = 0
+    rebuild_s: float = 0.0
+    rebuild_exposed_s: float = 0.0
     stall_s: float = 0.0
     num_passes: int = 0
 
@@ -54,16 +66,33 @@ class RequestRecord:
         self.num_retained = int(np.count_nonzero(self.retained))
         self.fewest_layers = self.num_retained
 
-    def report(self, layer_page_bytes: int) -> LayerReport:
-        """Return what became of its layers so far."""
+    def report(self, kv_bytes: int, act_bytes: int) -> LayerReport:
+        """Return what became of its layers so far.
+
+        Args:
+            kv_bytes: of a layer-page of KV.
+            act_bytes: of one of activations.
+        """
+        acts = self.acts_streamed + self.acts_offloaded + self.acts_pulled
         return LayerReport(
             layers_retained=self.fewest_layers,
             num_layers=len(self.retained),
-            bytes_streamed=self.layer_pages_streamed * layer_page_bytes,
-            bytes_offloaded=self.layer_pages_offloaded * layer_page_bytes,
-            bytes_pulled=self.layer_pages_pulled * layer_page_bytes,
+            bytes_streamed=_bytes(
+                self.layer_pages_streamed, kv_bytes, self.acts_streamed, act_bytes
+            ),
+            bytes_offloaded=_bytes(
+                self.layer_pages_offloaded, kv_bytes, self.acts_offloaded, act_bytes
+            ),
+            bytes_pulled=_bytes(
+                self.layer_pages_pulled, kv_bytes, self.acts_pulled, act_bytes
+            ),
             stall_s=self.stall_s,
             num_passes=self.num_passes,
+            num_act_pages=self.num_act_pages,
+            num_kv_pages=self.num_kv_pages,
+            bytes_saved=self.unsent * kv_bytes - acts * act_bytes,
+            rebuild_s=self.rebuild_s,
+            rebuild_exposed_s=self.rebuild_exposed_s,
         )
 
 
@@ -201,3 +230,7 @@ class RequestBook:
             self.keep[:, pages] += count
         elif layers.any():
             self.keep[np.ix_(layers, pages)] += count
+
+
+def _bytes(num_kv: int, kv_bytes: int, num_acts: int, act_bytes: int) -> int:
+    return num_kv * kv_bytes + num_acts * act_bytes

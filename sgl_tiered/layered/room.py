@@ -8,6 +8,9 @@ taking that back is a decision (``LayerManager.release``).
 
 While copies to the host fail, one of them is tried from time to time, and the others
 wait for that (``outage.py``), unless a forward lacks the room.
+
+Activations go to the host whatever is kept. Those on the device that the host has as
+well are dropped in the same order when the room of the act area is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.layered.base import LayerRoom
-from sgl_tiered.layered.binding import LayerBinding
+from sgl_tiered.layered.binding import Flight, LayerBinding
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.layered.requests import RequestBook
 
@@ -103,6 +106,37 @@ class RoomMaker:
         if len(pages):
             self._binding.drop(layers, pages)
 
+    def make_acts(self, num_free: int) -> bool:
+        """Make so many places of the act area free; False where that cannot be."""
+        kinds = self._binding.kinds
+        assert kinds is not None, "no act area"
+        self.collect()
+        while kinds.places.num_free < num_free:
+            self.drop_acts(num_free - kinds.places.num_free)
+            if kinds.places.num_free >= num_free:
+                break
+            if not self._mover.num_flights:
+                return False
+            self._mover.wait()
+            self.collect()
+        return True
+
+    def drop_acts(self, count: int) -> None:
+        """Release up to about so many activations that the host has as well."""
+        layers, pages = self._coldest(self._spare_acts(), count)
+        if len(pages):
+            self._binding.drop_acts(layers, pages)
+
+    def num_acts(self) -> int:
+        """Return the places for activations that ``make_acts`` could make free."""
+        binding = self._binding
+        assert binding.kinds is not None, "no act area"
+        found = self._spare_acts()
+        if not self._mover.to_host.lasts:
+            landing = (binding.act >= 0) & binding.copying & ~binding.on_host
+            found |= landing & (binding.pinned == 0)
+        return binding.kinds.places.num_free + int(np.count_nonzero(found))
+
     def push(self, count: int, *, needed: bool = False) -> int:
         """Start copies to the host of what nobody wants kept; return how many.
 
@@ -117,6 +151,8 @@ class RoomMaker:
     def offload(self, layers: Bools, pages: Int64s, *, needed: bool = False) -> int:
         """Start copies to the host of what is not to be kept, and not there yet.
 
+        Activations are to be there whatever is kept.
+
         Args:
             layers: bool [num_layers].
             pages: int64 [n], full ones, each once.
@@ -129,6 +165,12 @@ class RoomMaker:
         due = (binding.device[:, pages] >= 0) & binding.filled[:, pages]
         due &= ~binding.on_host[:, pages] & ~binding.copying[:, pages]
         due &= (self._book.keep[:, pages] == 0) & layers[:, None]
+        due &= ~binding.rowless[pages]
+        if binding.kinds is not None:
+            due &= ~binding.is_act[pages]
+            acts = (binding.act[:, pages] >= 0) & binding.filled[:, pages]
+            acts &= ~binding.on_host[:, pages] & ~binding.copying[:, pages]
+            due |= acts & layers[:, None]
         found, where = due.nonzero()
         if self._mover.to_host.holds_back and not needed:
             for layer in np.unique(found).tolist():
@@ -142,7 +184,7 @@ class RoomMaker:
         for landing in self._mover.collect():
             flight = landing.flight
             landed = self._binding.arrive(flight, landing.ok)
-            self._credit(flight.pages[landed], flight.is_up)
+            self._credit(flight, landed)
             if not flight.is_up and not landing.ok.all():
                 left = ~landing.ok
                 self._due.append(
@@ -186,14 +228,14 @@ class RoomMaker:
         found, where = away.nonzero()
         found, where = found[:count], where[:count]
         for layer in np.unique(found).tolist():
-            some = pages[where[found == layer]]
-            self._mover.start(binding.depart(layer, some, is_up=True))
+            for some in binding.by_kind(pages[where[found == layer]]):
+                self._mover.start(binding.depart(layer, some, is_up=True))
         return count
 
     def _send(self, layers: Int64s, pages: Int64s) -> int:
         for layer in np.unique(layers).tolist():
-            some = pages[layers == layer]
-            self._mover.start(self._binding.depart(layer, some, is_up=False))
+            for some in self._binding.by_kind(pages[layers == layer]):
+                self._mover.start(self._binding.depart(layer, some, is_up=False))
         return len(pages)
 
     def _spare(self) -> Bools:
@@ -204,10 +246,19 @@ class RoomMaker:
             spare[self.layer :, self.in_forward] = False
         return spare
 
+    def _spare_acts(self) -> Bools:
+        binding = self._binding
+        spare: Bools = (binding.act >= 0) & binding.on_host & ~binding.copying
+        spare &= binding.pinned == 0
+        if self.layer < binding.num_layers:
+            spare[self.layer :, self.in_forward] = False
+        return spare
+
     def _pushable(self) -> Bools:
         binding = self._binding
         cached: Bools = (binding.device >= 0) & ~binding.on_host & ~binding.copying
         cached &= (self._book.keep == 0) & binding.full & (binding.pinned == 0)
+        cached &= ~binding.rowless
         return cached
 
     def _coldest(self, found: Bools, count: int) -> tuple[Int64s, Int64s]:
@@ -228,7 +279,19 @@ class RoomMaker:
         layers, where = found[:, pages].nonzero()
         return layers, pages[where]
 
-    def _credit(self, pages: Int64s, is_up: bool) -> None:
+    def forget_due(self, pages: Int64s) -> None:
+        """Try no more what failed of pages whose KV was given up; same epoch."""
+        for _ in range(len(self._due)):
+            due = self._due.popleft()
+            left = ~np.isin(due.pages, pages)
+            if left.any():
+                self._due.append(_Due(due.layer, due.pages[left], due.epochs[left]))
+
+    def _credit(self, flight: Flight, landed: Bools) -> None:
+        pages, is_up = flight.pages[landed], flight.is_up
+        if flight.acts is not None:
+            self._credit_acts(flight, landed)
+            return
         serials, counts = np.unique(self._book.owner[pages], return_counts=True)
         for serial, count in zip(serials.tolist(), counts.tolist(), strict=True):
             record = self._book.by_serial(serial)
@@ -238,3 +301,24 @@ class RoomMaker:
                 record.layer_pages_pulled += count
             else:
                 record.layer_pages_offloaded += count
+
+    def _credit_acts(self, flight: Flight, landed: Bools) -> None:
+        """Count what crossed the link, and the KV that did not have to."""
+        assert flight.acts is not None
+        pages = flight.pages[landed]
+        if flight.is_up:
+            crossed, unsent = flight.acts[landed] < 0, np.ones(len(pages), np.bool_)
+        else:
+            crossed = np.ones(len(pages), np.bool_)
+            unsent = self._book.keep[flight.layer, pages] == 0
+        owner = self._book.owner[pages]
+        for serial in np.unique(owner).tolist():
+            record = self._book.by_serial(serial)
+            if record is None:
+                continue
+            count = int(np.count_nonzero(crossed & (owner == serial)))
+            record.unsent += int(np.count_nonzero(unsent & (owner == serial)))
+            if flight.is_up:
+                record.acts_pulled += count
+            else:
+                record.acts_offloaded += count

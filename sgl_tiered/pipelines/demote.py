@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.core.plans import DemotePlan, PageRecords, TransferResult
+from sgl_tiered.core.plans import DemotePlan, TransferResult
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, DemoteFinished
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
@@ -106,15 +106,7 @@ class DemoteWorker:
         self._finish(plan, _joined(parts, self._clock.now() - started_s))
 
     def _store(self, plan: DemotePlan, chunk: slice) -> TransferResult:
-        records = plan.records
-        part = PageRecords(
-            namespace=records.namespace,
-            keys=records.keys[chunk],
-            parents=records.parents[chunk],
-            tokens=records.tokens[chunk],
-            checksums=records.checksums[chunk],
-            addresses=plan.target_addresses[chunk],
-        )
+        part = plan.records.part(chunk, plan.target_addresses[chunk])
         result = self._target.store(
             TierIO(
                 addresses=plan.target_addresses[chunk],

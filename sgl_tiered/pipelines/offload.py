@@ -126,7 +126,7 @@ class OffloadWorker:
             ok[chunk] = True
         result = TransferResult(
             ok=ok,
-            num_bytes=int(np.count_nonzero(ok)) * self._pool.layout.page_bytes,
+            num_bytes=job.plan.bytes_of(ok, self._pool.layout.page_bytes),
             seconds=self._clock.now() - started_s,
             checksums=np.zeros(num_pages, np.uint64),
             error=error,
@@ -139,7 +139,7 @@ class OffloadWorker:
         self._pool.store_pages(
             self._tier.region, addresses, job.device_pages[chunk], job.after
         )
-        num_bytes = len(addresses) * self._pool.layout.page_bytes
+        num_bytes = job.plan.bytes_of(chunk, self._pool.layout.page_bytes)
         self._tier.charge(num_bytes, is_store=True)
         if self._shares is not None:
             self._shares.used(Share.DEMOTE, self._clock.now() - started_s)

@@ -209,6 +209,11 @@ class StreamPool:
         stream.record_event(end)
         return StreamArrival(begin, end, ops.current_stream, ops.new_event, None)
 
+    def loaded(self) -> Event:
+        """Return an event behind all loads queued so far."""
+        event: Event = self._load_stream.record_event()
+        return event
+
     def store_pages(
         self, region: UInt8s, rows: Int64s, device_pages: Int64s, after: object
     ) -> None:

@@ -19,7 +19,15 @@ import numpy.typing as npt
 
 from sgl_tiered.core.layout import PageLayout
 
-__all__ = ["FakeCopyOps", "FakeDevice", "FakeEvent", "FakeLayerOps", "FakeStream"]
+__all__ = [
+    "FakeActOps",
+    "FakeCopyOps",
+    "FakeDevice",
+    "FakeEvent",
+    "FakeLayerOps",
+    "FakeStream",
+    "fake_kv",
+]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -368,3 +376,61 @@ class FakeLayerOps(FakeCopyOps):
             memory[rows, first_byte:end] = self.tensor[pages]
 
         stream.run(work)
+
+
+class FakeActOps(FakeLayerOps):
+    """Copies of places of an act area, and rebuilds into a tensor of layer-pages.
+
+    Attributes:
+        fail_rebuild: rebuilds fail on the device while True.
+    """
+
+    def __init__(
+        self,
+        device: FakeDevice,
+        layout: PageLayout,
+        num_places: int,
+        kv: FakeLayerOps,
+    ) -> None:
+        super().__init__(device, layout, num_places)
+        self._kv = kv
+        self.fail_rebuild = False
+
+    def rebuild(
+        self, stream: FakeStream, layer: int, numbers: Int64s, count: int
+    ) -> None:
+        """Rebuild; places and numbers are read when the device comes to it."""
+        page_tokens, size = self.layout.page_tokens, self._kv.layout.token_bytes
+        tensor = self._kv.tensor.reshape(-1, 2, page_tokens, size)
+
+        def work() -> None:
+            if self.fail_rebuild:
+                raise RuntimeError("the rebuild was told to fail")
+            rows, slots, positions = numbers.reshape(3, count)
+            acts = self.tensor.reshape(-1, 2 * self.layout.token_bytes)[rows]
+            pages, tokens = slots // page_tokens, slots % page_tokens
+            keys, values = fake_kv(acts, layer, positions, size)
+            tensor[pages, 0, tokens], tensor[pages, 1, tokens] = keys, values
+
+        stream.run(work, cost_ms=1.0)
+
+
+def fake_kv(
+    acts: UInt8s, layer: int, positions: Int64s, token_bytes: int
+) -> tuple[UInt8s, UInt8s]:
+    """Return keys and values that are made of activations, in place of a product.
+
+    Args:
+        acts: uint8 [n, act_bytes].
+        layer: whose.
+        positions: int64 [n].
+        token_bytes: of keys, and of values.
+
+    Returns:
+        uint8 [n, token_bytes] each; every byte depends on all that is given.
+    """
+    sums = acts.astype(np.int64).sum(axis=1) + 17 * layer
+    spread = acts[:, np.arange(token_bytes) % acts.shape[1]].astype(np.int64)
+    values = (spread + sums[:, None]) % 256
+    keys = (values + 31 * positions[:, None] + 1) % 256
+    return keys.astype(np.uint8), values.astype(np.uint8)

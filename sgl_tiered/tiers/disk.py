@@ -298,14 +298,7 @@ class DiskTier:
         slots = batch.io.addresses[positions]
         records = batch.io.records
         if records is not None:
-            records = PageRecords(
-                namespace=records.namespace,
-                keys=records.keys[positions],
-                parents=records.parents[positions],
-                tokens=records.tokens[positions],
-                checksums=batch.checksums[positions],
-                addresses=slots,
-            )
+            records = records.part(positions, slots, batch.checksums[positions])
         try:
             volume.book.enter(slots, batch.checksums[positions], records)
         except OSError as error:

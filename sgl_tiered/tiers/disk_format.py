@@ -8,8 +8,9 @@ Files of one directory:
 - ``tiered-index.bin``: one record per slot at ``slot * record_bytes``; little endian.
 - ``tiered-lock``: held with flock by the server that uses the directory.
 
-A record is written after its payload and names the payload's checksum. It carries its
-own slot number and checksum, so that a torn or misplaced record is no record.
+A record is written after its payload and names the payload's checksum, and whether that
+is KV or activations. It carries its own slot number and checksum, so that a torn or
+misplaced record is no record. Version 2 added what the payload holds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.core.ids import Representation
 from sgl_tiered.core.plans import PageRecords
 from sgl_tiered.tiers.checks import checksum
 
@@ -38,7 +40,7 @@ __all__ = [
     "slab_name",
 ]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FORMAT_NAME = "sgl-tiered-disk"
 META_NAME = "tiered-meta.json"
 LOCK_NAME = "tiered-lock"
@@ -99,7 +101,8 @@ def record_dtype(page_tokens: int) -> np.dtype[np.void]:
     return np.dtype(
         [
             ("magic", "<u4"),
-            ("version", "<u4"),
+            ("version", "<u2"),
+            ("representation", "<u2"),
             ("slot", "<u8"),
             ("sequence", "<u8"),
             ("payload", "<u8"),
@@ -129,6 +132,8 @@ def encode_records(
     out["namespace"] = np.frombuffer(records.namespace, np.uint8)
     out["key"] = records.keys
     out["parent"] = records.parents
+    if records.representations is not None:
+        out["representation"] = records.representations
     out["tokens"][:, : records.tokens.shape[1]] = records.tokens
     out["own"] = _own_checksums(out)
     return out
@@ -141,6 +146,7 @@ def read_records(raw: npt.NDArray[np.void], first_slot: int) -> npt.NDArray[np.v
         (raw["magic"] == MAGIC)
         & (raw["version"] == FORMAT_VERSION)
         & (raw["slot"] == slots)
+        & np.isin(raw["representation"], list(Representation))
     )
     found = np.ascontiguousarray(raw[plausible])
     whole: npt.NDArray[np.void] = found[found["own"] == _own_checksums(found)]
@@ -185,6 +191,7 @@ def _page_records(rows: npt.NDArray[np.void], page_tokens: int) -> PageRecords:
         tokens=np.ascontiguousarray(rows["tokens"][:, :page_tokens]),
         checksums=rows["payload"].astype(np.uint64),
         addresses=rows["slot"].astype(np.int64),
+        representations=rows["representation"].astype(np.uint8),
     )
 
 

@@ -127,7 +127,7 @@ class StripedTier:
                     tier.forget(records.addresses[outside])
                 inside = np.flatnonzero(~outside)
                 addresses = self._addresses(number, records.addresses[inside])
-                part = _chosen(records, inside, addresses)
+                part = records.part(inside, addresses)
                 found.setdefault(records.namespace, []).append(part)
         return [_by_age(parts) for parts in found.values()]
 
@@ -187,7 +187,7 @@ class StripedTier:
             where = np.flatnonzero(numbers == number)
             records = io.records
             if records is not None:
-                records = _chosen(records, where, local[where])
+                records = records.part(where, local[where])
             part = TierIO(local[where], io.buffer, io.rows[where], records)
             parts.append((where, self._threads.submit(transfers[number], part)))
         num_pages = len(io.addresses)
@@ -211,19 +211,6 @@ class StripedTier:
         )
 
 
-def _chosen(records: PageRecords, where: Int64s, addresses: Int64s) -> PageRecords:
-    """Return some of the records, at other addresses; keys may have no rows."""
-    some = slice(None) if len(records.keys) == 0 else where
-    return PageRecords(
-        namespace=records.namespace,
-        keys=records.keys[some],
-        parents=records.parents[some],
-        tokens=records.tokens[some],
-        checksums=records.checksums[where],
-        addresses=addresses,
-    )
-
-
 def _by_age(parts: list[PageRecords]) -> PageRecords:
     """Join records of one namespace from several tiers.
 
@@ -242,4 +229,17 @@ def _by_age(parts: list[PageRecords]) -> PageRecords:
         tokens=np.concatenate([part.tokens for part in parts])[order],
         checksums=np.concatenate([part.checksums for part in parts])[order],
         addresses=np.concatenate([part.addresses for part in parts])[order],
+        representations=_joined_kinds(parts)[order],
+    )
+
+
+def _joined_kinds(parts: list[PageRecords]) -> npt.NDArray[np.uint8]:
+    """Return what the pages of all parts hold; KV where a part does not say."""
+    return np.concatenate(
+        [
+            np.zeros(len(part.addresses), np.uint8)
+            if part.representations is None
+            else part.representations
+            for part in parts
+        ]
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cuda_acts_support import PAGE_BYTES, Inputs, act_plan, chosen
 from cuda_stand_ins import PlayedCuda
 from flashinfer_support import (
     DIM,
@@ -36,20 +37,29 @@ NUM_PAGES, NUM_PHYSICAL, HALF = 40, 100, 10
 NUM_ROWS = 12
 
 
-def plan() -> Any:
+def plan(*, acts: bool = False) -> Any:
     from sgl_tiered.core.layout import PageLayout
     from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
     from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 
     layout = PageLayout(LAYERS, PAGE, HEADS * DIM * 4)
-    return LayerPlan(layout, NUM_PAGES, NUM_PHYSICAL, HALF, LayerKvSettings())
+    sizes = (layout, NUM_PAGES, NUM_PHYSICAL, HALF, LayerKvSettings())
+    if acts:
+        return LayerPlan(*sizes, act_plan(), chosen())
+    return LayerPlan(*sizes)
 
 
 class Server:
     """What is built at the start of a server, and its forwards."""
 
     def __init__(
-        self, seed: int, *, pins: bool = True, guard: Any = None, breaks: bool = False
+        self,
+        seed: int,
+        *,
+        pins: bool = True,
+        guard: Any = None,
+        breaks: bool = False,
+        acts: bool = False,
     ) -> None:
         from sglang.srt.platforms.cuda import CudaSRTPlatform
 
@@ -62,8 +72,10 @@ class Server:
         self.played = PlayedCuda(seed, pins=pins)
         cuda.cuda_register = self.played.register
         cuda.CudaLayerOps = self.played.ops_class()
+        cuda.CudaActOps = self.played.act_ops_class()
         platform = CudaSRTPlatform()
-        capacity._planned[:] = [plan()]
+        self.plan = plan(acts=acts)
+        capacity._planned[:] = [self.plan]
         size = NUM_PAGES * PAGE
         self.pool = platform.get_kv_pool_cls(kind="mha")(
             size,
@@ -85,23 +97,30 @@ class Server:
         )
         capacity._planned.clear()
         clock = SystemClock()
-        config: Any = SimpleNamespace(prefetch_to="host", breaks_staging=breaks)
+        config: Any = SimpleNamespace(
+            prefetch_to="host", breaks_staging=breaks, layerkv=None
+        )
         emulator = Emulator((), clock=clock)
-        agreement = Agreement(clock)
+        placing = (self.pool, None, config, clock, emulator, Agreement(clock))
         self.too_early = ""
         try:
-            build.place_layers(self.pool, config, clock, emulator, agreement)
+            build.place_layers(*placing)
         except Exception as error:  # noqa: BLE001 - the kind is what is told
             self.too_early = f"{type(error).__name__}: {error}"
         backend = make_backend(self.pool, Table())
         if guard is None:
-            placed = build.place_layers(self.pool, config, clock, emulator, agreement)
+            placed = build.place_layers(*placing)
         else:
-            placed = build.connect(self.pool, plan(), clock, None, guard=guard)
+            placed = build.connect(self.pool, self.plan, clock, None, guard=guard)
         self.driver, self.device = placed.driver, placed.device
         self.copier = self.driver.manager._mover._copier
         self.at_start = self.driver.transfers[:, 1:].copy()
         self.forwards = Forwards(backend, self.take_page)
+        self.inputs = None
+        if acts:
+            self.inputs = Inputs(self.plan.chosen.projections)
+            self.forwards.project = self.inputs
+        self.num_acts = 0
         self.region = np.zeros((NUM_ROWS, plan().layout.slot_bytes), np.uint8)
         self.played.pinned.add(self.region.ctypes.data)
 
@@ -154,7 +173,12 @@ class Server:
         """Send a request's whole pages down; return whether they are right there."""
         pages = self.pages(rid)
         rows = np.arange(len(pages), dtype=np.int64)[::-1].copy()
-        self.driver.begin_store(1, pages)
+        self.is_act = np.zeros(len(pages), np.bool_)
+        kinds = self.driver.kinds(pages)
+        if kinds is not None:
+            self.is_act = kinds[0].astype(np.bool_)
+            assert not kinds[1].any()
+        self.driver.begin_store(1, pages, None if kinds is None else kinds[0])
         places = self.driver.transfers[:, pages]
         self.mixed = bool((places >= 0).any() and (places < 0).any())
         self.device.store_pages(self.region, rows, pages, self.device.mark())
@@ -163,8 +187,16 @@ class Server:
         wanted = np.concatenate(
             [self.bytes_of(rid, layer, len(pages)) for layer in range(LAYERS)], axis=1
         )
-        width = plan().layout.page_bytes
-        return np.array_equal(self.region[rows][:, :width], wanted)
+        width, is_kv = plan().layout.page_bytes, ~self.is_act
+        is_right = np.array_equal(self.region[rows[is_kv], :width], wanted[is_kv])
+        if self.inputs is None:
+            return is_right
+        kept = np.concatenate(
+            [self.inputs.pages(rid, layer, len(pages)) for layer in range(LAYERS)],
+            axis=1,
+        )[self.is_act]
+        acts = self.region[rows[self.is_act], : LAYERS * PAGE_BYTES]
+        return is_right and np.array_equal(acts, kept)
 
     def bytes_of(self, rid: str, layer: int, num_pages: int) -> np.ndarray:
         """Return uint8 [num_pages, layer_page_bytes] as they were computed."""
@@ -178,7 +210,7 @@ class Server:
         slots = self.allocator.alloc(count * PAGE)
         pages = slots.numpy()[::PAGE] // PAGE
         self.driver.decide(into, retained(0))
-        assert self.driver.open_load(into, pages)
+        assert self.driver.open_load(into, pages, self.is_act)
         mark = self.device.mark()
         for layer in range(LAYERS):
             arrival = self.device.load_layer(
@@ -204,6 +236,8 @@ class Server:
             "worst": dict(self.forwards.worst),
             "groups": self.forwards.groups,
             "copies": self.played.num_copies,
+            "rebuilds": self.played.num_rebuilds,
+            "act_pages": self.num_acts,
             "free": room.free,
             "total": room.total,
             "free_slots": self.allocator.available_size(),
@@ -216,6 +250,7 @@ def story(seed: int, **how: Any) -> dict[str, Any]:
     server = Server(seed, **how)
     server.run()
     stored = server.stored("a")
+    server.num_acts = int(server.is_act.sum())
     server.free("a")
     server.loaded("a", "d")
     server.extend([("d", 5)])
@@ -246,9 +281,9 @@ class Guard:
         return not stop.is_set()
 
 
-def broken(seed: int) -> float:
+def broken(seed: int, *, acts: bool = False) -> float:
     """Return how far answers are off where staging leaves pages out."""
-    server = Server(seed, breaks=True)
+    server = Server(seed, breaks=True, acts=acts)
     server.run()
     worst = server.forwards.worst["decode"]
     server.end()
@@ -278,6 +313,12 @@ def main() -> None:
     told["guarded"] = story(4, guard=guard)
     told["asked"] = guard.num_asked
     told["broken"] = broken(1)
+    records.clear()
+    told |= {f"activations {seed}": story(seed, acts=True) for seed in range(3)}
+    told["warnings of activations"] = list(records)
+    told["activations pageable"] = story(3, pins=False, acts=True)
+    told["broken with activations"] = broken(1, acts=True)
+    told["activations guarded"] = story(4, guard=Guard(), acts=True)
     print(json.dumps(told))
 
 

@@ -8,6 +8,7 @@ its work is done at once, so it stands still until what it waits for has passed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from sgl_tiered_kernels.page_copy.dma import CopyEngines
 
+from sgl_tiered.engines.sglang.layered.activations.cuda import CudaActOps
 from sgl_tiered.engines.sglang.layered.cuda import CudaLayerOps
 from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent, FakeStream
 
@@ -44,7 +46,7 @@ class PlayedCuda:
         self.device.engine = self.engine
         self.pins = pins
         self.pinned: set[int] = set()
-        self.num_copies = 0
+        self.num_copies = self.num_rebuilds = 0
         self.breaks_order = False
         self.streams: list[FakeStream] = []
 
@@ -79,13 +81,41 @@ class PlayedCuda:
 
     def ops_class(self) -> type[CudaLayerOps]:
         """Return the product's copies, on this device."""
-        played = self
+        played, streams = self, self._streams_class()
 
-        class PlayedOps(CudaLayerOps):
+        class PlayedOps(streams, CudaLayerOps):  # type: ignore[misc, valid-type]
             def __init__(self, pool: Any, layout: Any, forward_stream: Any) -> None:
                 engines = CopyEngines(None, played.copy)
                 super().__init__(pool, layout, forward_stream, engines=engines)
 
+        return PlayedOps
+
+    def act_ops_class(self) -> type[CudaActOps]:
+        """Return the product's copies and rebuilds of activations, on this device."""
+        played, streams = self, self._streams_class()
+
+        class PlayedActOps(streams, CudaActOps):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args, engines=CopyEngines(None, played.copy))
+
+            def _on(self, stream: Any) -> Any:
+                return contextlib.nullcontext()
+
+            def rebuild(self, stream: Any, *args: Any) -> object:
+                def work() -> None:
+                    played.num_rebuilds += 1
+                    super(PlayedActOps, self).rebuild(stream, *args)
+
+                stream.run(work, cost_ms=0.01)
+                return None
+
+        return PlayedActOps
+
+    def _streams_class(self) -> type[Any]:
+        """Return streams, events and memory of this device."""
+        played = self
+
+        class PlayedStreams:
             def new_stream(self, *, urgent: bool) -> Any:
                 return played.new_stream("load" if urgent else "store")
 
@@ -111,8 +141,8 @@ class PlayedCuda:
                 self, stream: Any, layer: int, memory: Any, rows: Any, *rest: Any
             ) -> None:
                 first_byte, pages = rest
-                self.load_by_engines(
+                self.load_by_engines(  # type: ignore[attr-defined]
                     stream, layer, memory, rows.numpy(), first_byte, pages.numpy()
                 )
 
-        return PlayedOps
+        return PlayedStreams

@@ -224,6 +224,8 @@ class Forwards:
         self.rows: dict[str, int] = {}
         self.worst = {"extend": 0.0, "decode": 0.0}
         self.groups: dict[str, list[int]] = {"extend": [], "decode": []}
+        # Makes K and V of a layer; None for numbers of chance.
+        self.project: Any = None
 
     def slots(self, rid: str) -> torch.Tensor:
         """Return the logical slots of a request's tokens."""
@@ -276,6 +278,8 @@ class Forwards:
         run = backend.forward_decode if kind == "decode" else backend.forward_extend
         for layer in self.layers:
             q, k, v = (torch.randn(sum(news), HEADS, DIM) for _ in range(3))
+            if self.project is not None:
+                k, v = self.project(layer.layer_id, batch, lens)
             got = run(q.view(-1, HEADS * DIM), k, v, layer, batch_of)
             begin = 0
             for (rid, new), kv in zip(batch, lens, strict=True):

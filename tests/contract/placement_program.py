@@ -4,7 +4,9 @@
 
 The same keys, values and queries go to both pools, in prefills, chunks, shared prefixes
 and decode steps of random parts; the outputs must be equal bit for bit. The layered
-pool has room for a fifth of it. The last line is one JSON object.
+pool has room for a fifth of it. Some keep pages as activations: whole numbers that are
+projected and turned by quarters, so that the bits are the same however they are summed.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ PAGE, LAYERS, KV_HEADS, HEADS, DIM = 16, 4, 2, 4, 32
 DEVICE_PAGES, HALF_PAGES, NUM_PAGES = 24, 12, 160
 PREFIX_PAGES = 3
 MAX_ROWS = 12
+MAX_TOKENS = 64 * PAGE
 STEPS = 80
+SHARES = (0.5, 1.0)
 
 
 class Mode:
@@ -36,10 +40,83 @@ class Mode:
         return self._is_decode
 
 
+class Projections:
+    """What makes K and V of whole numbers, and the modules that a model would call."""
+
+    hidden = KV_HEADS * DIM
+
+    def __init__(self, rng: torch.Generator) -> None:
+        from sgl_tiered_kernels.kv_gen import KVProjection, Rotary
+
+        quarter = torch.arange(MAX_TOKENS) % 4
+        turns = torch.tensor([[1, 0], [0, 1], [-1, 0], [0, -1]])[quarter]
+        table = turns.repeat_interleave(DIM // 2, dim=1).bfloat16()
+        shape = (2 * KV_HEADS * DIM, self.hidden)
+        self.made = [
+            KVProjection(
+                torch.randint(-1, 2, shape, generator=rng).bfloat16(),
+                None,
+                KV_HEADS,
+                DIM,
+                Rotary(table),
+            )
+            for _ in range(LAYERS)
+        ]
+        self.modules = [torch.nn.Identity() for _ in range(LAYERS)]
+
+    def __len__(self) -> int:
+        return LAYERS
+
+    def __getitem__(self, layer: int) -> Any:
+        return self.made[layer]
+
+    def module(self, layer: int) -> torch.nn.Module:
+        return self.modules[layer]
+
+    def project(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Do what a model does with a layer's input; return K and V."""
+        from sgl_tiered_kernels.kv_gen import rebuild_kv
+
+        self.modules[layer](x)
+        rows = torch.arange(len(x))
+        both = [torch.zeros((len(x), KV_HEADS, DIM)).bfloat16() for _ in "kv"]
+        rebuild_kv(x, rows, self.made[layer], both[0], both[1], rows, positions)
+        return both
+
+
+def plan_with(share: float, projections: Projections) -> Any:
+    """Return the plan of a pool that keeps a share of its pages as activations."""
+    from sgl_tiered.core.layout import PageLayout
+    from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen
+    from sgl_tiered.engines.sglang.layered.activations.sizes import Demand
+    from sgl_tiered.engines.sglang.layered.capacity import plan_layers
+    from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
+    from sgl_tiered.policies.activations.base import PageLine
+
+    layout = PageLayout(LAYERS, PAGE, KV_HEADS * DIM * 2)
+    # A third of the pool is for activations.
+    settings = LayerKvSettings(
+        host_bytes=(NUM_PAGES + 1) * layout.slot_bytes,
+        staging_bytes=2 * HALF_PAGES * layout.layer_page_bytes,
+    )
+    demand = Demand(share, projections.hidden * 2, MAX_ROWS, 8)
+    line = PageLine(0.0, 1e-4)
+    chosen = Chosen(share, "A story.", demand, line, line, projections)  # type: ignore[arg-type]
+    tokens = DEVICE_PAGES * 3 // 2 * PAGE
+    return plan_layers(layout, tokens, 4096, settings, demand=demand, chosen=chosen)
+
+
 class Bench:
     """Two pools, their attention, and requests over both."""
 
-    def __init__(self, seed: int, retain: int | None, *, breaks: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        retain: int | None,
+        *,
+        share: float = 0.0,
+        breaks: bool = False,
+    ) -> None:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
         from sgl_tiered.core.clock import SystemClock
@@ -59,6 +136,10 @@ class Bench:
         plan = LayerPlan(
             layout, NUM_PAGES, DEVICE_PAGES * LAYERS, HALF_PAGES, LayerKvSettings()
         )
+        self.projections: Projections | None = None
+        if share:
+            self.projections = Projections(self.torch_rng)
+            plan = plan_with(share, self.projections)
         shape: dict[str, Any] = {
             "page_size": PAGE,
             "dtype": torch.bfloat16,
@@ -68,7 +149,8 @@ class Bench:
             "device": "cpu",
             "enable_memory_saver": False,
         }
-        size = NUM_PAGES * PAGE
+        size = plan.num_pages * PAGE
+        self.slots = size
         self.plain = MHATokenToKVPool(size, **shape)
         planned = type("Planned", (LayeredPool,), {"plan": plan})
         self.pool = planned(size, **shape)
@@ -82,7 +164,7 @@ class Bench:
             kvcache=self.pool,
             need_sort=False,
         )
-        table = torch.zeros(MAX_ROWS, 64 * PAGE, dtype=torch.int32)
+        table = torch.zeros(MAX_ROWS, MAX_TOKENS, dtype=torch.int32)
         self.rows = SimpleNamespace(req_to_token=table)
         self.ours = LayeredCpuAttention(self.rows, self.pool)
         self.theirs = TieredCpuAttention(self.rows, self.plain)
@@ -133,6 +215,9 @@ class Bench:
         self.ours.init_forward_metadata(batch)
         self.theirs.init_forward_metadata(batch)
         count = sum(new for _, new in parts)
+        positions = torch.cat(
+            [torch.arange(req.length, req.length + new) for req, new in parts]
+        )
         equal = True
         for number in range(LAYERS):
             layer = SimpleNamespace(
@@ -142,6 +227,10 @@ class Bench:
                 torch.randn(count, heads, DIM, generator=self.torch_rng).bfloat16()
                 for heads in (HEADS, KV_HEADS, KV_HEADS)
             )
+            if self.projections is not None:
+                shape = (count, self.projections.hidden)
+                x = torch.randint(-1, 2, shape, generator=self.torch_rng).bfloat16()
+                k, v = self.projections.project(number, x, positions)
             ours = self.ours.forward_extend(q.view(count, -1), k, v, layer, batch)
             theirs = self.theirs.forward_extend(q.view(count, -1), k, v, layer, batch)
             equal = equal and torch.equal(ours, theirs)
@@ -231,6 +320,7 @@ class Bench:
         while not manager.is_idle:
             manager.poll()
         manager.poll()
+        manager.check()
         room = manager.room()
         out = {
             **self.num,
@@ -240,15 +330,33 @@ class Bench:
             "offloaded": sum(r["bytes_offloaded"] for r in self.reports),
             "retained": [r["layers_retained"] for r in self.reports],
             "free_slots": self.allocator.available_size(),
-            "slots": NUM_PAGES * PAGE,
+            "slots": self.slots,
         }
+        acts = self.driver.plan.acts
+        if acts is not None:
+            kinds = manager.binding.kinds
+            assert kinds is not None
+            told = [report["activations"] for report in self.reports]
+            staged = 2 * acts.half_acts + acts.up_acts
+            out["acts"] = {
+                "pages": sum(one["act_pages"] for one in told),
+                "kv_pages": sum(one["kv_pages"] for one in told),
+                "saved": sum(one["bytes_saved"] for one in told),
+                "rebuild_s": manager.rebuild_s,
+                "free": kinds.places.num_free,
+                "total": acts.num_acts - staged,
+                "free_rows": list(kinds.num_free_rows),
+                "rows": [self.driver.plan.num_kv_rows, acts.num_act_rows],
+            }
         manager.close()
         return out
 
 
-def story(seed: int, retain: int | None, *, breaks: bool = False) -> dict[str, Any]:
+def story(
+    seed: int, retain: int | None, *, share: float = 0.0, breaks: bool = False
+) -> dict[str, Any]:
     """Run random steps."""
-    bench = Bench(seed, retain, breaks=breaks)
+    bench = Bench(seed, retain, share=share, breaks=breaks)
     for _ in range(STEPS):
         bench.step()
     return bench.end()
@@ -274,7 +382,12 @@ def main() -> None:
         for retain in (None, 0, 1, 3)
         for seed in range(4)
     }
+    for share in SHARES:
+        for seed in (1, 2, 3):
+            told[f"act {share} {seed}"] = story(seed, 0, share=share)
+        told[f"act {share} some"] = story(9, 2, share=share)
     told["broken"] = story(1, 0, breaks=True)
+    told["broken act"] = story(1, 0, share=1.0, breaks=True)
     told["refused"] = refused()
     print(json.dumps(told))
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.sglang
 
 PROGRAM = Path(__file__).parent / "cuda_build_program.py"
 STORIES = ["pinned 0", "pinned 1", "pinned 2", "pageable", "guarded"]
+ACTS = [f"activations {how}" for how in (0, 1, 2, "pageable", "guarded")]
 ROUNDING = 1e-4
 """float32; a wrong page holds numbers of another request."""
 
@@ -25,7 +26,7 @@ def told():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", STORIES + ACTS)
 def test_every_layer_is_read_where_it_lies(told, name):
     """Prefills, chunks, decode steps, a prefix from the tiers; copies in any order."""
     assert told[name]["worst"]["extend"] < ROUNDING
@@ -37,16 +38,32 @@ def test_every_layer_is_read_where_it_lies(told, name):
 def test_broken_staging_is_seen(told):
     """The negative control: the fault that the flag asks for changes answers."""
     assert told["broken"] > 100 * ROUNDING
+    assert told["broken with activations"] > 100 * ROUNDING
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ACTS)
+def test_pages_are_kept_as_activations(told, name):
+    """Captured, sent down, rebuilt on a stream of their own; other stories do not."""
+    assert told[name]["act_pages"] > 0
+    assert told[name]["rebuilds"] > 10
+    assert told["pinned 0"]["rebuilds"] == told["pinned 0"]["act_pages"] == 0
+
+
+def test_activations_on_cuda_say_that_nobody_has_run_them(told):
+    """Once for each server, and nothing where there are none."""
+    said = [one for one in told["warnings of activations"] if "activations" in one]
+    assert len(said) == 3
+    assert all("not been validated on a GPU" in one for one in said)
+
+
+@pytest.mark.parametrize("name", STORIES + ACTS)
 def test_pages_go_down_from_where_their_layers_lie(told, name):
     """Some layers on the device, some in memory; all are in the tier's rows."""
     assert told[name]["mixed"]
     assert told[name]["stored"]
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", STORIES + ACTS)
 def test_nothing_is_lost(told, name):
     """All ended, every layer-page and every slot is free again."""
     assert told[name]["free"] == told[name]["total"]
@@ -78,6 +95,6 @@ def test_copies_are_not_queued_ahead_of_a_guard(told):
 
 def test_another_attention_backend_is_refused(told):
     """A pool that no backend of ours has attached to is not placed."""
-    for name in STORIES:
+    for name in STORIES + ACTS:
         assert told[name]["too_early"].startswith("EngineCompatibilityError")
         assert "FlashInfer" in told[name]["too_early"]

@@ -49,6 +49,23 @@ GOOD = {
         "--tiered-layerkv-staging-size=1MB",
         "--tiered-layerkv-guard=off",
     ],
+    "activations": [
+        *ON,
+        "--page-size=16",
+        "--disable-overlap-schedule",
+        "--tiered-layerkv=on",
+        "--tiered-activations=0.5",
+        "--tiered-activations-device-size=1MB",
+        "--tiered-emulate=host:bandwidth=1GB",
+        "--tiered-emulate-weights=2MB",
+    ],
+    "activations auto": [
+        *ON,
+        "--page-size=16",
+        "--disable-overlap-schedule",
+        "--tiered-layerkv=on",
+        "--tiered-activations=auto",
+    ],
     "sparse": [
         *ON,
         "--page-size=16",
@@ -83,6 +100,32 @@ BAD = {
         "--tiered-encoding",
     ),
     "layerkv off": ([*ON, "--tiered-layerkv-retain=2"], "--tiered-layerkv-retain"),
+    "activations alone": ([*ON, "--tiered-activations=1"], "--tiered-activations:"),
+    "activations share": (
+        [*ON, "--page-size=16", "--tiered-layerkv=on", "--tiered-activations=2"],
+        "--tiered-activations:",
+    ),
+    "activations lora": (
+        [
+            *ON,
+            "--page-size=16",
+            "--disable-overlap-schedule",
+            "--tiered-layerkv=on",
+            "--tiered-activations=1",
+            "--enable-lora",
+        ],
+        "--tiered-activations: does not go with --enable-lora",
+    ),
+    "weights": (
+        [
+            *ON,
+            "--page-size=16",
+            "--disable-overlap-schedule",
+            "--tiered-layerkv=on",
+            "--tiered-emulate-weights=2MB",
+        ],
+        "--tiered-emulate-weights: needs an emulated link",
+    ),
     "layerkv pages": (
         [*ON, "--tiered-layerkv=on", "--page-size=1"],
         "--tiered-layerkv",

@@ -93,6 +93,11 @@ def episodes():
 @pytest.fixture(scope="module")
 def plain(servers, model, episodes):
     """Plain SGLang's answers to each episode, and how to compare with them."""
+    return play_plain(servers, model, episodes)
+
+
+def play_plain(servers, model, episodes):
+    """Send episodes to plain SGLang; return its answers."""
     device = Device(model, REFERENCE_POOL_TOKENS, PAGE, FLAGS)
     server = servers.get(plain_spec(device, "plain-waves"))
     log = StepLog(server.log_path)

@@ -115,6 +115,8 @@ class PromotionMachine(TieredCacheMachine):
             assert page not in old[self.first], "a second copy in one tier"
         for address in plan.target_addresses.tolist():
             self.memory[self.first][address] = None
+        said = [self.held[TierId.DISK][a] for a in plan.source_addresses.tolist()]
+        self.holds(self.first, plan.target_addresses, plan, said)
         kept = {*pages_of(digest, tokens), *pages_of(digest, other)}
         self.check_evictions(old, pinned, self.first, len(chosen), kept)
         if ends_now:

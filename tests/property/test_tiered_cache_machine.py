@@ -3,6 +3,7 @@
 The model writes into a slot, when a transfer ends, which page it now holds, and spoils
 it when the transfer begins. So a load that is handed a wrong, evicted or reused slot
 reads another page than its prompt has, and the law "a hit's tokens are right" fails.
+It knows as well whether a slot holds KV or activations, which is drawn page by page.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from sgl_tiered.cache.config import DEMOTE_POLICIES, WRITE_POLICIES
+from sgl_tiered.cache.table import FREE
 from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import Lookup, TierId
@@ -72,6 +74,7 @@ class Setup:
     seed: int
     tiers: tuple[TierId, ...]
     disk_admission: str
+    act_page_bytes: int
 
     def make(self) -> TieredCache:
         """Return an empty cache with open namespaces."""
@@ -85,6 +88,7 @@ class Setup:
             demote_watermark=0.5,
             demote_rest_s=0.0,
             disk_admission=self.disk_admission,
+            act_page_bytes=self.act_page_bytes,
         )
         # A page takes 4 us to compute; a host load 1 us + 1 us per page, a CXL load
         # 2 us + 1.3 us per page, a disk load 10 us + 2 us per page: which of them is
@@ -175,15 +179,21 @@ class Driver:
     def do_commit(self, number: int) -> LoadPlan | None:
         return self._keep(self.cache.commit_load(self.decisions[number]))
 
-    def do_offload(self, digest: bytes, tokens: Any, most: int | None) -> Any:
-        return self._keep(self.cache.plan_offload(digest, tokens, max_pages=most))
+    def do_offload(
+        self, digest: bytes, tokens: Any, most: int | None, kinds: Any
+    ) -> Any:
+        return self._keep(
+            self.cache.plan_offload(digest, tokens, max_pages=most, kinds=kinds)
+        )
 
     def do_sight(self, digest: bytes, tokens: Any, seen: int) -> None:
         self.sighted = self.cache.sight(digest, tokens, seen_pages=seen)
 
-    def do_offload_late(self, digest: bytes, tokens: Any, most: int | None) -> Any:
+    def do_offload_late(
+        self, digest: bytes, tokens: Any, most: int | None, kinds: Any
+    ) -> Any:
         plan = self.cache.plan_offload(
-            digest, tokens, max_pages=most, sighted=self.sighted
+            digest, tokens, max_pages=most, sighted=self.sighted, kinds=kinds
         )
         return self._keep(plan)
 
@@ -249,6 +259,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             seed=st.integers(0, 9),
             tiers=st.sampled_from(CHAINS),
             disk_admission=st.sampled_from(WRITE_ADMISSIONS),
+            act_page_bytes=st.sampled_from([0, 256]),
         )
     )
     def start(self, setup: Setup) -> None:
@@ -264,6 +275,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.tiers = setup.tiers
         self.first = setup.tiers[0]
         self.memory: dict[TierId, dict[int, Page | None]] = {t: {} for t in self.tiers}
+        # And whether it is KV (0) or activations (1).
+        self.held: dict[TierId, dict[int, int]] = {t: {} for t in self.tiers}
         self.records: dict[int, tuple[Page, bytes, bytes]] = {}
         self.pages: dict[int, list[Page]] = {}
         self.decision_pages: list[list[Page]] = []
@@ -305,6 +318,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         most=st.none() | st.integers(1, 4),
         ends_now=st.integers(0, 3),
         late=RARELY,
+        acts=st.integers(0, 31),
     )
     def new_pages(
         self,
@@ -313,9 +327,10 @@ class TieredCacheMachine(RuleBasedStateMachine):
         most: int | None,
         ends_now: int,
         late: bool,
+        acts: int,
     ) -> None:
         """A request has computed its prompt."""
-        self.offload(space, tokens, most, ends_now, late)
+        self.offload(space, tokens, most, ends_now, late, acts)
 
     @rule(space=st.integers(0, 1), tokens=PROMPTS, seen=st.integers(0, 2))
     def sight(self, space: int, tokens: np.ndarray, seen: int) -> None:
@@ -331,6 +346,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         most: int | None,
         ends_now: int,
         late: bool = False,
+        acts: int = 0b01101,
     ) -> None:
         """Room is made lawfully, or nothing changes at all."""
         digest = self.digests[space]
@@ -339,10 +355,15 @@ class TieredCacheMachine(RuleBasedStateMachine):
         old = {tier: contents(self.cache, tier) for tier in self.tiers}
         pinned = self.pinned()
         name = "offload_late" if late else "offload"
-        plan = self.driver.run(name, digest, tokens, most)
+        kinds = None
+        if self.setup.act_page_bytes:
+            kinds = np.array([acts >> at & 1 for at in range(len(prompt))], np.uint8)
+        plan = self.driver.run(name, digest, tokens, most, kinds)
         if plan is None:
             assert snapshot(self.cache) == before
             return
+        wanted = None if kinds is None else kinds[plan.positions]
+        self.holds(self.first, plan.addresses, plan, wanted)
         assert most is None or len(plan.pages) <= most
         self.pages[plan.plan_id] = [prompt[at] for at in plan.positions]
         for page, address in zip(
@@ -391,9 +412,21 @@ class TieredCacheMachine(RuleBasedStateMachine):
             self.memory[plan.target][address] = None
             if plan.target is TierId.DISK:
                 self.records.pop(address, None)
+        said = [self.held[plan.source][a] for a in plan.source_addresses.tolist()]
+        self.holds(plan.target, plan.target_addresses, plan.records, said)
         self.check_evictions(old, pinned, plan.target, len(chosen), set(chosen))
         if ends_now:
             self.end_demote(plan, [True] * len(chosen))
+
+    def holds(self, tier: TierId, addresses: Any, plan: Any, kinds: Any) -> None:
+        """Note what slots are to hold, which a plan has to say as well."""
+        if not self.setup.act_page_bytes:
+            assert plan.representations is None
+            kinds = np.zeros(len(addresses), np.uint8)
+        else:
+            assert plan.representations.tolist() == list(kinds)
+        for address, kind in zip(addresses.tolist(), kinds, strict=True):
+            self.held[tier][address] = int(kind)
 
     def check_record(self, records: PageRecords, number: int, page: Page) -> None:
         """A record's key is the chain of all tokens up to its page."""
@@ -540,6 +573,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         assert len(wanted) == plan.num_pages
         for page, tier, address in zip(wanted, plan.tiers, plan.addresses, strict=True):
             assert self.memory[TierId(int(tier))][int(address)] == page
+        self.check_kinds(plan)
         self.driver.run("finish_load", plan.plan_id, landed, sorted(bad))
         for number in bad:
             copies = contents(self.cache, TierId(int(plan.tiers[number])))
@@ -548,6 +582,19 @@ class TieredCacheMachine(RuleBasedStateMachine):
             # A copy of the same page that was made after a reset is another one.
             if plan.plan_id not in self.reset_away:
                 assert wanted[number] not in hits.values()
+
+    def check_kinds(self, plan: LoadPlan) -> None:
+        """A load says what its sources hold, and how many bytes that is."""
+        if plan.representations is None:
+            assert not self.setup.act_page_bytes
+            assert plan.num_bytes is None
+            return
+        sources = zip(plan.tiers.tolist(), plan.addresses.tolist(), strict=True)
+        held = [self.held[TierId(tier)][address] for tier, address in sources]
+        assert plan.representations.tolist() == held
+        sizes = (self.cache.config.layout.page_bytes, self.setup.act_page_bytes)
+        assert plan.num_bytes is not None
+        assert plan.num_bytes.tolist() == [sizes[kind] for kind in held]
 
     @precondition(lambda self: self.plans(OffloadPlan))
     @rule(data=st.data())
@@ -633,9 +680,11 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.replay()
         kept = data.draw(st.permutations(list(self.records.items())))
         damaged = set(data.draw(st.sets(st.integers(0, 7), max_size=2)))
+        held = self.held[TierId.DISK]
         self.begin(self.setup)
         for digest in self.digests:
             mine = [(a, r) for a, r in kept if r[0][0] == digest]
+            self.held[TierId.DISK] |= {a: held[a] for a, _ in mine}
             self.adopt(digest, mine, damaged)
 
     def adopt(
@@ -656,6 +705,9 @@ class TieredCacheMachine(RuleBasedStateMachine):
             tokens=table,
             checksums=np.zeros(len(found), np.uint64),
             addresses=np.array([address for address, _ in found], np.int64),
+            representations=np.array(
+                [self.held[TierId.DISK][address] for address, _ in found], np.uint8
+            ),
         )
         whole = {r[0]: a for at, (a, r) in enumerate(found) if at not in damaged}
         wanted = {
@@ -693,6 +745,10 @@ class TieredCacheMachine(RuleBasedStateMachine):
             assert used_bytes <= capacity * self.cache.config.layout.slot_bytes
             for page, (address, is_hit) in contents(self.cache, tier).items():
                 assert not is_hit or self.memory[tier][address] == page
+        table = self.cache._store.table
+        for entry in np.flatnonzero(table.state != FREE).tolist():
+            held = self.held[table.tiers[table.tier[entry]]]
+            assert table.representation[entry] == held[int(table.address[entry])]
 
     def teardown(self) -> None:
         """End the run with a replay."""

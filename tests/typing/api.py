@@ -20,6 +20,7 @@ from sgl_tiered.errors import (
     EngineCompatibilityError,
     TieredError,
     TierUnavailableError,
+    TransportUnavailableError,
 )
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.policies.length.base import (
@@ -31,7 +32,13 @@ from sgl_tiered.policies.length.base import (
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.sparsity.base import KeepSets, PrefixFacts, Selection
 from sgl_tiered.policies.sparsity.keeping import even_counts, keep_best
+from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
+from sgl_tiered.transport.base import Pieces, TransferStatus, Transport
+from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.control import ControlClient
+from sgl_tiered.transport.messages import Message, Refused, Reply
+from sgl_tiered.transport.transfer_library import Library
 
 
 class ThirdPartyTier:
@@ -146,6 +153,8 @@ memory_tier: MemoryTier = ThirdPartyMemoryTier()
 pool: DevicePool = ThirdPartyPool()
 lengths: LengthPredictor = ThirdPartyLengths()
 selection: Selection = ThirdPartySelection()
+library: Library = ScriptedLibrary()
+transport: Transport = BatchedTransport(library)
 clocks: list[Clock] = [SystemClock(), ManualClock()]
 
 assert_type(tier.health().usable, bool)
@@ -166,6 +175,16 @@ def load_or_recompute(decision: Decision, committed: LoadPlan) -> str:
     return decision.reason
 
 
+def moved(pieces: Pieces) -> TransferStatus:
+    """Any transport is used in the same way, whatever the peer is inside."""
+    return transport.push(transport.connect(ADDRESS), pieces, timeout_s=1.0).wait()
+
+
+def asked(client: ControlClient, message: Message) -> Reply | Refused:
+    """The type of the reply is the one that was expected."""
+    return client.ask(message, Reply, timeout_s=1.0)
+
+
 def forms() -> tuple[Representation, Encoding]:
     """The forms in which a page can be kept are closed sets."""
     return Representation.KV, Encoding.RAW
@@ -176,4 +195,5 @@ def errors() -> list[TieredError | ValueError | RuntimeError | OSError]:
     as_value: ValueError = ConfigError("--x", "is wrong", "mend it")
     as_runtime: RuntimeError = EngineCompatibilityError("SGLang 0 does not fit")
     as_os: OSError = TierUnavailableError("no such disk")
-    return [as_value, as_runtime, as_os]
+    as_os_too: OSError = TransportUnavailableError("not installed")
+    return [as_value, as_runtime, as_os, as_os_too]

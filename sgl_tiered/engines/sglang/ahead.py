@@ -18,7 +18,7 @@ import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
-from sgl_tiered.core.plans import Int32s
+from sgl_tiered.core.plans import Int32s, Int64s
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 
 __all__ = ["OffloadAhead"]
@@ -100,22 +100,34 @@ class OffloadAhead:
         num_resident, node = self._find(prompt)
         tokens = prompt.tokens[: num_resident * page_tokens]
         cache = self._tiered.cache
+        kinds = leave = None
+        if self._tree.has_kinds:
+            kinds, leave = self._tree.page_kinds(self._pages(prompt, node))
         plan = cache.plan_offload(
-            prompt.digest, tokens, max_pages=_MAX_PAGES, sighted=prompt.recency
+            prompt.digest,
+            tokens,
+            max_pages=_MAX_PAGES,
+            sighted=prompt.recency,
+            leave=leave,
+            kinds=kinds,
         )
         if plan is None:
             # All has copies, or the first tier has no room: then it is given up.
             has_copies = not cache.num_without_copy(prompt.digest, tokens, 0)
             self._deferred.settle(prompt, num_resident if has_copies else 0)
             return
-        core = self._tree.tree_core
-        root = self._tree.root_node_handle(prompt.handle[0])  # type: ignore[index]
-        slots = core.collect_full_device_indices(node, root)
-        firsts = slots[::page_tokens][plan.positions.tolist()]
-        pages = firsts.cpu().numpy().astype(np.int64) // page_tokens
+        pages = self._pages(prompt, node)[plan.positions]
         if self._tree.submit_offload(plan, pages, node):
             is_last = len(plan.pages) < _MAX_PAGES
             self._copy = _Copy(plan.plan_id, prompt, num_resident, is_last)
+
+    def _pages(self, prompt: Deferred, node: Any) -> Int64s:
+        """Return the device's pages of a prompt up to a node of the tree."""
+        root = self._tree.root_node_handle(prompt.handle[0])  # type: ignore[index]
+        slots = self._tree.tree_core.collect_full_device_indices(node, root)
+        firsts = slots[:: self._tree.page_size].cpu().numpy().astype(np.int64)
+        pages: Int64s = firsts // self._tree.page_size
+        return pages
 
     def dropped(self) -> None:
         """Note that copies below the device were forgotten."""

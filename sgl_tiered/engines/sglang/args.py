@@ -19,6 +19,9 @@ from sgl_tiered.engines.sglang.config import (
     TieredConfig,
     read_config,
 )
+from sgl_tiered.engines.sglang.layered.activations.settings import (
+    refuse_with_activations,
+)
 from sgl_tiered.engines.sglang.layered.settings import (
     refuse_on_cuda,
     refuse_with_layerkv,
@@ -330,6 +333,24 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_activations: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="With --tiered-layerkv on: share of a request's pages, 0 to 1, kept "
+            "below the device as activations, of which K and V are made again; auto "
+            "for what the link and the cores make best, or none (off, default). "
+            "Experimental, on CUDA never run, and there only with a share."
+        ),
+        _NS,
+    ] = None
+    tiered_activations_device_size: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="Part of the device's pool for activations on their way, e.g. 64MB; "
+            "default auto, for staging, open pages and a chunk of a prompt."
+        ),
+        _NS,
+    ] = None
     tiered_encoding: A[
         Optional[str],  # noqa: UP045
         Arg(
@@ -405,6 +426,14 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_emulate_weights: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="For benchmarks: bytes of weights, e.g. 16MB, that cross the emulated "
+            "host link before each layer of each forward, as if weights were offloaded."
+        ),
+        _NS,
+    ] = None
     tiered_fault_corrupt: A[
         Optional[str],  # noqa: UP045
         Arg(
@@ -474,6 +503,9 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
     if config.layerkv is not None:
         refuse_with_layerkv(server_args)
         _refuse_on_cuda(server_args)
+        activations = config.layerkv.activations
+        if activations is not None:
+            refuse_with_activations(server_args, _device(server_args), activations)
     if config.sparsity is not None:
         refuse_with_sparsity(server_args)
         refuse_device(_device(server_args))

@@ -35,7 +35,7 @@ from sgl_tiered.engines.sglang.lossy import kept_exact
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
-from sgl_tiered.engines.sglang.tokens import plain_tokens
+from sgl_tiered.engines.sglang.tokens import device_pages, plain_tokens
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
 
 __all__ = ["TieredRadixCache"]
@@ -55,6 +55,7 @@ class TieredRadixCache(LendingRadixCache):
     """
 
     _leave: npt.NDArray[np.bool_] | None = None  # by page: parts are not on the device
+    _kinds: npt.NDArray[np.uint8] | None = None  # by page: KV or activations
 
     def __init__(
         self,
@@ -533,15 +534,13 @@ class TieredRadixCache(LendingRadixCache):
             self._ahead.note(digest, tokens, seen_pages, *where)
             return
         plan = self.tiered.cache.plan_offload(
-            digest, tokens, seen_pages=seen_pages, leave=self._leave
+            digest, tokens, seen_pages=seen_pages, leave=self._leave, kinds=self._kinds
         )
         if plan is None:
             return
-        firsts = torch.from_numpy(plan.positions.astype(np.int64) * self.page_size)
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        slots = row[firsts.to(row.device)].cpu().numpy().astype(np.int64)
+        pages = device_pages(self, req, plan.positions)
         self.tiered.explainer.offloading(req.rid, plan)
-        self.submit_offload(plan, slots // self.page_size, req.last_node)
+        self.submit_offload(plan, pages, req.last_node)
 
     def _count(self, req: Any, state: RequestState) -> None:
         """Count a request once, when its first pages are published."""

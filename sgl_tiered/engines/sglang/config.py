@@ -20,6 +20,7 @@ from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.core.ids import Encoding, TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.cost.calibration import read_calibration
+from sgl_tiered.engines.sglang.layered.activations.settings import refuse_weights
 from sgl_tiered.engines.sglang.layered.settings import (
     LAYERKV_CHOICES,
     STAGING_FAULT,
@@ -273,6 +274,8 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
             "device does not go with --tiered-layerkv yet",
             "give host",
         )
+    if config.layerkv is not None:
+        refuse_weights(config.layerkv.weight_bytes, config.emulate)
     _refuse_lossy(config, said="lossy_default" in settings)
     return config
 

@@ -105,7 +105,7 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         end = self.ready_end(state)
         skip = end - len(device_pages)
         assert 0 <= skip <= end <= plan.num_pages, (skip, end, plan.num_pages)
-        return self._job(plan, self._segments(plan, state, skip, end), device_pages)
+        return self._job(plan, state, skip, end, device_pages)
 
     def begin_back(self, state: RequestState, device_pages: Int64s) -> LoadJob:
         """Return the job for the back of a split prompt, after ``resume`` gave it.
@@ -119,7 +119,27 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         assert begin is not None
         end = plan.num_pages
         assert end - begin == len(device_pages), (begin, end, len(device_pages))
-        return self._job(plan, self._segments(plan, state, begin, end), device_pages)
+        return self._job(plan, state, begin, end, device_pages)
+
+    def to_load(
+        self, state: RequestState, num_pages: int
+    ) -> tuple[LoadPlan | Decision, int] | None:
+        """Return where the pages to load next are listed, and the first one's position.
+
+        None where the cache has moved on, and the load will not begin either.
+
+        Args:
+            state: of the request.
+            num_pages: to load.
+        """
+        found = state.plan or state.decision
+        if found is None:
+            return None
+        end = len(found.pages)
+        if state.plan is not None and state.back_from is None:
+            end = self.ready_end(state)
+        first = end - num_pages
+        return None if first < 0 else (found, first)
 
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""
@@ -133,9 +153,17 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
             self.release(rid)
 
     def _job(
-        self, plan: LoadPlan, segments: tuple[Segment, ...], device_pages: Int64s
+        self,
+        plan: LoadPlan,
+        state: RequestState,
+        skip: int,
+        end: int,
+        device_pages: Int64s,
     ) -> LoadJob:
-        num_bytes = None if self.load_bytes is None else self.load_bytes(device_pages)
+        segments = self._segments(plan, state, skip, end)
+        num_bytes = None if plan.num_bytes is None else plan.num_bytes[skip:end]
+        if self.load_bytes is not None:
+            num_bytes = self.load_bytes(device_pages)
         return LoadJob(plan, segments, device_pages, num_bytes)
 
     def _segments(

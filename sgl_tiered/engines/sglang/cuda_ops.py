@@ -23,7 +23,7 @@ from sgl_tiered_kernels.page_copy.dma import (
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["CudaOps", "as_byte_pages", "cuda_register"]
+__all__ = ["CudaOps", "CudaStreams", "as_byte_pages", "cuda_register"]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -34,60 +34,17 @@ _URGENT = -1
 """CUDA's priority of a stream whose work goes before others'; 0 is the usual one."""
 
 
-class CudaOps:
-    """``CopyOps`` over the tensors of an MHA pool.
+class CudaStreams:
+    """Streams, events and pinned memory of one device.
 
     Args:
-        pool: SGLang's; K and V of each layer as [slots, heads, dim].
-        layout: shape of a page.
+        device: which.
         forward_stream: on which SGLang's overlap scheduler runs the model; or None.
-        engines: the copy engines; those of the CUDA driver if None.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        layout: PageLayout,
-        forward_stream: Any,
-        *,
-        engines: CopyEngines | None = None,
-    ) -> None:
-        self._layout = layout
-        self._device: torch.device = pool.k_buffer[0].device
+    def __init__(self, device: torch.device, forward_stream: Any) -> None:
+        self._device = device
         self._forward_stream = forward_stream
-        parts = [
-            [as_byte_pages(buffer, layout) for buffer in buffers]
-            for buffers in zip(pool.k_buffer, pool.v_buffer, strict=True)
-        ]
-        # Views, held so that the addresses stay good.
-        self._parts = parts
-        self._addresses = [[part.data_ptr() for part in layer] for layer in parts]
-        self._table = torch.tensor(
-            self._addresses, dtype=torch.int64, device=self._device
-        )
-        self._half_pages = max(_HALF_BYTES // layout.page_bytes, 1)
-        self._halves = torch.empty(
-            (2, self._half_pages, layout.page_bytes),
-            dtype=torch.uint8,
-            device=self._device,
-        )
-        self._half_rows = torch.arange(self._half_pages, device=self._device)
-        self._engines = engines or CopyEngines(batch_function(), copy_function())
-
-    @property
-    def layout(self) -> PageLayout:
-        """Shape of one page."""
-        return self._layout
-
-    @property
-    def half_pages(self) -> int:
-        """Pages in a half."""
-        return self._half_pages
-
-    @property
-    def batched(self) -> bool:
-        """Whether CUDA takes a batch of copies in one call."""
-        return self._engines.batched
 
     def new_stream(self, *, urgent: bool) -> Any:
         """Return a stream; an urgent one's kernels go first."""
@@ -123,6 +80,61 @@ class CudaOps:
         """Copy numbers to the device; the tensor belongs to the stream."""
         with torch.cuda.stream(stream):
             return torch.from_numpy(numbers).to(self._device, non_blocking=True)
+
+
+class CudaOps(CudaStreams):
+    """``CopyOps`` over the tensors of an MHA pool.
+
+    Args:
+        pool: SGLang's; K and V of each layer as [slots, heads, dim].
+        layout: shape of a page.
+        forward_stream: on which SGLang's overlap scheduler runs the model; or None.
+        engines: the copy engines; those of the CUDA driver if None.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        layout: PageLayout,
+        forward_stream: Any,
+        *,
+        engines: CopyEngines | None = None,
+    ) -> None:
+        super().__init__(pool.k_buffer[0].device, forward_stream)
+        self._layout = layout
+        parts = [
+            [as_byte_pages(buffer, layout) for buffer in buffers]
+            for buffers in zip(pool.k_buffer, pool.v_buffer, strict=True)
+        ]
+        # Views, held so that the addresses stay good.
+        self._parts = parts
+        self._addresses = [[part.data_ptr() for part in layer] for layer in parts]
+        self._table = torch.tensor(
+            self._addresses, dtype=torch.int64, device=self._device
+        )
+        self._half_pages = max(_HALF_BYTES // layout.page_bytes, 1)
+        self._halves = torch.empty(
+            (2, self._half_pages, layout.page_bytes),
+            dtype=torch.uint8,
+            device=self._device,
+        )
+        self._half_rows = torch.arange(self._half_pages, device=self._device)
+        self._engines = engines or CopyEngines(batch_function(), copy_function())
+
+    @property
+    def layout(self) -> PageLayout:
+        """Shape of one page."""
+        return self._layout
+
+    @property
+    def half_pages(self) -> int:
+        """Pages in a half."""
+        return self._half_pages
+
+    @property
+    def batched(self) -> bool:
+        """Whether CUDA takes a batch of copies in one call."""
+        return self._engines.batched
 
     def load_by_engines(
         self,

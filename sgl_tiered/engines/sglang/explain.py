@@ -12,8 +12,6 @@ import json
 from collections import OrderedDict
 from typing import Any
 
-import numpy as np
-
 from sgl_tiered.cache.explanation import (
     add_edge,
     add_load_edges,
@@ -217,7 +215,7 @@ class Explainer:
         if rid is None:
             return
         edges = dict(self._ledger.details(rid).get("edges", {}))
-        num_bytes = int(np.count_nonzero(result.ok)) * self._layout.page_bytes
+        num_bytes = plan.bytes_of(result.ok, self._layout.page_bytes)
         add_edge(edges, f"device->{plan.tier.label}", num_bytes, result.seconds)
         self._ledger.note(rid, edges=edges)
 
@@ -242,12 +240,16 @@ class Explainer:
             self._ledger.first_token(rid, first_token_s)
         edges = dict(self._ledger.details(rid).get("edges", {}))
         actual = {} if report is None else report["actual"]
-        add_load_edges(edges, actual, self._layout.page_bytes)
+        config = self._cache.config
+        whole, act = self._layout.page_bytes, config.act_page_bytes
+        add_load_edges(edges, actual, whole, act)
         sources = cached_by_tier(req)
         num_cached = sum(sources.values())
         tokens = {tier.label: num for tier, num in sources.items() if num}
         tokens["computed"] = len(req.origin_input_ids) - num_cached
         details = {"tokens": tokens, "edges": edges, "decision": report}
+        if config.act_refusal:
+            details["activations"] = {"refused": config.act_refusal}
         is_aborted = type(req.finished_reason).__name__ == "FINISH_ABORT"
         self._ledger.finished(rid, details, is_aborted=is_aborted)
         if not wants_explanation(req):

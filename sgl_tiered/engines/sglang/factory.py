@@ -174,7 +174,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     if config.layerkv is not None:
         from sgl_tiered.engines.sglang.layered.build import place_layers
 
-        placed = place_layers(pool, config, clock, emulator, agreement, forward_stream)
+        placed = place_layers(
+            pool, runner.model, config, clock, emulator, agreement, forward_stream
+        )
         device: DevicePool = placed.device
     elif config.sparsity is not None:
         from sgl_tiered.engines.sglang.sparse.build import end_probe, place_rows
@@ -203,6 +205,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         disk=disk,
         clock=clock,
         calibration=read_fitting("--tiered-calibration", config.calibration, model),
+        kv_gen=None if placed is None else placed.plan.kv_gen,
     )
     if sparse is not None:
         end_probe(pool)
@@ -232,6 +235,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             # Where the model's thread copies, a load and its pass add up.
             load_overlaps=not device.waiter_copies or host.health().emulated,
             tombstones=cells_for(sum(slots)) if config.explain_last else 0,
+            act_page_bytes=0 if placed is None else placed.plan.act_page_bytes,
+            act_refusal="" if placed is None else placed.plan.act_refusal,
         ),
         cost=cost,
         eviction={

@@ -71,6 +71,11 @@ class LendingRadixCache(UnifiedRadixCache):
         super().evict(EvictParams(num_tokens=num_tokens))
 
     @property
+    def has_kinds(self) -> bool:
+        """Whether pages may be kept as activations, as ``page_kinds`` then says."""
+        return False
+
+    @property
     def _num_lent(self) -> int:
         return 0 if self.fetcher is None else self.fetcher.num_lent
 

@@ -70,6 +70,9 @@ def page_form(pool: Any, raw: PageLayout, config: TieredConfig) -> PageForm:
 
     whole = written(raw)
     name = f" {whole.form}" if isinstance(whole, EncodedLayout) else ""
+    if getattr(getattr(pool, "plan", None), "acts", None) is not None:
+        # What is made again may be rounded in another way than what was computed.
+        name += " act"
     if config.sparsity is None or not config.sparsity.on_store:
         return PageForm(whole, whole, name)
     count = config.sparsity.tokens_of(raw.page_tokens)

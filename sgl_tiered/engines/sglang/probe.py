@@ -7,6 +7,7 @@ calibration file says is not measured again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,16 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import KEY_BYTES
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import PageRecords
-from sgl_tiered.cost.calibrated import calibrated_links, calibrated_prefill
-from sgl_tiered.cost.calibration import Calibration
+from sgl_tiered.cost.calibrated import (
+    calibrated_links,
+    calibrated_prefill,
+    calibrated_rebuild,
+)
+from sgl_tiered.cost.calibration import Calibration, TokensFit
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.cost.rebuild import RebuildCosts
 from sgl_tiered.cost.regression import GUESSED
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.served import num_params
@@ -55,6 +61,7 @@ def measure_costs(
     disk: Tier | None,
     clock: Clock,
     calibration: Calibration | None = None,
+    kv_gen: Callable[[], TokensFit | None] | None = None,
 ) -> tuple[CostModel, dict[str, float]]:
     """Measure links and compute; return the cost model and the raw figures.
 
@@ -69,6 +76,8 @@ def measure_costs(
         disk: the disk tier, or None.
         clock: for the measurements.
         calibration: of this model; what it holds is used instead of a measurement.
+        kv_gen: samples the rebuilding of a layer (``rebuild_probe.py``); None where
+            nothing is kept as activations.
 
     Returns:
         The costs, and what was measured now, by name.
@@ -96,7 +105,11 @@ def measure_costs(
             flops_per_s=flops_per_s,
             overhead_s=_PASS_OVERHEAD_S,
         )
-    return CostModel(prefill, links), figures
+    rebuild = None if calibration is None else calibrated_rebuild(calibration)
+    fit = None if rebuild is not None or kv_gen is None else kv_gen()
+    if fit is not None:
+        rebuild = _probed_rebuild(figures, layout, links[TierId.HOST], fit)
+    return CostModel(prefill, links, rebuild), figures
 
 
 def common_costs(cost: CostModel, agreement: Agreement) -> CostModel:
@@ -124,6 +137,7 @@ def common_costs(cost: CostModel, agreement: Agreement) -> CostModel:
             )
             for tier in cost.tiers
         },
+        RebuildCosts.from_snapshot(figures),
     )
 
 
@@ -158,6 +172,23 @@ def _memory_link(
         for n in (1, num_pages)
     )
     return _link(figures, memory.tier_id.label, layout, num_pages, one, many)
+
+
+def _probed_rebuild(
+    figures: dict[str, float], layout: PageLayout, link: LinkCost, fit: TokensFit
+) -> RebuildCosts:
+    """Return T_kv_gen as sampled, and T_load_kv by the link from the host."""
+    figures["kv_gen_overhead_s"] = fit.overhead_s
+    figures["kv_gen_token_s"] = fit.token_s
+    figures["kv_gen_r2"] = fit.quality.r2
+    line = link.snapshot()
+    return RebuildCosts.probed(
+        fit,
+        line.latency_s,
+        line.bandwidth_bytes_per_s,
+        2 * layout.token_bytes,
+        layout.num_layers,
+    )
 
 
 def _load(device: DevicePool, memory: MemoryTier, rows: Any, pages: Any) -> None:

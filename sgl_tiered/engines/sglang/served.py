@@ -13,7 +13,14 @@ import torch
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibration import MachineFacts, ModelFacts
 
-__all__ = ["attention_width", "machine_facts", "model_facts", "num_params", "report"]
+__all__ = [
+    "attention_width",
+    "machine_facts",
+    "model_facts",
+    "num_params",
+    "projection_facts",
+    "report",
+]
 
 
 def model_facts(ctx: Any, layout: PageLayout) -> ModelFacts:
@@ -62,9 +69,40 @@ def report(
         "engine": engine,
         "model": asdict(model),
         "machine": asdict(machine),
+        "projection": projection_facts(ctx),
         "vocab_tokens": int(ctx.model_config.vocab_size),
         "context_tokens": int(ctx.model_config.context_len),
         "pool_tokens": int(ctx.params.token_to_kv_pool_allocator.size),
+    }
+
+
+def projection_facts(ctx: Any) -> dict[str, Any] | None:
+    """Return the shape of a layer's K and V projection, for T_kv_gen.
+
+    Returns:
+        What ``rebuild_probe.probe_kv_gen`` is to be given, of this rank, and torch's
+        threads here; None where K and V are not plain heads of the weights' type.
+    """
+    config = ctx.model_config
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    sizes = (
+        getattr(config, "hidden_size", None),
+        getattr(pool, "head_num", None),
+        getattr(pool, "head_dim", None),
+    )
+    if not all(isinstance(size, int) for size in sizes) or pool.dtype != config.dtype:
+        return None
+    hidden, num_kv_heads, head_dim = sizes
+    model = ctx.tp_worker.model_runner.model
+    return {
+        "hidden": hidden,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "has_rotary": any(hasattr(one, "cos_sin_cache") for one in model.modules()),
+        "has_bias": any(
+            name.endswith("qkv_proj.bias") for name, _ in model.named_parameters()
+        ),
+        "num_threads": torch.get_num_threads(),
     }
 
 

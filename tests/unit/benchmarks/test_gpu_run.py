@@ -41,8 +41,12 @@ def test_a_dry_run_writes_every_record(script, tmp_path, capsys):
     (layers,) = [r for r in lines if r["kind"] == "layers"]
     assert all(len(layers[name]) == 2 for name in ("forward_s", "both_s", "down_s"))
     assert layers["stream_bytes"] == overlap["load_bytes"]
+    (acts,) = [r for r in lines if r["kind"] == "acts"]
+    assert acts["act_page_bytes"] * 2 == acts["kv_page_bytes"]
+    assert all(len(acts[name]) == 2 for name in ("kv_gen_s", "load_kv_s", "both_s"))
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["dry_run"] is True
+    assert summary["acts_overlap"] > 0.0
     assert set(summary["streamed_efficiency"]) == {"pageable"}
     assert set(summary["overlap_efficiency"]) == {"cpu"}
 
@@ -72,6 +76,20 @@ def test_a_streamed_forward_that_reads_stale_pages_ends_it(
     monkeypatch.setattr(CpuLayerCopier, "to_device", stale)
     assert script.main(["--dry-run", "--out", str(tmp_path)]) == 1
     assert "another answer" in capsys.readouterr().err
+
+
+def test_a_rebuild_of_other_kv_ends_it(script, tmp_path, capsys, monkeypatch):
+    """The check of what was rebuilt is one that can fail."""
+    from movement.acts import CpuActCopier
+
+    rebuild = CpuActCopier.rebuild
+
+    def wrong(self, layer, acts, physical, positions, after):
+        rebuild(self, layer, acts, physical, positions - 1, after)
+
+    monkeypatch.setattr(CpuActCopier, "rebuild", wrong)
+    assert script.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    assert "another K" in capsys.readouterr().err
 
 
 def test_without_a_device_it_says_what_to_do(script, capsys):

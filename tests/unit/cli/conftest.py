@@ -8,6 +8,7 @@ from sgl_tiered.cli.advice import GB, Facts
 from sgl_tiered.cli.engine import AcceleratorFacts, EngineFacts, SeamFacts
 from sgl_tiered.cli.machine import CpuFacts, HugePageFacts, MemoryFacts, NumaNode
 from sgl_tiered.cli.storage import DiskFacts, IoUringFacts
+from sgl_tiered.cli.transports import TransportFacts
 
 GPU = AcceleratorFacts("2.14.1", "cuda", ("H200",), (141 * GB,))
 DISK = DiskFacts(
@@ -34,5 +35,6 @@ def good() -> Facts:
         huge_pages=HugePageFacts("madvise", {2**21: (0, 0)}),
         disk=DISK,
         io_uring=IoUringFacts(True, "a ring can be made"),
+        transports=(TransportFacts("mooncake", True, "mooncake-x 1.0"),),
         engine=ENGINE,
     )

@@ -41,6 +41,7 @@ class SyntheticServer:
         noise: how far a time may be off, as a share; seeded.
         disk, cxl: whether it has such a tier.
         load: whether its planner loads at all.
+        projection: of a layer's K and V, as a server tells it.
         foreign_tokens: prompt tokens that somebody else sends per request of ours.
     """
 
@@ -52,10 +53,13 @@ class SyntheticServer:
         foreign_tokens=0,
         model=MODEL,
         cxl=False,
+        projection=None,
     ):
         self.rng = np.random.default_rng(5)
         self.noise, self.load, self.foreign_tokens = noise, load, foreign_tokens
         self.model = model
+        self.projection = projection
+        self.memory_bytes = 10**9
         self.time_s = 100.0
         self.media = ["host"] + ["cxl"] * cxl + ["disk"] * disk
         self.held = {tier: set() for tier in ("device", *self.media)}
@@ -81,7 +85,8 @@ class SyntheticServer:
             "served": {
                 "engine": "synthetic 1",
                 "model": asdict(self.model),
-                "machine": asdict(MachineFacts("none", 2, 10**9, "Linux")),
+                "machine": asdict(MachineFacts("none", 2, self.memory_bytes, "Linux")),
+                "projection": self.projection,
                 "vocab_tokens": 50_000,
                 "context_tokens": 32768,
                 "pool_tokens": 16384,

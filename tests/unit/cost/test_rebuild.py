@@ -16,7 +16,9 @@ from sgl_tiered.cost.calibration import (
     write_calibration,
 )
 from sgl_tiered.cost.fitting import TokensSample, fit_tokens
-from sgl_tiered.cost.rebuild import TokensCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.cost.rebuild import RebuildCosts, TokensCost
 from sgl_tiered.errors import ConfigError
 from tests.unit.cost.calibration_support import CALIBRATION, QUALITY
 
@@ -126,3 +128,40 @@ def test_nothing_and_nonsense():
     for num, seconds in ((0, 1.0), (5, 0.0), (5, float("nan"))):
         cost.observe(num, seconds)
     assert cost.snapshot().num_observations == 0
+
+
+def test_guesses_from_a_probe():
+    """T_kv_gen as sampled; the link's latency is shared by the layers."""
+    costs = RebuildCosts.probed(FIT.kv_gen, 4e-3, 1e6, 100, 4)
+    assert costs.kv_gen.seconds(1_000) == pytest.approx(FIT.kv_gen.seconds(1_000))
+    assert costs.load_kv.seconds(1_000) == pytest.approx(1e-3 + 0.1)
+
+
+def test_the_cost_model_bundles_both_lines():
+    """It names their figures, learns each from its own times, and can be rebuilt."""
+    prefill = PrefillCost(1_000, 4, 64, 1e9)
+    model = CostModel(prefill, {}, RebuildCosts.measured(FIT))
+    before = model.snapshot()
+    model.observe_rebuild(1_000, 10 * FIT.kv_gen.seconds(1_000))
+    after = model.snapshot()
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed <= {name for name in after if name.startswith("rebuild.kv_gen.")}
+    assert after["rebuild.kv_gen.num_observations"] == 1.0
+    model.observe_load_kv(1_000, 10 * FIT.load_kv.seconds(1_000))
+    now = model.snapshot()
+    assert now["rebuild.load_kv.token_s"] > after["rebuild.load_kv.token_s"]
+    again = RebuildCosts.from_snapshot(now)
+    for name in ("kv_gen", "load_kv"):
+        mine, theirs = getattr(model.rebuild, name), getattr(again, name)
+        assert mine.seconds(777) == pytest.approx(theirs.seconds(777))
+
+
+def test_a_cost_model_without_activations():
+    """No figures, and what is observed is let go."""
+    model = CostModel(PrefillCost(1_000, 4, 64, 1e9), {})
+    before = model.snapshot()
+    model.observe_rebuild(10, 1.0)
+    model.observe_load_kv(10, 1.0)
+    assert model.rebuild is None
+    assert model.snapshot() == before
+    assert RebuildCosts.from_snapshot(before) is None

@@ -71,6 +71,7 @@ class Rig:
         page_compute_s=None,
         page_read_s=None,
         part_pages=None,
+        act_page_bytes=0,
     ):
         self.clock = ManualClock()
         self.host = HostTier(SLOT, NUM_SLOTS)
@@ -90,6 +91,7 @@ class Rig:
                     TierConfig(TierId.DISK, NUM_SLOTS),
                 ),
                 load_policy=load_policy,
+                act_page_bytes=act_page_bytes,
             ),
             cost=CostModel(prefill, links),
             eviction={TierId.HOST: LRUPolicy(), TierId.DISK: LRUPolicy()},
@@ -117,10 +119,10 @@ class Rig:
         self.stager.close(PATIENCE_S)
         self.host.close()
 
-    def keep(self, word):
+    def keep(self, word, kinds=None):
         """Put a prompt's pages into host and disk."""
         tokens = spell(word, LAYOUT.page_tokens)
-        plan = self.cache.plan_offload(self.digest, tokens)
+        plan = self.cache.plan_offload(self.digest, tokens, kinds=kinds)
         pages = make_pages(NUM_SLOTS, SLOT, seed=len(self.contents))
         for position, address in zip(plan.positions, plan.addresses, strict=True):
             page = pages[int(address)]

@@ -16,11 +16,18 @@ from sgl_tiered.cost.calibration import (
     LinkFit,
     MachineFacts,
     PrefillFit,
+    RebuildFit,
+    TokensFit,
     write_calibration,
 )
 from sgl_tiered.engines.sglang.config import read_config
 from sgl_tiered.engines.sglang.probe import measure_costs
-from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
+from sgl_tiered.engines.sglang.served import (
+    machine_facts,
+    model_facts,
+    projection_facts,
+    report,
+)
 from sgl_tiered.errors import ConfigError
 
 LAYOUT = PageLayout(num_layers=2, page_tokens=16, token_bytes=64)
@@ -125,6 +132,26 @@ def test_what_the_file_lacks_is_measured(calibration):
     assert cost.recompute_s(10, 2) < 1.0
 
 
+def test_rebuilding_is_the_files_or_the_probes(calibration):
+    """A file that has it leaves nothing to sample; else the link is the host's."""
+    sampled = TokensFit(1e-3, 1e-4, QUALITY)
+    cost, figures = measure(calibration, kv_gen=lambda: sampled)
+    assert figures == {
+        "kv_gen_overhead_s": 1e-3,
+        "kv_gen_token_s": 1e-4,
+        "kv_gen_r2": 1.0,
+    }
+    assert cost.rebuild.kv_gen.seconds(10) == pytest.approx(2e-3)
+    # 2 x 64 bytes of a token and layer at 100 bytes/s; two layers share 3 s.
+    assert cost.rebuild.load_kv.seconds(10) == pytest.approx(1.5 + 12.8)
+    line = TokensFit(5.0, 2.0, QUALITY)
+    whole = replace(calibration, rebuild=RebuildFit(line, line))
+    cost, figures = measure(whole, kv_gen=NotToBeTouched())
+    assert figures == {}
+    assert cost.rebuild.kv_gen.seconds(10) == pytest.approx(25.0)
+    assert measure(calibration)[0].rebuild is None
+
+
 def test_a_server_without_a_tier_takes_no_link_of_it(calibration):
     """A link of a tier that is not there is left out."""
     cost, _ = measure(calibration, cxl=None, disk=None)
@@ -192,6 +219,26 @@ def test_names_and_unknowns_are_not_compared(calibration, tmp_path):
     path = tmp_path / "calibration.json"
     write_calibration(path, replace(calibration, model=loose))
     assert read_fitting("--f", path, served) is not None
+
+
+def test_the_projection_is_told_where_kv_is_plain():
+    """Sizes of the pool, rotation and bias by the model; other KV has none."""
+    ctx = context()
+    assert projection_facts(ctx) is None
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    pool.head_num, pool.head_dim = 4, 8
+    ctx.model_config.hidden_size = 32
+    told = projection_facts(ctx)
+    assert (told["hidden"], told["num_kv_heads"], told["head_dim"]) == (32, 4, 8)
+    assert (told["has_rotary"], told["has_bias"]) == (False, False)
+    layer = torch.nn.Module()
+    layer.qkv_proj = torch.nn.Linear(32, 96)
+    layer.register_buffer("cos_sin_cache", torch.zeros(4, 8))
+    ctx.tp_worker.model_runner.model = torch.nn.Sequential(layer)
+    told = projection_facts(ctx)
+    assert (told["has_rotary"], told["has_bias"]) == (True, True)
+    pool.dtype = torch.float16
+    assert projection_facts(ctx) is None
 
 
 def test_what_is_served_is_told_without_its_path():

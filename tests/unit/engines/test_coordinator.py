@@ -6,6 +6,7 @@ import pytest
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import TransferResult
 from tests.unit.engines.coordinator_support import LONG_S, PATIENCE_S, Rig
+from tests.unit.pipelines.pipeline_support import LAYOUT
 
 
 @pytest.fixture
@@ -66,6 +67,28 @@ def test_a_load_that_brings_parts_is_weighed_and_paid_by_them(rig):
     job = rig.coordinator.begin(half, pages(4))
     assert job.page_bytes.tolist() == [1000, 1010, 1020, 1030]
     rig.coordinator.settle(half, landed=True)
+
+
+def test_a_load_of_activations_is_weighed_and_paid_by_them():
+    """Page by page, also behind a front that the device has; with their kinds."""
+    rig = Rig(act_page_bytes=40)
+    rig.keep("abcd", np.array([0, 1, 1, 0], np.uint8))
+    state = rig.track("r", "abcd")
+    load_s = rig.coordinator.decide(state, 0).load_s
+    assert load_s == pytest.approx(1e-4 + (2 * LAYOUT.page_bytes + 80) / 1e9)
+    assert rig.coordinator.loadable_pages(state, 1) == 3
+    found, first = rig.coordinator.to_load(state, 3)
+    assert found.representations[first : first + 3].tolist() == [1, 1, 0]
+    job = rig.coordinator.begin(state, pages(3))
+    assert job.page_bytes.tolist() == [40, 40, LAYOUT.page_bytes]
+    found, first = rig.coordinator.to_load(state, 2)
+    assert found is state.plan
+    assert found.representations[first:].tolist() == [1, 0]
+    assert rig.coordinator.to_load(state, 4) is None
+    rig.coordinator.settle(state, landed=True)
+    assert state.report.act_by_tier == {TierId.HOST: 2}
+    assert rig.coordinator.to_load(state, 1) is None
+    rig.close()
 
 
 def test_device_prefix_is_not_loaded(rig):

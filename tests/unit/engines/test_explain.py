@@ -36,11 +36,13 @@ class FINISH_ABORT:  # noqa: N801
 class Rig:
     """A host tier, its ledger, and requests of letters."""
 
-    def __init__(self, keep=10, host=64):
+    def __init__(self, keep=10, host=64, **settings):
         self.clock = ManualClock(10.0)
         tiers = (TierConfig(TierId.HOST, host),)
         self.cache = TieredCache(
-            CacheConfig(LAYOUT, tiers, load_policy="always", tombstones=1 << 12),
+            CacheConfig(
+                LAYOUT, tiers, load_policy="always", tombstones=1 << 12, **settings
+            ),
             cost=CostModel(
                 PrefillCost(10**6, 2, 32, 1e9), {TierId.HOST: LinkCost(1e-4, 1e9)}
             ),
@@ -170,6 +172,40 @@ def test_a_request_is_followed_to_its_end(rig):
     expected_s = predicted_service_s(rig.cache, state.report.decision, 25)
     assert told["ttft"]["predicted_s"] == pytest.approx(expected_s, abs=1e-6)
     assert expected_s > 0
+
+
+def test_edges_are_those_of_what_pages_are_kept_as():
+    """Of four pages two came as activations, and one of two went as such."""
+    rig = Rig(act_page_bytes=64)
+    req, _ = rig.request("r", "abcdef")
+    plan = rig.cache.plan_offload(
+        rig.digest, spell("ab", PAGE), kinds=np.array([0, 1], np.uint8)
+    )
+    rig.explainer.queued(req, None)
+    rig.explainer.offloading("r", plan)
+    by_tier = {
+        "host": {"pages": 4, "act_pages": 2, "copy_s": 0.5},
+        "disk": {"pages": 1, "act_pages": 1, "copy_s": 0.0},
+    }
+    rig.explainer.finished(req, {"actual": {"by_tier": by_tier, "read_s": 0.25}})
+    rig.explainer.offloaded(plan, TransferResult(np.ones(2, np.bool_), 0, 0.125))
+    whole = LAYOUT.page_bytes
+    told = rig.ledger.get("r")
+    assert told["edges"] == {
+        "host->device": {"bytes": 2 * whole + 3 * 64, "s": 0.5},
+        "disk->host": {"bytes": whole, "s": 0.25},
+        "device->host": {"bytes": whole + 64, "s": 0.125},
+    }
+    assert "activations" not in told
+
+
+def test_why_activations_are_not_kept_is_told():
+    """With every request that has ended, as it is the server's."""
+    rig = Rig(act_refusal="The link is fast enough.")
+    req, state = rig.request("r", "abcd")
+    rig.explainer.queued(req, state)
+    rig.explainer.finished(req, None)
+    assert rig.ledger.get("r")["activations"] == {"refused": "The link is fast enough."}
 
 
 def test_pages_that_were_found_and_not_loaded_are_told(rig):

@@ -378,3 +378,15 @@ def test_a_report_tells_how_long_one_was_paused():
     counts = device.driver.counters()
     assert counts["layerkv_paused_s"] == pytest.approx(0.25)
     assert counts["layerkv_steps_paused"] == 1
+
+
+def test_an_unfinished_prompt_has_its_room_before_others():
+    """What its next part takes is promised to nobody else in the same search."""
+    device = Device(3 * LAYERS)
+    part, other = request("a", 16), request("b", 8)
+    device.admission.begin([])
+    # Two pages with all layers, of three: one is left, and the other prompt needs two.
+    assert device.admission.goes_on(part, 2 * PAGE, is_alone=False)
+    assert not device.admission.admit(other, 0, 2 * PAGE, is_alone=False)
+    device.admission.begin([])
+    assert device.admission.admit(other, 0, 2 * PAGE, is_alone=False)

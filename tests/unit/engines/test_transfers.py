@@ -13,6 +13,7 @@ from sgl_tiered.core.plans import LoadPlan, OffloadPlan, PromotePlan, TransferRe
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.cost.rebuild import RebuildCosts, TokensCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.probe import common_costs
 from sgl_tiered.engines.sglang.transfers import MAX_OFFLOADS, SharedTransfers
@@ -254,10 +255,12 @@ def test_costs_start_from_the_figures_of_rank_0():
     def work(side):
         prefill = PrefillCost(1000, 4, 64, 1e9 * (1 + side.rank))
         links = {TierId.HOST: LinkCost(1e-4, 1e9 / (1 + side.rank))}
-        own = CostModel(prefill, links)
+        lines = [TokensCost(1e-4, 1e-6 * (1 + side.rank)) for _ in "gl"]
+        own = CostModel(prefill, links, RebuildCosts(*lines))
         cost = common_costs(own, side.agreement)
         before = own.snapshot() if side.rank == 0 else None
         cost.observe_prefill(10, 100, 0.5)
+        cost.observe_rebuild(100, 0.5)
         return before, cost.snapshot()
 
     (first, a), (_, b) = both(work)

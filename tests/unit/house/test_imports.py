@@ -21,9 +21,12 @@ ROOMS = (
     "sgl_tiered.metrics",
     "sgl_tiered.pipelines",
     "sgl_tiered.policies",
+    "sgl_tiered.pool",
+    "sgl_tiered.router",
     "sgl_tiered.sim",
     "sgl_tiered.testing",
     "sgl_tiered.tiers",
+    "sgl_tiered.transport",
 )
 BLOCKED = ("numba", "sglang", "torch", "triton")
 PROGRAM = """

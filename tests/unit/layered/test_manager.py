@@ -326,6 +326,42 @@ def test_who_lacks_room_does_not_wait_for_the_pause(make: Callable[..., Pool]) -
     assert not pool.mover.to_host.lasts
 
 
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_what_failed_in_a_forward_that_broke_off_is_not_sent_later(
+    make: Callable[..., Pool], is_needed: bool
+) -> None:
+    """One of its pages is not full when it is run again: half of it would leave."""
+    pool = make()
+    manager, binding = pool.manager, pool.binding
+    pool.copier.bad_rows = {0, 1}
+    whole = prompt("a", range(2))
+    manager.begin_pass([whole])
+    manager.pages_for_write(0, whole.pages)
+    manager.layer_written(0)
+    while pool.mover.num_flights:
+        pool.mover.wait()
+        manager._room.collect()
+    manager.end_pass(ok=False)
+    assert pool.mover.to_host.holds_back
+    pool.copier.bad_rows = set()
+    pool.run(PassRequest("a", whole.pages, 0, 3, NOTHING))
+    if is_needed:
+        manager._room.retry(needed=True)
+    else:
+        for _ in range(3):
+            pool.clock.advance(LONGEST_PAUSE_S)
+            manager.poll()
+            pool.settle()
+    pool.settle()
+    assert binding.on_host[:, 0].all()
+    assert not binding.on_host[:, 1].any(), "a page that is not complete was sent"
+    # Its last token makes it whole, and it leaves as one.
+    pool.run(PassRequest("a", whole.pages, 3, 1, NOTHING))
+    pool.settle()
+    assert binding.on_host[:, 1].all()
+    manager.check()
+
+
 def test_lost_requests_stay_in_the_batch_and_touch_nothing(
     make: Callable[..., Pool],
 ) -> None:

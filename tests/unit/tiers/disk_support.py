@@ -79,7 +79,7 @@ def page_of(seed):
     return np.random.default_rng(seed).integers(0, 256, PAGE_BYTES, np.uint8)
 
 
-def store(tier, addresses, seeds, namespace=b"0123456789abcdef"):
+def store(tier, addresses, seeds, namespace=b"0123456789abcdef", kinds=None):
     """Store the page of each seed; its key and tokens say the seed as well."""
     slots = np.asarray(addresses, np.int64)
     buffer = aligned_buffer(len(slots), SLOT_BYTES)
@@ -95,6 +95,7 @@ def store(tier, addresses, seeds, namespace=b"0123456789abcdef"):
         + np.arange(PAGE_TOKENS, dtype="i4"),
         checksums=np.zeros(len(slots), np.uint64),
         addresses=slots,
+        representations=kinds,
     )
     return tier.store(TierIO(slots, buffer, np.arange(len(slots)), records))
 

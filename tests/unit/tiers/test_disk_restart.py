@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from sgl_tiered.tiers.disk_format import INDEX_NAME, META_NAME, slab_name
+from sgl_tiered.tiers.disk_format import INDEX_NAME, META_NAME, record_dtype, slab_name
+from sgl_tiered.tiers.disk_format import _own_checksums as own_checksums
 from tests.unit.tiers.disk_support import (
+    PAGE_TOKENS,
     SLOT_BYTES,
     assert_holds,
     load,
@@ -211,15 +213,56 @@ def test_other_fingerprint_or_layout_is_discarded(path, other, caplog):
     assert not list(path.glob("*.kv"))
 
 
-def test_other_version_is_discarded(path, caplog):
-    """Slabs of another format version are removed."""
+@pytest.mark.parametrize("other", [1, 99])
+def test_other_version_is_discarded(path, other, caplog):
+    """Slabs of an older or newer format version are removed."""
     fill(path, {0: 100})
     meta = path / META_NAME
-    meta.write_text(meta.read_text().replace('"version": 1', '"version": 99'))
+    meta.write_text(meta.read_text().replace('"version": 2', f'"version": {other}'))
     tier = open_tier(path)
     assert tier.recover() == []
     tier.close()
-    assert "version is 99, not 1" in caplog.text
+    assert f"version is {other}, not 2" in caplog.text
+    assert not list(path.glob("*.kv"))
+
+
+def test_a_restart_keeps_what_a_page_is_held_as(path):
+    """KV and activations of one prompt, told apart by their records."""
+    tier = open_tier(path)
+    kinds = np.array([1, 0, 1], np.uint8)
+    assert store(tier, [4, 9, 2], [7, 8, 9], kinds=kinds).ok.all()
+    tier.close()
+    tier = open_tier(path)
+    (found,) = tier.recover()
+    held = dict(zip(found.addresses.tolist(), found.representations, strict=True))
+    assert held == {4: 1, 9: 0, 2: 1}
+    assert_holds(tier, {4: 7, 9: 8, 2: 9})
+    tier.close()
+
+
+def test_what_a_page_is_held_as_is_in_its_record_s_checksum(path):
+    """A record that was turned into one of activations is no record."""
+    dtype = record_dtype(PAGE_TOKENS)
+    fill(path, {0: 100, 1: 101})
+    raw = np.fromfile(path / INDEX_NAME, dtype)
+    raw["representation"][1] = 1
+    raw.tofile(path / INDEX_NAME)
+    tier = open_tier(path)
+    assert recovered(tier) == {0: 100}
+    tier.close()
+
+
+def test_a_form_that_nobody_knows_is_no_record(path):
+    """Even where its checksum fits: a later version may write more forms."""
+    dtype = record_dtype(PAGE_TOKENS)
+    fill(path, {0: 100, 1: 101})
+    raw = np.fromfile(path / INDEX_NAME, dtype)
+    raw["representation"][1] = 2
+    raw["own"] = own_checksums(raw)
+    raw.tofile(path / INDEX_NAME)
+    tier = open_tier(path)
+    assert recovered(tier) == {0: 100}
+    tier.close()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "\x00\x00"])

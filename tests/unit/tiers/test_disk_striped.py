@@ -79,6 +79,19 @@ def test_restart_round_trip(paths):
     tier.close()
 
 
+def test_what_pages_are_held_as_is_dealt_out_and_found_again(paths):
+    """KV and activations over all directories, each at the address of its page."""
+    tier = open_striped(paths)
+    kinds = np.arange(len(PAGES), dtype=np.uint8) % 3 == 1
+    assert store(tier, list(PAGES), list(PAGES.values()), kinds=kinds).ok.all()
+    tier.close()
+    tier = open_striped(paths)
+    (found,) = tier.recover()
+    held = dict(zip(found.addresses.tolist(), found.representations, strict=True))
+    assert held == dict(zip(PAGES, kinds, strict=True))
+    tier.close()
+
+
 def test_pages_are_recovered_by_age(paths):
     """Old before new, across directories, when pages are dealt out evenly."""
     tier = open_striped(paths)

@@ -104,12 +104,18 @@ class LayerAdmission:
         return True
 
     def goes_on(self, req: Any, new: int, *, is_alone: bool) -> bool:
-        """Return whether an unfinished prompt may have its next ``new`` tokens."""
+        """Return whether an unfinished prompt may have its next ``new`` tokens.
+
+        If so, those that are admitted after it do not have this room.
+        """
         held = self._driver.manager.held(req.rid)
         need = self._driver.manager.needed(req.prefix_len, new, held)
-        if need <= self.room() or self.make_room(need):
-            return True
-        return is_alone and not self._driver.num_stores
+        reserved = self.room() - self._left
+        fits = need <= self.room() or self.make_room(need)
+        if not fits and (not is_alone or self._driver.num_stores):
+            return False
+        self._left = self.room() - reserved - need
+        return True
 
     def make_room(self, wanted: int) -> bool:
         """Let layers leave until ``wanted`` layer-pages can be had; say whether so."""

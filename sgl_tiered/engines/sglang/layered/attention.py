@@ -57,12 +57,17 @@ class LayeredCpuAttention(TieredCpuAttention):
                 self._rows.append((start, new_len, kv_len))
             start += new_len
         driver = self._pool.driver
-        self._plan = driver.begin_pass(
-            [
-                PassRequest(rid, pages, context, new, driver.decided(rid))
-                for rid, pages, context, new in requests
-            ]
-        )
+        batch = [
+            PassRequest(rid, pages, context, new, driver.decided(rid))
+            for rid, pages, context, new in requests
+        ]
+        if driver.packing is not None:
+            order = driver.packing.order(batch)
+            batch = [batch[n] for n in order]
+            self._rows = [self._rows[n] for n in order]
+        self._plan = driver.begin_pass(batch)
+        if driver.plan.acts is not None:
+            driver.capture(forward_batch.out_cache_loc)
 
     def _attend(
         self,
@@ -91,7 +96,7 @@ class LayeredCpuAttention(TieredCpuAttention):
                 self._attention.attend(
                     query, key_cache, value_cache, rows, layer.scaling, out
                 )
-                done = start + new_len
+                done = max(done, start + new_len)
             manager.unit_done(number, group)
         if number == self._pool.layer_num - 1:
             self._plan = None

@@ -15,6 +15,9 @@ from sgl_tiered.cost.streaming import StreamingCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
+from sgl_tiered.engines.sglang.layered.activations.build import attach_activations
+from sgl_tiered.engines.sglang.layered.activations.capture import hook_weights
+from sgl_tiered.engines.sglang.layered.activations.choosing import page_chooser
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
@@ -61,9 +64,15 @@ class PlacedLayers:
     driver: LayerDriver
     device: DevicePool
 
+    @property
+    def plan(self) -> LayerPlan:
+        """Sizes of the pool."""
+        return self.driver.plan
+
 
 def place_layers(
     pool: Any,
+    model: Any,
     config: TieredConfig,
     clock: Clock,
     emulator: Emulator,
@@ -74,6 +83,7 @@ def place_layers(
 
     Args:
         pool: of SGLang's model runner, on a CPU or on CUDA.
+        model: of that, which is loaded.
         config: of the server.
         clock: times copies.
         emulator: of the tiers; copies of layers go over the host tier's link.
@@ -98,6 +108,8 @@ def place_layers(
         agreement=agreement,
         faults=emulator.faults(TierId.HOST),
     )
+    if config.layerkv is not None and config.layerkv.weight_bytes:
+        hook_weights(model, placed.driver)
     if placed.device.waiter_copies:
         # On a device with streams, the attention backend has said something stronger.
         logger.warning(
@@ -148,38 +160,47 @@ def connect(
     )
     copier: LayerCopier = copies.copier
     moving = copier if faults is None else FaultyCopier(copier, faults)
+    acts = copies.acts
+    if acts is not None and faults is not None:
+        from sgl_tiered.engines.sglang.layered.activations.copier import FaultyActCopier
+
+        acts = FaultyActCopier(acts, faults)
     pages = SUB_UNIT_PAGES
     if guard is not None:
         short = sub_unit_pages(layout.layer_page_bytes, _COPY_BYTES_PER_S)
         pages = min(pages, short)
+    settings: dict[str, Any] = {
+        "pace": pace,
+        "guard": guard,
+        "sub_unit_pages": pages,
+        "acts": acts,
+        "act_page_bytes": 0 if plan.acts is None else plan.acts.act_layer_page_bytes,
+        "weight_bytes": plan.settings.weight_bytes,
+    }
+    size = layout.layer_page_bytes
     if agreement is None or not is_shared:
-        mover = LayerMover(
-            moving,
-            layout.layer_page_bytes,
-            clock,
-            pace=pace,
-            guard=guard,
-            sub_unit_pages=pages,
-        )
+        mover = LayerMover(moving, size, clock, **settings)
     else:
-        mover = SharedMover(
-            agreement,
-            moving,
-            layout.layer_page_bytes,
-            clock,
-            pace=pace,
-            guard=guard,
-            sub_unit_pages=pages,
-        )
+        mover = SharedMover(agreement, moving, size, clock, **settings)
     # Page 0 of the tensor and logical page 0 are those of padding.
     binding = LayerBinding(
         layout.num_layers,
         plan.num_pages + 1,
         plan.num_layer_pages,
         first_physical=1,
+        acts=plan.acts,
     )
-    manager = LayerManager(binding, mover, layout.page_tokens, plan.half_pages)
+    chosen = plan.chosen if plan.acts is not None else None
+    manager = LayerManager(
+        binding,
+        mover,
+        layout.page_tokens,
+        plan.half_pages,
+        choose=None if chosen is None else page_chooser(chosen.share),
+    )
     driver = LayerDriver(manager, plan, guard)
+    if chosen is not None:
+        attach_activations(pool, driver, chosen)
     driver.on_close = copies.close
     if not copier.waiter_copies:
         # Nothing is placed yet, and the start measures loads to the first pages: they

@@ -12,13 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sgl_tiered.core.plans import OffloadPlan
+from sgl_tiered.core.ids import Representation
+from sgl_tiered.core.plans import Bools, Int64s, OffloadPlan, UInt8s
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
+from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.step_times import StepTimes
+from sgl_tiered.engines.sglang.tokens import device_pages
 
 __all__ = ["LayeredRadixCache", "LayeredRuntime", "driver_of"]
 
@@ -69,7 +72,7 @@ class LayeredRuntime(TieredRuntime):
 
     def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
         """Queue an offload, its pages kept where they are until it has ended."""
-        self.layers.begin_store(plan.plan_id, device_pages)
+        self.layers.begin_store(plan.plan_id, device_pages, plan.representations)
         if super().offload(plan, device_pages):
             return True
         self.layers.end_store(plan.plan_id)
@@ -138,10 +141,47 @@ class LayeredRadixCache(TieredRadixCache):
             return None
         firsts = slots[:: self.page_size].cpu().numpy().astype(np.int64)
         pages = firsts // self.page_size
-        if self._layers.open_load(self._loading_rid, pages):
+        is_act = self._comes_as_act(len(pages))
+        if self._layers.open_load(self._loading_rid, pages, is_act):
             return slots
         self.token_to_kv_pool_allocator.free(slots)
         return None
+
+    def _comes_as_act(self, num_pages: int) -> Bools | None:
+        """Return which pages of the load at hand are activations; None for none."""
+        coordinator = self.tiered.coordinator
+        state = coordinator.state(self._loading_rid)
+        listed = None if state is None else coordinator.to_load(state, num_pages)
+        if listed is None:
+            return None
+        kinds, first = listed[0].representations, listed[1]
+        if kinds is None:
+            return None
+        is_act: Bools = kinds[first : first + num_pages] == Representation.ACT
+        return is_act
+
+    def page_kinds(self, pages: Int64s) -> tuple[UInt8s | None, Bools | None]:
+        """Return what pages go down as, and which are whole in no form."""
+        told = self._layers.kinds(pages)
+        if told is None:
+            return None, None
+        kinds, lacking = told
+        return kinds, lacking if lacking.any() else None
+
+    @property
+    def has_kinds(self) -> bool:
+        """Whether pages may be kept as activations."""
+        return self._layers.act_transfers is not None
+
+    def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
+        """Offload pages as what they are kept as."""
+        if self.has_kinds and num_tokens >= self.page_size:
+            pages = device_pages(self, req, np.arange(num_tokens // self.page_size))
+            self._kinds, self._leave = self.page_kinds(pages)
+        try:
+            super()._offload(req, state, num_tokens)
+        finally:
+            self._kinds = self._leave = None
 
     def ready_to_load_host_cache(self) -> int:
         """Load what the batch needs, all of it before its forward."""

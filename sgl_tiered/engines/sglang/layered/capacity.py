@@ -8,14 +8,18 @@ any page can be there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.agreement import group_ranks
+from sgl_tiered.cost.calibration import TokensFit
+from sgl_tiered.engines.sglang.agreement import Ranks, group_ranks
+from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen, choose
+from sgl_tiered.engines.sglang.layered.activations.sizes import Demand, share_bytes
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.sparse.capacity import plan_rows
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.layered.base import ActPlan
 from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = ["LayerPlan", "allocator_class", "plan_layers", "pool_class", "sized"]
@@ -36,6 +40,8 @@ class LayerPlan:
         num_layer_pages: physical layer-pages, the same.
         half_pages: layer-pages of one half of the staging memory, among them.
         settings: what the user asked for.
+        acts: sizes of what is for activations; None where all pages are KV.
+        chosen: how activations are used, or why not; None where they are off.
     """
 
     layout: PageLayout
@@ -43,6 +49,35 @@ class LayerPlan:
     num_layer_pages: int
     half_pages: int
     settings: LayerKvSettings
+    acts: ActPlan | None = None
+    chosen: Chosen | None = None
+
+    @property
+    def num_kv_rows(self) -> int:
+        """Return the rows of KV of the host region, one that is spare included."""
+        acts = 0 if self.acts is None else self.acts.num_act_rows
+        return self.num_pages + 1 - acts
+
+    @property
+    def act_page_bytes(self) -> int:
+        """Return the bytes of a page as activations; 0 where all pages are KV."""
+        if self.acts is None:
+            return 0
+        return self.layout.num_layers * self.acts.act_layer_page_bytes
+
+    def kv_gen(self) -> TokensFit | None:
+        """Return the time to rebuild tokens of a layer; None where none are rebuilt."""
+        if self.acts is None or self.chosen is None:
+            return None
+        return self.chosen.sampled
+
+    @property
+    def act_refusal(self) -> str:
+        """Return why no activations are kept where that was left to us; or nothing."""
+        asked = self.settings.activations
+        if self.chosen is None or self.acts is not None or asked is None:
+            return ""
+        return self.chosen.reason if asked.share is None else ""
 
     @property
     def capacity(self) -> int:
@@ -67,6 +102,8 @@ def plan_layers(
     settings: LayerKvSettings,
     *,
     available_bytes: int | None = None,
+    demand: Demand | None = None,
+    chosen: Chosen | None = None,
 ) -> LayerPlan:
     """Return the sizes for a device with room for ``device_tokens`` in all layers.
 
@@ -76,10 +113,13 @@ def plan_layers(
         context_tokens: longest context of the model.
         settings: what the user asked for.
         available_bytes: of memory, for this rank; None for all that is free.
+        demand: for activations, out of the same bytes; None for none.
+        chosen: where the demand comes from, to be told.
 
     Raises:
         ConfigError: the host region is smaller than the device's pool, or more than
-            the memory available; or the staging memory takes too much of the pool.
+            the memory available; or the staging memory takes too much of the pool, or
+            what is for activations does.
     """
     device_pages = device_tokens // layout.page_tokens
     num_layer_pages = device_pages * layout.num_layers
@@ -119,7 +159,19 @@ def plan_layers(
             f"{num_layer_pages}",
             "give less",
         )
-    return LayerPlan(layout, num_pages, num_layer_pages, half_pages, settings)
+    if demand is None:
+        plan = LayerPlan(layout, num_pages, num_layer_pages, half_pages, settings)
+        return replace(plan, chosen=chosen)
+    shared = share_bytes(layout, num_layer_pages, half_pages, host_bytes, demand)
+    return LayerPlan(
+        layout,
+        shared.num_kv_rows + shared.acts.num_act_rows,
+        shared.num_layer_pages,
+        half_pages,
+        settings,
+        shared.acts,
+        chosen,
+    )
 
 
 # What the configurator has planned, for the platform that SGLang asks next for classes
@@ -151,12 +203,16 @@ def sized(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
     if tiered is None or tiered.layerkv is None:
         return config
     layout = _layout(configurator, page_size, "--tiered-layerkv")
+    ranks = _ranks()
+    chosen = choose(configurator, tiered, layout, config.max_total_num_tokens, ranks)
     plan = plan_layers(
         layout,
         config.max_total_num_tokens,
         configurator.model_config.context_len,
         tiered.layerkv,
-        available_bytes=_rank_share_bytes(),
+        available_bytes=_rank_share_bytes(ranks),
+        demand=None if chosen is None else chosen.demand,
+        chosen=chosen,
     )
     _planned.append(plan)
     config.max_total_num_tokens = plan.num_pages * layout.page_tokens
@@ -181,14 +237,18 @@ def allocator_class() -> type | None:
     return LayeredAllocator
 
 
-def _rank_share_bytes() -> int | None:
+def _ranks() -> Ranks | None:
+    """Return the ranks of the server; None where this one is alone."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return group_ranks(get_parallel().world_group.cpu_group)
+
+
+def _rank_share_bytes(ranks: Ranks | None) -> int | None:
     """Return one rank's part of the free memory, alike on all; None where it is alone.
 
     Each looks at another moment, and pools of several sizes would admit differently.
     """
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = group_ranks(get_parallel().world_group.cpu_group)
     if ranks is None:
         return None
     told = ranks.gather(str(available_memory_bytes() or 0).encode())

@@ -14,7 +14,7 @@ from sgl_tiered.layered.base import LayerCopier
 from sgl_tiered.pipelines.base import Arrival
 from sgl_tiered.tiers.fault_switch import FaultSwitch
 
-__all__ = ["CpuLayerCopier", "FaultyCopier"]
+__all__ = ["CpuLayerCopier", "FaultyCopier", "strike"]
 
 Bytes = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
@@ -147,21 +147,27 @@ class FaultyCopier:
         self, layer: int, physical: Int32s, rows: Int64s, after: object
     ) -> None:
         """Copy layer-pages to one layer of host rows, or fail."""
-        self._strike(is_store=True)
+        strike(self._switch, is_store=True)
         self._copier.to_host(layer, physical, rows, after)
 
     def to_device(
         self, layer: int, rows: Int64s, physical: Int32s, after: object
     ) -> Arrival | None:
         """Copy one layer of host rows to layer-pages, or fail."""
-        self._strike(is_store=False)
+        strike(self._switch, is_store=False)
         return self._copier.to_device(layer, rows, physical, after)
 
-    def _strike(self, *, is_store: bool) -> None:
-        fault = self._switch.strike({"error", "hang"}, is_store=is_store)
-        if fault is None:
-            return
-        if fault.kind == "hang":
-            self._switch.hold(fault)
-        else:
-            raise OSError("injected error")
+
+def strike(switch: FaultSwitch, *, is_store: bool) -> None:
+    """Fail or hang, if a copy is to.
+
+    Raises:
+        OSError: it is to fail.
+    """
+    fault = switch.strike({"error", "hang"}, is_store=is_store)
+    if fault is None:
+        return
+    if fault.kind == "hang":
+        switch.hold(fault)
+    else:
+        raise OSError("injected error")

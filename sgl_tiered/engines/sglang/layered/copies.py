@@ -8,10 +8,10 @@ from typing import Any
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
-from sgl_tiered.engines.sglang.layered.device_pool import LayeredDevicePool
+from sgl_tiered.engines.sglang.layered.device_pool import ActBytes, LayeredDevicePool
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.errors import EngineCompatibilityError
-from sgl_tiered.layered.base import LayerCopier
+from sgl_tiered.layered.base import ActCopier, LayerCopier
 from sgl_tiered.pipelines.base import DevicePool
 
 __all__ = ["LayerCopies", "layer_copies"]
@@ -25,11 +25,13 @@ class LayerCopies:
         copier: between its tensor and its host region.
         device_pool: returns, for the driver, what the tiers below copy with.
         close: ends threads of its own.
+        acts: copies and rebuilds activations; None where there are none.
     """
 
     copier: LayerCopier
     device_pool: Callable[[LayerDriver], DevicePool]
     close: Callable[[], None]
+    acts: ActCopier | None = None
 
 
 def layer_copies(
@@ -41,6 +43,8 @@ def layer_copies(
     breaks_staging: bool = False,
 ) -> LayerCopies:
     """Return the copies that fit where the tensor of a `LayeredPool` is.
+
+    Of activations too, where it has an act area.
 
     Args:
         pool: a `LayeredPool`.
@@ -60,10 +64,12 @@ def layer_copies(
                 f"--tiered-layerkv does not work on {device!r} devices; leave it out."
             )
         copier = CpuLayerCopier(pool, layout, breaks_staging=breaks_staging)
+        acts = ActBytes.of_pool(pool)
         return LayerCopies(
             copier,
-            lambda driver: LayeredDevicePool(copier, driver, layout),
+            lambda driver: LayeredDevicePool(copier, driver, layout, acts),
             lambda: None,
+            _act_copier(pool, breaks_staging=breaks_staging),
         )
     # A pool of ``cuda.py``.
     if pool.write_slots is None:
@@ -80,3 +86,12 @@ def layer_copies(
         guarded=guarded,
         breaks_staging=breaks_staging,
     )
+
+
+def _act_copier(pool: Any, *, breaks_staging: bool) -> ActCopier | None:
+    if getattr(pool, "acts", None) is None:
+        return None
+    from sgl_tiered.engines.sglang.layered.activations.copier import CpuActCopier
+
+    projections = pool.plan.chosen.projections
+    return CpuActCopier(pool, projections, breaks_staging=breaks_staging)

@@ -24,11 +24,19 @@ from sgl_tiered_kernels.page_copy.dma import CopyEngines, part_addresses
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register
+from sgl_tiered.engines.sglang.layered.activations.cuda import (
+    NOT_VALIDATED,
+    CudaActOps,
+)
 from sgl_tiered.engines.sglang.layered.capacity import allocator_class, pool_class
 from sgl_tiered.engines.sglang.layered.copies import LayerCopies
 from sgl_tiered.engines.sglang.layered.settings import CUDA_ATTENTION, names_attention
-from sgl_tiered.engines.sglang.layered.stream_device_pool import LayeredStreamPool
+from sgl_tiered.engines.sglang.layered.stream_device_pool import (
+    LayeredStreamPool,
+    StreamActBytes,
+)
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.pipelines.stream_acts import StreamActCopier
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
 from sgl_tiered.tiers.memory import MemoryRegion
 
@@ -182,10 +190,41 @@ def cuda_copies(
             copier.pool.tune(region, numbers, numbers),
         )
     by_kernel = copier.pool.loads_by_kernel
+    if getattr(pool, "acts", None) is None:
+        return LayerCopies(
+            copier,
+            lambda driver: LayeredStreamPool(ops, region, driver, by_kernel=by_kernel),
+            copier.close,
+        )
+    projections, act_region = pool.plan.chosen.projections, pool.act_region.array
+    act_ops = CudaActOps(pool, layout.num_layers, forward_stream, projections)
+    acts = StreamActCopier(
+        act_ops,
+        act_region,
+        len(pool.acts),
+        ahead=not guarded,
+        breaks_staging=breaks_staging,
+    )
+    numbers = np.arange(1, min(len(act_region), len(pool.acts), _TUNE_PAGES))
+    if len(numbers) and act_ops.is_pinned(act_region):
+        logger.info(
+            "sgl-tiered: activations up from memory: %s",
+            acts.copies.pool.tune(act_region, numbers, numbers),
+        )
+    logger.warning(NOT_VALIDATED)
+    act_bytes = StreamActBytes(act_ops, act_region)
+
+    def close() -> None:
+        acts.close()
+        copier.close()
+
     return LayerCopies(
         copier,
-        lambda driver: LayeredStreamPool(ops, region, driver, by_kernel=by_kernel),
-        copier.close,
+        lambda driver: LayeredStreamPool(
+            ops, region, driver, by_kernel=by_kernel, acts=act_bytes
+        ),
+        close,
+        acts,
     )
 
 

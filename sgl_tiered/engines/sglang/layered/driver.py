@@ -13,6 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sgl_tiered.engines.sglang.layered.activations.batches import Packing
+from sgl_tiered.engines.sglang.layered.activations.capture import rows_of_pages
+from sgl_tiered.engines.sglang.layered.activations.device_rows import DeviceRows
+from sgl_tiered.engines.sglang.layered.activations.reports import (
+    COUNTERS,
+    activation_report,
+    activation_stats,
+    count_report,
+)
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.collectives import guard_counters
 from sgl_tiered.engines.sglang.layered.pauses import PauseLog
@@ -21,13 +30,41 @@ from sgl_tiered.layered.base import LayerReport, PassPlan, PassRequest
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.pipelines.contention import ContentionGuard
 
-__all__ = ["LayerDriver", "NoRoomError"]
+__all__ = ["ActTransfers", "LayerDriver", "NoRoomError"]
 
 Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
+UInt8s = npt.NDArray[np.uint8]
 _MAX_REPORTS = 1024
 """Of requests that ended and were not asked for."""
+
+
+class ActTransfers:
+    """Where the activations of pages lie that a transfer reads or writes.
+
+    Args:
+        num_layers, num_pages: of the pool, that of padding included.
+        num_kv_rows: of the host region; a pool is probed before any page has one.
+
+    Attributes:
+        is_act: bool [num_pages], whether activations are moved and not KV.
+        places: int32 [num_layers, num_pages], in the act area, or -1 for the host row.
+        rows: int64 [num_pages], of the host region of what is moved.
+    """
+
+    def __init__(self, num_layers: int, num_pages: int, num_kv_rows: int) -> None:
+        self.is_act: Bools = np.zeros(num_pages, np.bool_)
+        self.places: Int32s = np.full((num_layers, num_pages), -1, np.int32)
+        self.rows: Int64s = np.arange(num_pages) % num_kv_rows
+
+    def note(
+        self, pages: Int64s, is_act: Bools | None, places: Int32s, rows: Int64s
+    ) -> None:
+        """Note the places and rows that pages have now."""
+        self.is_act[pages] = False if is_act is None else is_act
+        self.places[:, pages] = places[:, pages]
+        self.rows[pages] = rows[pages]
 
 
 class NoRoomError(TieredError, RuntimeError):
@@ -68,6 +105,8 @@ class LayerDriver:
         self._guard = guard
         # Ends what copies besides the manager's threads.
         self.on_close: Callable[[], None] | None = None
+        # Orders a forward's requests; None for as they come.
+        self.packing: Packing | None = None
         self.num_paused = 0
         self.pauses = PauseLog(manager.clock)
         # Of whoever decides, set where a scheduler is attached.
@@ -83,12 +122,18 @@ class LayerDriver:
             "layerkv_forwards_repeated": 0,
             "layerkv_requests_lost": 0,
         }
+        if plan.acts is not None:
+            self._totals |= dict.fromkeys(COUNTERS, 0.0)
         # In a batch still, but ended with an error: the others are computed.
         self._lost: set[str] = set()
         # Had a forward, and still hold KV.
         self.known: set[str] = set()
         self._is_open = False
+        # Whether the forward writes pages that are kept as activations.
+        self._captures = False
         self._has_padding = False
+        # The same where the forward's places are not on the host.
+        self._device_rows: DeviceRows | None = None
         self._loc: torch.Tensor | None = None
         self._write_pages: Int64s = np.empty(0, np.int64)
         self._write_index: torch.Tensor = torch.empty(0)
@@ -96,6 +141,11 @@ class LayerDriver:
         # Where pages lie that a transfer to or from a lower tier reads or writes.
         shape = (plan.layout.num_layers, plan.num_pages + 1)
         self.transfers: Int32s = np.full(shape, -1, np.int32)
+        # The same of their activations, where pages may be kept as such: what is moved
+        # of a page, its places in the act area, and its row of either host region.
+        self.act_transfers: ActTransfers | None = None
+        if manager.binding.kinds is not None:
+            self.act_transfers = ActTransfers(*shape, plan.num_kv_rows)
         self._loading: dict[str, Int64s] = {}
         self._storing: dict[int, Int64s] = {}
 
@@ -117,6 +167,8 @@ class LayerDriver:
         """
         self.broke_off()
         self._loc = None
+        self._captures = False
+        self._device_rows = None
         if self._lost:
             requests = [replace(r, is_lost=r.key in self._lost) for r in requests]
         plan = self.manager.begin_pass(requests)
@@ -166,20 +218,83 @@ class LayerDriver:
             loc: int64 [n], SGLang's slots, the same object for all layers.
         """
         page_tokens = self.plan.layout.page_tokens
-        if loc is not self._loc:
-            self._loc = loc
-            pages = loc.numpy() // page_tokens
-            unique, index = np.unique(pages, return_inverse=True)
-            # Page 0 is where padding is written to, in the tensor as well.
-            self._has_padding = bool(len(unique)) and unique[0] == 0
-            self._write_pages = unique[1:] if self._has_padding else unique
-            self._write_index = torch.from_numpy(index.reshape(-1))
-            self._write_offsets = loc % page_tokens
+        self._take_rows(loc)
         places = self.manager.pages_for_write(layer, self._write_pages)
         if self._has_padding:
             places = np.concatenate([np.zeros(1, places.dtype), places])
         starts = torch.from_numpy(places.astype(np.int64) * page_tokens)
         return starts[self._write_index] + self._write_offsets
+
+    def capture(self, loc: torch.Tensor) -> None:
+        """Say where the forward that has begun writes, ahead of its first layer.
+
+        Args:
+            loc: as of ``slots_for_write``.
+        """
+        self._take_rows(loc)
+        self._captures = bool(self.manager.binding.is_act[self._write_pages].any())
+
+    def capture_on_device(self, rows: DeviceRows) -> None:
+        """Say where the forward that has begun writes, on a device with streams.
+
+        Args:
+            rows: of it; those of padding, which lie behind, left out.
+        """
+        self._device_rows = rows
+        self._captures = bool(self.manager.binding.is_act[rows.pages].any())
+
+    def wait_weights(self, layer: int) -> None:
+        """Block until a layer's emulated weights have come, in a forward."""
+        if self._is_open:
+            self.manager.wait_weights(layer)
+
+    @property
+    def num_write_rows(self) -> int:
+        """Tokens that the forward writes; on a CPU, those of padding included."""
+        rows = self._device_rows
+        return len(self._write_offsets if rows is None else rows)
+
+    @property
+    def has_rows_behind(self) -> bool:
+        """Whether more rows may follow those, which are padding and not written."""
+        return self._device_rows is not None
+
+    def acts_for_write(
+        self, layer: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+        """Return which rows of a layer's input are kept, and where; see ``capture``.
+
+        Called once per layer, in order, before ``slots_for_write``.
+
+        Returns:
+            int64 [n], rows of the forward, None for all, and int64 [n], tokens of the
+            act area; or None where nothing is kept.
+        """
+        if not (self._is_open and self._captures):
+            return None
+        if self._device_rows is not None:
+            places = self.manager.acts_for_write(layer, self._device_rows.pages)
+            return self._device_rows.of_layer(places)
+        places = self.manager.acts_for_write(layer, self._write_pages)
+        if self._has_padding:
+            places = np.concatenate([np.full(1, -1, places.dtype), places])
+        return rows_of_pages(
+            places, self._write_index, self._write_offsets, self.plan.layout.page_tokens
+        )
+
+    def _take_rows(self, loc: torch.Tensor) -> None:
+        """Sort the tokens that a forward writes by their pages, once for all layers."""
+        if loc is self._loc:
+            return
+        self._loc = loc
+        page_tokens = self.plan.layout.page_tokens
+        pages = loc.numpy() // page_tokens
+        unique, index = np.unique(pages, return_inverse=True)
+        # Page 0 is where padding is written to, in the tensor as well.
+        self._has_padding = bool(len(unique)) and unique[0] == 0
+        self._write_pages = unique[1:] if self._has_padding else unique
+        self._write_index = torch.from_numpy(index.reshape(-1))
+        self._write_offsets = loc % page_tokens
 
     def end_pass(self) -> None:
         """Note that the last layer of the forward was read."""
@@ -208,6 +323,8 @@ class LayerDriver:
         totals["layerkv_bytes_pulled"] += report.bytes_pulled
         totals["layerkv_stall_s"] += report.stall_s
         totals["layerkv_requests"] += 1
+        if self.plan.acts is not None:
+            count_report(totals, report)
 
     def can_leave(self, num_pages: int) -> bool:
         """Return whether layers of a request may leave, as they could be streamed.
@@ -229,6 +346,9 @@ class LayerDriver:
         self.pauses.forget(rid)
         if report is None or not report.num_passes:
             return None
+        activations = {}
+        if self.plan.acts is not None:
+            activations = {"activations": activation_report(report)}
         return {
             "layers_retained": report.layers_retained,
             "num_layers": report.num_layers,
@@ -238,6 +358,7 @@ class LayerDriver:
             "stall_s": report.stall_s,
             "steps_paused": steps_paused,
             "paused_s": round(paused_s, 6),
+            **activations,
         }
 
     # -- Tiers below -----------------------------------------------------------
@@ -247,29 +368,60 @@ class LayerDriver:
         """Offloads to the tiers below that read pages where they are."""
         return len(self._storing)
 
-    def begin_store(self, number: int, pages: Int64s) -> None:
-        """Keep pages where they are while a transfer reads them."""
+    def kinds(self, pages: Int64s) -> tuple[UInt8s, Bools] | None:
+        """Return what pages would be stored as; None where all of them are KV.
+
+        Activations that the host lacks in some layer, and the act area as well, are
+        computed no second time: such a page goes down as KV.
+
+        Returns:
+            uint8 [n], of each page, and bool [n], of which neither is whole.
+        """
+        binding = self.manager.binding
+        if binding.kinds is None:
+            return None
+        in_area = binding.act[:, pages] >= 0
+        has_act = (in_area | binding.on_host[:, pages]).all(axis=0)
+        has_kv = (binding.device[:, pages] >= 0).all(axis=0)
+        is_act = binding.is_act[pages]
+        return (is_act & has_act).astype(np.uint8), is_act & ~has_act & ~has_kv
+
+    def begin_store(
+        self, number: int, pages: Int64s, kinds: UInt8s | None = None
+    ) -> None:
+        """Keep pages where they are while a transfer reads them.
+
+        Args:
+            number: of the transfer.
+            pages: int64 [n].
+            kinds: uint8 [n], the ``Representation`` to be stored; None for KV.
+        """
         self.manager.pin(pages)
         self._storing[number] = pages
-        self._note_places(pages)
+        self._note_places(pages, None if kinds is None else kinds.astype(np.bool_))
 
     def end_store(self, number: int) -> None:
         """Note the end of that."""
         self.manager.unpin(self._storing.pop(number))
 
-    def open_load(self, rid: str, pages: Int64s) -> bool:
+    def open_load(self, rid: str, pages: Int64s, is_act: Bools | None = None) -> bool:
         """Make room for pages that come from a tier below; False where there is none.
 
         Layers that the request is to keep on the device go there, the others straight
-        to the host region.
+        to the host region, as activations do in all layers.
+
+        Args:
+            rid: of the request.
+            pages: int64 [n].
+            is_act: bool [n], which come as activations; None for none of them.
         """
         retained = self._decided.get(rid)
         if retained is None:
             retained = self.manager.held(rid)
-        if not self.manager.open_load(pages, retained):
+        if not self.manager.open_load(pages, retained, is_act):
             return False
         self._loading[rid] = pages
-        self._note_places(pages)
+        self._note_places(pages, is_act)
         return True
 
     def close_loads(self) -> None:
@@ -289,9 +441,12 @@ class LayerDriver:
                 self.manager.close_load(self._loading.pop(rid), False)
         self.manager.freed(pages)
 
-    def _note_places(self, pages: Int64s) -> None:
+    def _note_places(self, pages: Int64s, is_act: Bools | None) -> None:
         for layer in range(self.plan.layout.num_layers):
             self.transfers[layer, pages] = self.manager.where(layer, pages)
+        if self.act_transfers is not None:
+            binding = self.manager.binding
+            self.act_transfers.note(pages, is_act, binding.act, binding.row)
 
     def close(self) -> None:
         """End the threads that copy; what waits is not copied."""
@@ -303,11 +458,16 @@ class LayerDriver:
 
     def counters(self) -> dict[str, float]:
         """Return what ended requests did, and who waits, for the metrics."""
-        copies = {
+        copies: dict[str, float] = {
             f"layerkv_copies_{name}": count
             for name, count in self.manager.failures().items()
         }
         asked = {} if self._guard is None else guard_counters(self._guard)
+        if self.plan.acts is not None:
+            # Of forwards, each once; requests of one forward share its seconds.
+            copies["layerkv_rebuild_s"] = self.manager.rebuild_s
+            copies["layerkv_rebuild_exposed_s"] = self.manager.rebuild_exposed_s
+            copies["layerkv_rebuild_layer_pages"] = self.manager.num_rebuilt
         return {
             **self._totals,
             **copies,
@@ -319,7 +479,13 @@ class LayerDriver:
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture, for ``GET /tiered/stats``."""
-        room, plan = self.manager.room(), self.plan
+        room, plan, manager = self.manager.room(), self.plan, self.manager
+        activations = {}
+        if plan.chosen is not None:
+            told = activation_stats(
+                plan.chosen, plan.acts, manager.rebuild_s, manager.rebuild_exposed_s
+            )
+            activations = {"activations": told}
         return {
             "logical_pages": plan.num_pages,
             "layer_pages": {
@@ -332,5 +498,6 @@ class LayerDriver:
             },
             "decode": plan.settings.decode,
             "paused": self.num_paused,
+            **activations,
             **self.counters(),
         }

@@ -33,6 +33,7 @@ from sglang.srt.layers.attention.flashinfer_backend import (
 )
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_tiered.engines.sglang.layered.activations.device_rows import DeviceRows
 from sgl_tiered.engines.sglang.layered.indices import (
     fill_slots,
     leading_pages,
@@ -218,6 +219,12 @@ class LayeredFlashInfer(FlashInferAttnBackend):
             self._upload(index.astype(np.int32)),
             self._upload(offsets),
         )
+        driver = self._pool.driver
+        if driver.plan.acts is not None:
+            size, upload = self._page_tokens, self._upload
+            driver.capture_on_device(
+                DeviceRows(pages[written], index, offsets, size, upload)
+            )
 
     def _whole(self, is_decode: bool, kv_lens: Int64s, new_lens: Int64s) -> _Part:
         """Return the one part of a batch that SGLang has planned."""

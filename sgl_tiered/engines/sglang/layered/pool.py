@@ -51,7 +51,18 @@ class LayeredPool(MHATokenToKVPool):
         )
         self.k_buffer = [both[0]] * self.layer_num
         self.v_buffer = [both[1]] * self.layer_num
-        self.region = self._host_region(plan.num_pages + 1, layout.slot_bytes)
+        self.region = self._host_region(plan.num_kv_rows, layout.slot_bytes)
+        # Activations, where pages are kept as these: page 0 is nobody's.
+        self.acts: torch.Tensor | None = None
+        if plan.acts is not None:
+            chosen = plan.chosen
+            assert chosen is not None, "an act area that nobody has chosen"
+            assert chosen.projections is not None, "an act area without projections"
+            hidden = chosen.projections.hidden
+            shape = (plan.acts.num_acts + 1, self.page_size, hidden)
+            self.acts = torch.zeros(shape, dtype=self.store_dtype, device=self.device)
+            row_bytes = layout.num_layers * plan.acts.act_layer_page_bytes
+            self.act_region = self._host_region(plan.acts.num_act_rows, row_bytes)
         # Places the layers; set once the cache is built, before anything runs.
         self.driver: Any = None
 
@@ -79,8 +90,9 @@ class LayeredPool(MHATokenToKVPool):
         return []  # for transfers between servers, which are refused
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Return the bytes of keys and of values on the device."""
-        return self.k_buffer[0].nbytes, self.v_buffer[0].nbytes
+        """Return the bytes of keys and of values on the device, and what makes them."""
+        half = 0 if self.acts is None else self.acts.nbytes // 2
+        return self.k_buffer[0].nbytes + half, self.v_buffer[0].nbytes + half
 
     def get_contiguous_buf_infos(self) -> NoReturn:
         """Refuse: a layer has no memory of its own."""

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_tiered.core.sizes import parse_size
+from sgl_tiered.engines.sglang.layered.activations.settings import (
+    ActivationSettings,
+    read_activations,
+    read_weight_bytes,
+)
 from sgl_tiered.engines.sglang.own_pool import refuse_with_own_pool
 from sgl_tiered.errors import ConfigError
 
@@ -51,6 +56,9 @@ class LayerKvSettings:
         staging_bytes: device memory through which layers are streamed, of the pool's
             own; 0 for one that holds one layer of the longest context, twice.
         has_guard: copies give way to collectives, where both use one link.
+        activations: of pages that are kept as activations; None for none.
+        weight_bytes: of each layer, which cross the emulated link before it begins
+            (benchmarks); 0 for none.
     """
 
     host_bytes: int = 0
@@ -58,6 +66,8 @@ class LayerKvSettings:
     retain: int | None = None
     staging_bytes: int = 0
     has_guard: bool = True
+    activations: ActivationSettings | None = None
+    weight_bytes: int = 0
 
 
 def read_layerkv(settings: Mapping[str, Any]) -> LayerKvSettings | None:
@@ -74,6 +84,8 @@ def read_layerkv(settings: Mapping[str, Any]) -> LayerKvSettings | None:
             "has no effect without layer-wise KV",
             "add --tiered-layerkv on",
         )
+    activations = read_activations(settings)
+    weight_bytes = read_weight_bytes(settings)
     if not is_on:
         return None
     return LayerKvSettings(
@@ -82,6 +94,8 @@ def read_layerkv(settings: Mapping[str, Any]) -> LayerKvSettings | None:
         retain=_retain(settings.get("layerkv_retain", "auto")),
         staging_bytes=_size(settings, "layerkv_staging_size"),
         has_guard=_choice(settings, "layerkv_guard", "auto") == "auto",
+        activations=activations,
+        weight_bytes=weight_bytes,
     )
 
 

@@ -22,7 +22,7 @@ from sgl_tiered.engines.sglang.lossy import is_lossy_key
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.sparse.parts import SparseParts
 from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
-from sgl_tiered.engines.sglang.tokens import plain_tokens
+from sgl_tiered.engines.sglang.tokens import device_pages, plain_tokens
 
 __all__ = ["SparseRadixCache", "SparseRuntime"]
 
@@ -319,16 +319,12 @@ class SparseRadixCache(TieredRadixCache):
         None where the cache has moved on, and the load will not begin either.
         """
         num_pages = num_tokens // self.page_size
-        found = state.plan or state.decision
-        if found is None:
+        listed = self.tiered.coordinator.to_load(state, num_pages)
+        if listed is None:
             return None
-        end = len(found.pages)
-        if state.plan is not None and state.back_from is None:
-            end = self.tiered.coordinator.ready_end(state)
-        first = end - num_pages
-        if first < 0:
-            return None
-        return found.pages[first:end], (found.first_page + first) * self.page_size
+        found, first = listed
+        rows = found.pages[first : first + num_pages]
+        return rows, (found.first_page + first) * self.page_size
 
     def _make_room(self, num_rows: int, num_tokens: int) -> None:
         """Evict until a load fits, or nothing can be evicted."""
@@ -389,7 +385,4 @@ class SparseRadixCache(TieredRadixCache):
 
     def _pages(self, req: Any, num_tokens: int) -> Int64s:
         """Return the device pages of a request's leading tokens."""
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        firsts = row[: num_tokens - num_tokens % self.page_size : self.page_size]
-        pages: Int64s = firsts.cpu().numpy().astype(np.int64) // self.page_size
-        return pages
+        return device_pages(self, req, np.arange(num_tokens // self.page_size))

@@ -1,0 +1,1 @@
+"""Pages kept as activations inside SGLang: see README.md."""

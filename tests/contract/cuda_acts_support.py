@@ -1,0 +1,103 @@
+"""Pages of activations for ``cuda_build_program.py``: projections, and their inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from flashinfer_support import DIM, HEADS, LAYERS, PAGE
+from sgl_tiered_kernels.kv_gen import KVProjection, Rotary, rebuild_kv
+
+HIDDEN = HEADS * DIM
+PAGE_BYTES = PAGE * HIDDEN * 4
+NUM_POSITIONS = 64
+
+
+def act_plan() -> Any:
+    """Return sizes: half of the host's rows, and an act area."""
+    from sgl_tiered.layered.base import ActPlan
+
+    return ActPlan(20, 60, 10, 4, PAGE_BYTES)
+
+
+class Projections:
+    """In the place of what is found in a model: weights of chance."""
+
+    hidden, layer_params = HIDDEN, 0
+
+    def __init__(self) -> None:
+        gen = torch.Generator().manual_seed(1)
+        angles = torch.rand((NUM_POSITIONS, DIM // 2), generator=gen)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        self._made = [
+            KVProjection(
+                torch.randn((2 * HEADS * DIM, HIDDEN), generator=gen) * HIDDEN**-0.5,
+                None,
+                HEADS,
+                DIM,
+                Rotary(table),
+            )
+            for _ in range(LAYERS)
+        ]
+        self._modules = [torch.nn.Identity() for _ in range(LAYERS)]
+
+    def __len__(self) -> int:
+        return LAYERS
+
+    def __getitem__(self, layer: int) -> KVProjection:
+        return self._made[layer]
+
+    def module(self, layer: int) -> torch.nn.Module:
+        """Return what captures are hooked to."""
+        return self._modules[layer]
+
+
+def chosen() -> Any:
+    """Return a choice of half of all pages."""
+    from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen
+    from sgl_tiered.policies.activations.base import PageLine
+
+    line = PageLine(0.0, 1e-6)
+    projections: Any = Projections()
+    return Chosen(0.5, "a test", None, line, line, projections)
+
+
+class Inputs:
+    """Gives K and V of inputs of chance, which a forward's hooks see.
+
+    Args:
+        projections: of the pool.
+
+    Attributes:
+        seen: inputs of each token, by request and layer.
+    """
+
+    def __init__(self, projections: Projections) -> None:
+        self._projections = projections
+        self.seen: dict[str, list[list[torch.Tensor]]] = {}
+
+    def __call__(
+        self, layer: int, batch: list[tuple[str, int]], lens: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V, [tokens, HEADS, DIM], of the new tokens of a batch."""
+        total = sum(new for _, new in batch)
+        inputs = torch.randn(total, HIDDEN)
+        self._projections.module(layer)(inputs)
+        spans = zip(batch, lens, strict=True)
+        positions = torch.cat([torch.arange(kv - new, kv) for (_, new), kv in spans])
+        keys, values = (torch.empty(total, HEADS, DIM) for _ in "kv")
+        rows = torch.arange(total)
+        made = self._projections[layer]
+        rebuild_kv(inputs, rows, made, keys, values, rows, positions)
+        begin = 0
+        for rid, new in batch:
+            told = self.seen.setdefault(rid, [[] for _ in range(LAYERS)])
+            told[layer] += list(inputs[begin : begin + new])
+            begin += new
+        return keys, values
+
+    def pages(self, rid: str, layer: int, num_pages: int) -> np.ndarray:
+        """Return uint8 [num_pages, PAGE_BYTES] as they were captured."""
+        both = torch.stack(self.seen[rid][layer][: num_pages * PAGE])
+        return both.reshape(num_pages, -1).numpy().view(np.uint8)

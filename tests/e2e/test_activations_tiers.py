@@ -1,0 +1,91 @@
+"""Pages kept as activations on their way through the tiers below, on a real server.
+
+Down with an offload, up from host memory and from disk, and over a restart: the answer
+stays that of the computed prompt, and the link is paid for activations.
+"""
+
+import urllib.parse
+
+import numpy as np
+import pytest
+from sgl_tiered_workloads.systems import MB, Device, Tiers, tiered_spec
+
+from tests.e2e.e2e_support import drop, edge, settle, stats
+from tests.e2e.test_activations import LAYERKV, mha  # noqa: F401 - a fixture
+from tests.e2e.test_layerkv_waves import FLAGS, PAGE, POOL_TOKENS
+
+pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
+
+NUM_PAGES, ANSWER_TOKENS = 12, 12
+
+
+@pytest.fixture(scope="module", params=[1, 0.5])
+def share(request):
+    """Of the pages that are kept as activations."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def spec(mha, share, tmp_path_factory):  # noqa: F811 - the fixture
+    """A server with host memory and a disk below."""
+    disk = tmp_path_factory.mktemp("disk") / "tier"
+    device = Device(mha, POOL_TOKENS, PAGE, FLAGS)
+    flags = (*LAYERKV, f"--tiered-activations={share}")
+    tiers = Tiers(32 * MB, disk, 64 * MB)
+    return tiered_spec(device, tiers, f"act-tiers-{share}", flags)
+
+
+def prompt():
+    """Twelve pages, and a token that is computed in any case."""
+    generator = np.random.default_rng(7)
+    return generator.integers(10, 200, NUM_PAGES * PAGE + 1).tolist()
+
+
+def ask(server):
+    """Return answer, tokens by tier and the decision of one request."""
+    answer = server.generate(prompt(), ANSWER_TOKENS)
+    rid = urllib.parse.quote(answer["meta_info"]["id"], safe="")
+    told = server.get(f"/tiered/explain/{rid}")
+    return answer["output_ids"], told
+
+
+def check(told, source, share):
+    """All pages came, from one tier; return how many of them as activations."""
+    assert told["tokens"] == {source: NUM_PAGES * PAGE, "computed": 1}, told
+    decision = told["decision"]
+    kinds = {"rebuild": 0, "load": 0}
+    for span in decision["spans"]:
+        kinds[span["action"]] += span["pages"]
+    num_act = kinds["rebuild"]
+    assert num_act + kinds["load"] == NUM_PAGES
+    # What had no room while it was captured is KV.
+    assert NUM_PAGES * share / 2 < num_act <= NUM_PAGES * share
+    assert f"; rebuild {num_act} pages: {num_act} from {source}" in decision["reason"]
+    return num_act
+
+
+def test_activations_go_down_and_come_up(servers, spec, share):
+    """Through host memory, through the disk, and over a restart: one answer."""
+    server = servers.get(spec)
+    computed, _ = ask(server)
+    settle(server)
+    before = stats(server)
+    drop(server, "device")
+    from_host, told = ask(server)
+    num_act = check(told, "host", share)
+    assert from_host == computed
+    after = settle(server)
+    # Of a page half as many bytes cross the link as activations.
+    whole = after["media"]["host"]["slot_bytes"]
+    moved = edge(after, "host->device", "bytes") - edge(before, "host->device", "bytes")
+    assert moved == (NUM_PAGES - num_act) * whole + num_act * whole / 2
+    drop(server, "device", "host")
+    from_disk, told = ask(server)
+    assert check(told, "disk", share) == num_act
+    assert from_disk == computed
+    settle(server)
+    server = servers.restart(spec)
+    again, told = ask(server)
+    assert check(told, "disk", share) == num_act
+    assert again == computed
+    assert sum(stats(server)["cache"]["pages_bad"].values()) == 0
