@@ -219,6 +219,17 @@ SEAMS: tuple[Seam, ...] = (
         "SchedulerInvariantChecker",
         attributes=("max_total_num_tokens",),
     ),
+    Seam(
+        "weights in host memory",
+        _SRT + "utils.offloader.OffloaderV1",
+        ("cpu_offload_max_bytes",),
+        ("wrap_modules",),
+    ),
+    Seam(
+        "copies of weights for a layer",
+        _SRT + "utils.offloader._get_offloaded_device_state",
+        ("module", "device"),
+    ),
     Seam("decode step", _SCHEDULER + ".update_running_batch", ("batch",)),
     Seam(
         "part of a batch",
