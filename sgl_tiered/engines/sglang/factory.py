@@ -84,6 +84,11 @@ def build_cache(ctx: Any) -> Any:
     strategy = _device_strategy(ctx, config, runtime)
 
     def make(params: Any) -> TieredRadixCache:
+        cache = make_silent(params)
+        cache.announce_tiers(runtime, params)
+        return cache
+
+    def make_silent(params: Any) -> TieredRadixCache:
         if config.layerkv is not None:
             from sgl_tiered.engines.sglang.layered.cache import LayeredRadixCache
 
