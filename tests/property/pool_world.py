@@ -11,11 +11,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.addresses import mediums_of, slots_of
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import MediumUsage
+from sgl_tiered.pool.cache_store import CacheStore
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
@@ -60,8 +66,13 @@ class Piece:
 
 @dataclass
 class World:
-    """The clock, the network and the memory of all instances."""
+    """The clock, the network and the memory of all instances.
 
+    Attributes:
+        in_cache: the stores are those of caches in use, else of their own.
+    """
+
+    in_cache: bool = False
     clock: ManualClock = field(default_factory=ManualClock)
     memories: dict[int, np.ndarray] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
@@ -219,15 +230,22 @@ class Node:
             number = self.transport.register(region).number
             places.append(Place(medium, number, form))
         info = PoolInfo(SHAPE, (RankInfo(self.transport.address, tuple(places)),))
-        self.store = TableStore(
-            instance,
-            LAYOUT,
-            blocks,
-            {medium: LRUPolicy() for medium in blocks},
-            world.clock,
-            tiers,
-            incarnation,
-        )
+        self.cache: TieredCache | None = None
+        if world.in_cache:
+            self.cache = make_cache(world.clock, blocks)
+            self.store: TableStore = CacheStore(
+                self.cache, instance, tiers, incarnation
+            )
+        else:
+            self.store = TableStore(
+                instance,
+                LAYOUT,
+                blocks,
+                {medium: LRUPolicy() for medium in blocks},
+                world.clock,
+                tiers,
+                incarnation,
+            )
         self.pool = MemPool(
             self.store,
             incarnation,
@@ -283,6 +301,23 @@ class Node:
     ) -> list[tuple[TierId, int, bytes]]:
         media = [TierId(m) for m in mediums_of(addresses).tolist()]
         return list(zip(media, slots_of(addresses).tolist(), pages, strict=True))
+
+
+def make_cache(clock: ManualClock, blocks: dict[TierId, int]) -> TieredCache:
+    """Return a cache over tiers of so many slots."""
+    tiers = tuple(TierConfig(TierId.HOST, n) for n in blocks.values())
+    for tier, medium in zip(tiers, blocks, strict=True):
+        # No cache of an engine has a device; that of these tests is as good as a host.
+        object.__setattr__(tier, "tier", medium)
+    return TieredCache(
+        CacheConfig(LAYOUT, tiers),
+        cost=CostModel(
+            PrefillCost(1000, 1, 1, 1e9, overhead_s=1e-6),
+            {medium: LinkCost(1e-6, 5e8) for medium in blocks},
+        ),
+        eviction={medium: LRUPolicy() for medium in blocks},
+        clock=clock,
+    )
 
 
 def content(page: bytes) -> np.ndarray:
