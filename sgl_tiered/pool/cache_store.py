@@ -26,7 +26,7 @@ from sgl_tiered.cache.table import FREE, READY
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.tombstones import Cause
 from sgl_tiered.core.ids import Representation, TierId
-from sgl_tiered.core.keys import as_tokens
+from sgl_tiered.core.keys import KEY_BYTES, as_tokens
 from sgl_tiered.core.plans import Int32s, Int64s, UInt64s
 from sgl_tiered.pool.base import Inserted
 from sgl_tiered.pool.block_slots import NO_ADDRESSES, BlockSlots
@@ -157,8 +157,12 @@ class CacheStore(TableStore):
         first_page: int = 0,
     ) -> Inserted:
         """Make active blocks historical: the index maps tokens to them."""
-        if self._refuses:
-            return Inserted(0, addresses, self._refuses)
+        refusal = self._refuses
+        if len(namespace) != KEY_BYTES:
+            # Keys of pages are derived from it.
+            refusal = f"a namespace of {len(namespace)} bytes is none"
+        if refusal:
+            return Inserted(0, addresses, refusal)
         return super().insert(namespace, tokens, addresses, first_page)
 
     def insert_behind(

@@ -16,6 +16,7 @@ from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.addresses import mediums_of, slots_of
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import KEY_BYTES
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
@@ -206,6 +207,22 @@ class FakeLibrary:
         """Nothing to do."""
 
 
+class ShortlyNamed(CacheStore):
+    """Takes short names of namespaces: those of caches have a fixed length."""
+
+    def insert(self, namespace, tokens, addresses, first_page=0):
+        """Insert under the long name."""
+        return super().insert(long_name(namespace), tokens, addresses, first_page)
+
+    def match(self, namespace, tokens):
+        """Match under the long name."""
+        return super().match(long_name(namespace), tokens)
+
+    def delete(self, namespace, tokens):
+        """Delete under the long name."""
+        return super().delete(long_name(namespace), tokens)
+
+
 class Node:
     """One incarnation of an instance."""
 
@@ -233,7 +250,7 @@ class Node:
         self.cache: TieredCache | None = None
         if world.in_cache:
             self.cache = make_cache(world.clock, blocks)
-            self.store: TableStore = CacheStore(
+            self.store: TableStore = ShortlyNamed(
                 self.cache, instance, tiers, incarnation
             )
         else:
@@ -301,6 +318,11 @@ class Node:
     ) -> list[tuple[TierId, int, bytes]]:
         media = [TierId(m) for m in mediums_of(addresses).tolist()]
         return list(zip(media, slots_of(addresses).tolist(), pages, strict=True))
+
+
+def long_name(namespace: bytes) -> bytes:
+    """Return 16 bytes for the short name of a namespace."""
+    return namespace.ljust(KEY_BYTES, b"-")
 
 
 def make_cache(clock: ManualClock, blocks: dict[TierId, int]) -> TieredCache:

@@ -15,7 +15,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.plans import DemotePlan, LoadPlan, OffloadPlan, TransferResult
-from tests.property.pool_world import LAYOUT, Node, content, pages_of
+from tests.property.pool_world import LAYOUT, Node, content, long_name, pages_of
 from tests.property.test_mempool_machine import (
     BLOCKS,
     NODE,
@@ -25,7 +25,7 @@ from tests.property.test_mempool_machine import (
     MemPoolMachine,
 )
 
-NAMESPACE = b""
+NAMESPACE = long_name(b"")
 Plan = OffloadPlan | LoadPlan | DemotePlan
 
 
