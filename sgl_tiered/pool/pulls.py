@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +29,18 @@ from sgl_tiered.core.plans import Int32s, UInt64s
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.metrics.registry import MetricsRegistry
-from sgl_tiered.pool.base import Inserted
+from sgl_tiered.pool.peers import (
+    Fetching,
+    Hint,
+    Peers,
+    PullStore,
+    Search,
+    Wanted,
+)
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.transport.base import TransferStatus
 
-__all__ = ["Fetching", "Hint", "PeerPulls", "Peers", "PullStore", "Search", "Wanted"]
+__all__ = ["PeerPulls"]
 
 _FIRST_LATENCY_S = 5e-3
 _FIRST_BANDWIDTH = 1e9
@@ -43,157 +50,16 @@ _MARGIN = 0.9
 """A pull has to be predicted to save a tenth at least: the prediction is no better."""
 _SEARCH_SHARE = 0.1
 """Of what is to be saved, so much may be waited for answers who holds anything."""
+_PATIENCE = 8.0
+"""Times the usual time of a search: then those that do not answer are left out."""
 _LEAST_SEARCH_S = 2e-3
 _HIT_WEIGHT = 0.1
 """Of one search in the share of searches that find anything."""
 _LEAST_HIT_SHARE = 0.02
+_LATE_FACTOR = 2.0
+"""A pull may take so many times what it was to save before it is given up."""
 _MAX_PULLS = 64
 _MAX_ENDED = 1024
-
-
-class Search(Protocol):
-    """A question to peers under way: who holds how much of a prompt."""
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more will come."""
-        ...
-
-    @property
-    def holders(self) -> Sequence[tuple[int, int]]:
-        """Instances, and how many first pages of the prompt each can send."""
-        ...
-
-
-class Fetching(Protocol):
-    """Pages on their way from a peer."""
-
-    @property
-    def status(self) -> TransferStatus:
-        """RUNNING until it has ended."""
-        ...
-
-    @property
-    def error(self) -> str:
-        """One clause: why it failed; else empty."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """First blocks that have arrived and passed their checks; final at the end."""
-        ...
-
-
-class Peers(Protocol):
-    """The other instances."""
-
-    def instance_of(self, hint: Hint) -> int | None:
-        """Return who a hint names; None for nobody that is there."""
-        ...
-
-    def name_of(self, instance: int) -> str:
-        """Return an instance's name, for reports."""
-        ...
-
-    @property
-    def num_others(self) -> int:
-        """How many there are."""
-        ...
-
-    def search(self, digest: bytes, tokens: Int32s) -> Search:
-        """Ask who holds a prompt's first pages."""
-        ...
-
-    def fetch(
-        self,
-        instance: int,
-        digest: bytes,
-        tokens: Int32s,
-        addresses: UInt64s,
-        first_page: int,
-        timeout_s: float,
-    ) -> Fetching:
-        """Have pages from ``first_page`` on written to blocks of ours, and checked."""
-        ...
-
-
-class PullStore(Protocol):
-    """Where pulled pages go; ``pool/cache_store.py``."""
-
-    def num_present(self, namespace: bytes, tokens: Int32s, first_page: int) -> int:
-        """Return how many pages from ``first_page`` on are here or on their way."""
-        ...
-
-    def alloc(self, medium: TierId, num_blocks: int) -> UInt64s | None:
-        """See ``BlockStore``."""
-        ...
-
-    def free(self, addresses: UInt64s) -> str:
-        """See ``BlockStore``."""
-        ...
-
-    def insert_behind(
-        self, namespace: bytes, tokens: Int32s, addresses: UInt64s, first_page: int
-    ) -> Inserted:
-        """Insert blocks of pages whose predecessors need not be in the index."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """Who holds more of a prompt, as somebody else says.
-
-    Attributes:
-        name: of the instance, in the pool or to a router.
-        url: of its HTTP server; empty where that is not known.
-        num_tokens: of the prefix that it holds.
-    """
-
-    name: str
-    url: str
-    num_tokens: int
-
-
-@dataclass(slots=True)
-class Wanted:
-    """What is known of one request's wish for a peer's pages.
-
-    Attributes:
-        reason: one clause: why nothing was, or is, pulled; empty where it was.
-        holder: name of the instance asked for pages; empty for none.
-        first_page, num_pages: what has come for it, and is in the cache.
-        num_bytes: of those pages.
-        seconds: from the decision to pull until the pages were there.
-        search_s: how long peers were asked who holds anything.
-        predicted_s, saved_s: of the pull, and of computing those pages instead.
-        joined: somebody else had begun the pull.
-    """
-
-    reason: str = ""
-    holder: str = ""
-    first_page: int = 0
-    num_pages: int = 0
-    num_bytes: int = 0
-    seconds: float = 0.0
-    search_s: float = 0.0
-    predicted_s: float = 0.0
-    saved_s: float = 0.0
-    joined: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a JSON-able value; times in seconds."""
-        return {
-            "holder": self.holder,
-            "reason": self.reason,
-            "joined": self.joined,
-            "first_page": self.first_page,
-            "pages": self.num_pages,
-            "bytes": self.num_bytes,
-            "seconds": round(self.seconds, 6),
-            "search_s": round(self.search_s, 6),
-            "predicted_s": round(self.predicted_s, 6),
-            "saved_s": round(self.saved_s, 6),
-        }
 
 
 @dataclass(slots=True, eq=False)
@@ -211,6 +77,7 @@ class _Pull:
     instance: int = -1
     addresses: UInt64s | None = None
     fetching: Fetching | None = None
+    is_dropped: bool = False
     asked_s: float = 0.0
     predicted_s: float = 0.0
     saved_s: float = 0.0
@@ -257,7 +124,7 @@ class PeerPulls:
         self._breakers: dict[int, CircuitBreaker] = {}
         self._pulls: list[_Pull] = []
         self._wanted: dict[str, Wanted] = {}
-        self._search_s = _LEAST_SEARCH_S
+        self._search_s = _FIRST_LATENCY_S
         self._hit_share = 0.5
         self._num_unasked = 0
         # Called when pages have come, or will not.
@@ -267,6 +134,15 @@ class PeerPulls:
     def num_under_way(self) -> int:
         """Pulls that have not ended."""
         return len(self._pulls)
+
+    @property
+    def num_awaited(self) -> int:
+        """Those of them that requests wait for."""
+        return sum(bool(pull.wanted) for pull in self._pulls)
+
+    def is_waiting(self, rid: str) -> bool:
+        """Return whether a pull for a request is under way."""
+        return any(rid in pull.wanted for pull in self._pulls)
 
     def wanted(self, rid: str) -> Wanted | None:
         """Return what became of a request's wish; None where it never had any."""
@@ -346,9 +222,10 @@ class PeerPulls:
             self._advance(pull)
 
     def reset(self) -> None:
-        """Forget requests: the cache was emptied. What is under way ends into it."""
+        """Forget requests: the cache was emptied. What is under way ends unused."""
         for pull in self._pulls:
             pull.wanted.clear()
+            pull.is_dropped = True
         self._wanted.clear()
 
     def stats(self) -> dict[str, Any]:
@@ -412,9 +289,12 @@ class PeerPulls:
         reason = self._no_search(saved_s, max_pages - first)
         if reason:
             return reason
-        pull.give_up_at_s = now_s + max(_SEARCH_SHARE * saved_s, _LEAST_SEARCH_S)
+        # Longer than answers usually take, and never a notable part of the gain.
+        wait_s = min(_PATIENCE * self._search_s, _SEARCH_SHARE * saved_s)
+        wait_s = max(wait_s, _LEAST_SEARCH_S)
+        pull.give_up_at_s = now_s + wait_s
         pull.search = self._peers.search(
-            digest, tokens[: max_pages * self._page_tokens]
+            digest, tokens[: max_pages * self._page_tokens], wait_s
         )
         self._metrics.add("peer_searches")
         self._pulls.append(pull)
@@ -509,7 +389,8 @@ class PeerPulls:
             pull.tokens[: pull.stop * self._page_tokens],
             addresses,
             pull.first_page,
-            max(saved_s, pull_s),
+            # Late pages are of use to others, and until it ends nobody has the blocks.
+            _LATE_FACTOR * max(saved_s, pull_s),
         )
         self._metrics.add("peer_pulls")
         return ""
@@ -517,7 +398,7 @@ class PeerPulls:
     def _end_fetch(self, pull: _Pull, fetching: Fetching) -> None:
         addresses = pull.addresses
         assert addresses is not None
-        num = min(fetching.num_blocks, len(addresses))
+        num = 0 if pull.is_dropped else min(fetching.num_blocks, len(addresses))
         seconds = self._clock.now() - pull.asked_s
         done = fetching.status is TransferStatus.DONE
         num_bytes = num * self._page_bytes

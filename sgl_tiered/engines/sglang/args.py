@@ -440,8 +440,8 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
         Arg(
             help="For tests: load a wrong page from the host, as "
             "--tiered-emulate host:fault=... does, or leave pages out where layers are "
-            "streamed (staging), or keep the wrong tokens of sparse KV (keep); needs "
-            "SGL_TIERED_ALLOW_FAULTS=1.",
+            "streamed (staging), or keep the wrong tokens of sparse KV (keep), or send "
+            "peers other bytes (peer); needs SGL_TIERED_ALLOW_FAULTS=1.",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,
