@@ -7,7 +7,7 @@ test says so: long after a transfer has timed out, or after its sender has died.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import MediumUsage
 from sgl_tiered.pool.cache_store import CacheStore
+from sgl_tiered.pool.channel import MESSAGES
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
@@ -32,6 +33,7 @@ from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import PeerAddress, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.messages import Part, Times
 
 SHAPE = KVShape(num_layers=2, num_heads=2, head_bytes=2, page_tokens=2)
 (SHARD,) = Shard.split(SHAPE, 1, 1)
@@ -279,7 +281,7 @@ class Node:
 
     def send(self, message: Envelope) -> None:
         """Hand a message to the network."""
-        self.world.messages.append(replace(message))
+        self.world.messages.append(_over_the_wire(message))
 
     def take(self) -> list[Envelope]:
         """Return what the network has brought."""
@@ -340,6 +342,16 @@ def make_cache(clock: ManualClock, blocks: dict[TierId, int]) -> TieredCache:
         eviction={medium: LRUPolicy() for medium in blocks},
         clock=clock,
     )
+
+
+def _over_the_wire(message: Envelope) -> Envelope:
+    """Return what arrives of a message: what does not survive the codec shows here."""
+    data = MESSAGES.encode(1, Part.REQUEST, message, Times())
+    assert isinstance(data, bytes), data
+    read = MESSAGES.decode(data)
+    assert isinstance(read, tuple), read
+    assert isinstance(read[1], Envelope)
+    return read[1]
 
 
 def content(page: bytes) -> np.ndarray:
