@@ -88,6 +88,8 @@ class Job:
         finish: what the receiver is told in the end; None: more is to follow. Its
             addresses and type are filled in.
         timeout_s: for all steps together.
+        only_missing: leave out pages that the receiver's index has; with ``finish``,
+            which says of which prompt.
     """
 
     peer: Incarnation
@@ -98,6 +100,7 @@ class Job:
     layers: tuple[int, int] | None
     finish: Finish | None
     timeout_s: float
+    only_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +155,8 @@ class Transfer:
         error: why it failed, in one clause; else empty.
         targets: uint64, the blocks at the receiver, once known.
         num_inserted: blocks that entered the receiver's index.
+        num_known: first blocks that were not sent, as the receiver had their pages.
+        is_settled: it is over, and nobody touches its blocks any more.
     """
 
     def __init__(
@@ -169,6 +174,8 @@ class Transfer:
         self.error = ""
         self.targets = job.targets
         self.num_inserted = 0
+        self.num_known = 0
+        self.is_settled = False
         self._info = info
         self._ranks = ranks
         self._requests = requests
@@ -183,6 +190,16 @@ class Transfer:
         self.step = Step.ALLOCATE
         if job.targets is None:
             ask = AskBlocks(len(job.sources), job.type, info.shape)
+            if job.only_missing and job.finish is not None:
+                ask = AskBlocks(
+                    len(job.sources),
+                    job.type,
+                    info.shape,
+                    True,
+                    job.finish.namespace,
+                    job.finish.tokens,
+                    job.finish.first_page,
+                )
             self._request = requests.ask(job.peer, ask, job.timeout_s)
 
     @property
@@ -253,10 +270,17 @@ class Transfer:
                 return
             self.targets = from_wire(answer.addresses)
             self._peer_info = answer.info
+            if self.job.only_missing and self.job.finish is not None:
+                num_known = max(answer.num_pages - self.job.finish.first_page, 0)
+                self.num_known = min(num_known, len(self.job.sources))
+                if self.num_known == len(self.job.sources):
+                    self.step = Step.OVER
+                    return
         if self._peer_info is None or self.targets is None:
             self.fail("the receiver did not say how it is built")
-        elif len(self.targets) != len(self.job.sources):
-            self.fail(f"{len(self.targets)} blocks for {len(self.job.sources)}")
+        elif len(self.targets) != len(self.job.sources) - self.num_known:
+            wanted = len(self.job.sources) - self.num_known
+            self.fail(f"{len(self.targets)} blocks for {wanted}")
         elif not self._may_write():
             # Others may have been told that we are gone, and use the blocks again.
             self.fail("this instance's own lease is over")
@@ -270,7 +294,7 @@ class Transfer:
             self._info,
             self._peer_info,
             [rank.number for rank in self._ranks],
-            self.job.sources,
+            self.job.sources[self.num_known :],
             self.targets,
             self.job.way,
             self.job.layers,
@@ -315,7 +339,7 @@ class Transfer:
             finish.insert,
             finish.namespace,
             finish.tokens,
-            finish.first_page,
+            finish.first_page + self.num_known,
         )
         left_s = self._deadline_s - self._clock.now()
         self._request = self._requests.ask(self.job.peer, body, left_s)
