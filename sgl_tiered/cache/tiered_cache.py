@@ -103,7 +103,11 @@ class TieredCache:
             act_page_bytes=config.act_page_bytes,
         )
         self._store = PageStore(
-            config, eviction, clock, lookahead, reload_costs(self._planner, self._tiers)
+            config,
+            eviction,
+            clock,
+            lookahead,
+            reload_costs(self._planner, self._tiers, lambda: self._store.table),
         )
         self._table = self._store.table
         self._index = self._store.index

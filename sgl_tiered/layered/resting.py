@@ -149,6 +149,16 @@ class RestingLayers:
             retained = np.ones(self._binding.num_layers, np.bool_)
         return layer_pages_needed(num_context, num_new, retained, self._page_tokens)
 
+    def num_rowless(self, num_pages: int) -> int:
+        """Return how many of so many new pages would stay on the device, in all layers.
+
+        They lack a row of KV, and a row or the places to be activations.
+
+        Args:
+            num_pages: that the next forward begins, all requests together; full ones.
+        """
+        return 0 if self._acts is None else self._acts.num_rowless(num_pages)
+
     def poll(self) -> None:
         """Take note of copies that have ended; start again what failed."""
         assert self._forward is None, "polled during a forward"

@@ -99,8 +99,8 @@ def test_a_trial_leaves_parameters_where_they_were(away):
     """Also one that fails."""
     layers, _, _ = make(away)
     before = [one.data_ptr() for one in layers[0].parameters()]
+    layers[0].breaks = True
     with pytest.raises(ArithmeticError), on_device(layers[0], CPU):
-        layers[0].breaks = True
         layers[0](torch.zeros(1, HIDDEN))
     assert [one.data_ptr() for one in layers[0].parameters()] == before
 
