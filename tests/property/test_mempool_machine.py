@@ -304,6 +304,27 @@ class MemPoolMachine(RuleBasedStateMachine):
             for other in self.world.nodes.values():
                 other.poll()
 
+    @rule(n=NODE, away=st.integers(1, 2), tokens=PROMPTS, late=FLAG, heard=FLAG)
+    def fetch_in_vain(
+        self, n: int, away: int, tokens: np.ndarray, late: bool, heard: bool
+    ) -> None:
+        """Give up while bytes are under way, and use all blocks that can be had."""
+        self.fetch_what_is_there(n, away, tokens, BlockType.MIXED)
+        node = self.world.nodes[n]
+        if not self.wanted or self.wanted[-1].node is not node:
+            return
+        if late:
+            self.world.clock.advance(2.1)
+        self.wanted[-1].fetch.fail("not wanted any more")
+        for _ in range(4):
+            if heard:
+                self.world.deliver(len(self.world.messages))
+            for other in self.world.nodes.values():
+                other.poll()
+        self.take_fetched()
+        for _ in range(3):
+            self.draft(n, tokens, BlockType.MIXED)
+
     @precondition(lambda self: self.wanted)
     @rule(pick=PICK)
     def give_up_a_fetch(self, pick: int) -> None:
