@@ -527,8 +527,9 @@ class MemPool:
         return None if member is None else (instance, member.incarnation)
 
     def _pump(self) -> None:
-        self.poll()
+        # First the pause: who is there may have changed since the last poll.
         self._pause()
+        self.poll()
 
     def _memories(self) -> dict[int, tuple[UInt8s, MemoryForm]]:
         """Return by medium the memory of our only rank, and how pages lie there."""
