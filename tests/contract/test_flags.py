@@ -80,6 +80,14 @@ GOOD = {
         "--tiered-sparsity=store",
         "--tiered-encoding=int8",
     ],
+    "pool": [
+        *ON,
+        "--tiered-pool=file:{tmp}/pool",
+        "--tiered-pool-name=b-1",
+        "--tiered-pool-host=127.0.0.1",
+        "--tiered-pool-transport=loopback",
+        "--tiered-pool-keys={tmp}",
+    ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
 }
@@ -150,6 +158,50 @@ BAD = {
     "sparse and layerkv": (
         [*ON, "--tiered-sparsity=load", "--tiered-layerkv=on", "--page-size=16"],
         "--tiered-sparsity",
+    ),
+    "pool alone": (["--tiered-pool=local"], "--tiered-pool: has no effect without"),
+    "pool off": ([*ON, "--tiered-pool-name=a"], "--tiered-pool-name"),
+    "pool url": ([*ON, "--tiered-pool=redis://a"], "--tiered-pool: 'redis"),
+    "pool name": (
+        [*ON, "--tiered-pool=local", "--tiered-pool-name=a b"],
+        "--tiered-pool-name",
+    ),
+    "pool host": (
+        [*ON, "--tiered-pool=local", "--tiered-pool-host=10.0.0.1"],
+        "--tiered-pool-host: 10.0.0.1 can be reached from other machines",
+    ),
+    "pool keys": (
+        [*ON, "--tiered-pool=local", "--tiered-pool-keys={tmp}/none"],
+        "--tiered-pool-keys",
+    ),
+    "pool transport": (
+        [
+            *ON,
+            "--tiered-pool=local",
+            "--tiered-pool-transport=loopback",
+            "--tiered-pool-host=10.0.0.1",
+            "--tiered-pool-keys={tmp}",
+        ],
+        "--tiered-pool-transport",
+    ),
+    "pool ranks": (
+        [*ON, "--tiered-pool=local", "--tp-size=2"],
+        "--tiered-pool: does not go with --tp-size",
+    ),
+    "pool activations": (
+        [
+            *ON,
+            "--page-size=16",
+            "--disable-overlap-schedule",
+            "--tiered-layerkv=on",
+            "--tiered-activations=1",
+            "--tiered-pool=local",
+        ],
+        "--tiered-pool: does not go with --tiered-activations",
+    ),
+    "pool sparse": (
+        [*ON, "--page-size=16", "--tiered-sparsity=load", "--tiered-pool=local"],
+        "--tiered-pool: does not go with --tiered-sparsity",
     ),
     "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),

@@ -1,1 +1,1 @@
-"""Servers in a pool: what they lend to each other, and the tier ``peer``."""
+"""Servers in a pool: see README.md."""

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
+from sgl_tiered.engines.sglang.pooled.shape import pool_shape
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
-from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.cache_store import CacheStore
 from sgl_tiered.pool.layouts import KVShape
@@ -30,7 +29,6 @@ __all__ = [
     "ServedPool",
     "join_pool",
     "peer_tokens",
-    "pool_shape",
 ]
 
 logger = logging.getLogger(__name__)
@@ -76,31 +74,6 @@ class ServedPool:
         """Leave the pool."""
         self.node.close()
         self._close_transport()
-
-
-def pool_shape(layout: PageLayout, kv_heads: int) -> KVShape:
-    """Return the shape by which servers tell whether their pages are alike.
-
-    Encoded pages are exchanged as they are: for them a token's part of a page is one
-    head, whose size follows from the encoding.
-
-    Raises:
-        ConfigError: a page has no equal parts.
-    """
-    parts = 2 * layout.page_tokens
-    if layout.part_bytes * 2 * layout.num_layers == layout.page_bytes:
-        head_bytes, left = divmod(layout.token_bytes, kv_heads)
-    else:
-        kv_heads = 1
-        head_bytes, left = divmod(layout.layer_page_bytes, parts)
-    if left:
-        raise ConfigError(
-            "--tiered-pool",
-            f"pages of {layout.layer_page_bytes} bytes a layer do not divide into "
-            f"{parts} parts",
-            "leave --tiered-encoding or --tiered-pool out",
-        )
-    return KVShape(layout.num_layers, kv_heads, head_bytes, layout.page_tokens)
 
 
 def join_pool(
