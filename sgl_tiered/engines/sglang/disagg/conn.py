@@ -1,9 +1,9 @@
 """SGLang's transfer backend ``tiered``: its Mooncake classes over our engine.
 
-SGLang's classes keep the conversation (bootstrap, rooms, aborts); what moves bytes under
-them is ``RawEngine``. Three things differ: a decode instance tells where its memory is
-with its registration; an instance whose push failed does not say "done" before nothing
-of it can arrive any more; and a decode instance does not take memory back by the clock.
+SGLang's classes keep the conversation (bootstrap, rooms, aborts); what moves bytes
+below them is ``RawEngine``. Three things differ: a decode instance tells where its
+memory is with its registration; one whose push failed does not say "done" before
+nothing of it can arrive any more; and memory is not taken back by the clock.
 """
 
 from __future__ import annotations

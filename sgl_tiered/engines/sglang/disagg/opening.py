@@ -6,6 +6,7 @@ import importlib.util
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.transport.base import Transport
+from sgl_tiered.transport.keys import is_loopback
 
 __all__ = ["choose_transport", "has_accelerator", "open_transport"]
 
@@ -19,11 +20,12 @@ def has_accelerator() -> bool:
     return bool(torch.accelerator.is_available())
 
 
-def choose_transport(asked: str, *, on_device: bool) -> str:
+def choose_transport(asked: str, host: str, *, on_device: bool) -> str:
     """Return the transport to open.
 
     Args:
         asked: ``auto`` or a name.
+        host: address that others reach this machine by.
         on_device: whether KV lies on an accelerator.
 
     Raises:
@@ -33,6 +35,8 @@ def choose_transport(asked: str, *, on_device: bool) -> str:
         for name in ("mooncake",) if on_device else ("mooncake", "nixl"):
             if importlib.util.find_spec(name) is not None:
                 return name
+        if is_loopback(f"tcp://{host}:1") and not on_device:
+            return "loopback"
         raise ConfigError(
             _FLAG,
             "finds neither Mooncake nor NIXL here",
@@ -57,7 +61,7 @@ def open_transport(asked: str, host: str, devices: str | None) -> Transport:
         ConfigError: see ``choose_transport``.
         TransportUnavailableError: the library does not work here.
     """
-    name = choose_transport(asked, on_device=has_accelerator())
+    name = choose_transport(asked, host, on_device=has_accelerator())
     if name == "nixl":
         from sgl_tiered.transport.nixl import open_nixl
 
