@@ -363,6 +363,23 @@ SEAMS: tuple[Seam, ...] = (
         http=True,
     ),
     Seam("HTTP app", _SRT + "entrypoints.http_server.app", http=True),
+    Seam(
+        "headers of a request",
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        ("obj", "request"),
+        http=True,
+    ),
+    Seam(
+        "hints for a request",
+        _SRT + "managers.kv_hints.KvHintAction",
+        ("action_id", "action_type", "action_version", "payload"),
+    ),
+    Seam(
+        "sleep while idle",
+        _SRT + "managers.scheduler_components.idle_sleeper.IdleSleeper",
+        ("sockets",),
+        attributes=("maybe_sleep",),
+    ),
 )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.engines.sglang.disagg.engine import RawEngine, as_memory
+from sgl_tiered.engines.sglang.disagg.opening import open_kv_transport
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
 from sgl_tiered.transport.base import TransferStatus
@@ -181,32 +182,16 @@ def test_memory_at_an_address_is_not_copied() -> None:
     assert memory.tolist() == [0, 0, 0, 9, 0, 0, 0, 0, 0, 0]
 
 
-def test_which_transport_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``auto`` is the first one installed, and loopback on one machine without any; a
-    device takes Mooncake only."""
-    from sgl_tiered.engines.sglang.disagg import opening
+@pytest.mark.parametrize("asked", ["nixl", "loopback"])
+@pytest.mark.parametrize(("devices", "on_device"), [("mlx5_0", False), (None, True)])
+def test_a_device_and_cards_take_mooncake_only(asked, devices, on_device) -> None:
+    """The others were made for main memory, and choose their links themselves."""
+    with pytest.raises(ConfigError, match="--tiered-pd-transport"):
+        open_kv_transport(asked, "127.0.0.1", devices, on_device=on_device)
 
-    def installed(*names: str) -> None:
-        monkeypatch.setattr(
-            opening.importlib.util,
-            "find_spec",
-            lambda name: object() if name in names else None,
-        )
 
-    def choose(asked: str, *, on_device: bool = False, host: str = "10.0.0.1") -> str:
-        return opening.choose_transport(asked, host, on_device=on_device)
-
-    installed("mooncake", "nixl")
-    assert choose("auto") == "mooncake"
-    assert choose("auto", on_device=True) == "mooncake"
-    assert choose("nixl") == "nixl"
-    installed("nixl")
-    assert choose("auto") == "nixl"
-    for asked in ("auto", "nixl", "loopback"):
-        with pytest.raises(ConfigError):
-            choose(asked, on_device=True)
-    installed()
-    with pytest.raises(ConfigError, match="mooncake"):
-        choose("auto")
-    assert choose("auto", host="127.0.0.1") == "loopback"
-    assert choose("loopback") == "loopback"
+def test_the_transport_that_was_asked_for() -> None:
+    """On one machine the kernel's copies will do."""
+    transport = open_kv_transport("loopback", "127.0.0.1", None, on_device=False)
+    assert transport.address.kind == "loopback"
+    transport.close()

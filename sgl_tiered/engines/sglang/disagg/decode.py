@@ -2,8 +2,8 @@
 
 Prompts arrive from a prefill instance, so nothing is loaded here: the device's pages
 are reused, and what else a prompt has is sent. The tiers below keep what ended, for the
-instances that ask for it, and for the one that computed the prompt (``returning.py``).
-A request is offloaded once, when it has ended, so that its decode steps pay for no copy.
+instances that ask for it and for the one that computed the prompt (``returning.py``).
+A request is offloaded once, when it has ended: its decode steps pay for no copy.
 """
 
 from __future__ import annotations

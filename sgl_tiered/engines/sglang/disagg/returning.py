@@ -3,8 +3,8 @@
 PD-Caching-3 of MemServe (section 5.1): after a request, the decode instance sends what
 the prefill instance lacks, so that the next turn finds the answer there. It goes from
 host rows to host rows by ``transfer_with_insert``, behind the offload that a request's
-end begins: no decode step waits for it. A few run at a time, and a poll begins few. What
-fails, or whose receiver is gone, is dropped: the next turn computes it again.
+end begins: no decode step waits for it. A few run at a time, and a poll begins few.
+What fails, or whose receiver is gone, is dropped: the next turn computes it again.
 """
 
 from __future__ import annotations
