@@ -58,8 +58,12 @@ _HIT_WEIGHT = 0.1
 _LEAST_HIT_SHARE = 0.02
 _LATE_FACTOR = 2.0
 """A pull may take so many times what it was to save before it is given up."""
+_TRIAL_FACTOR = 4.0
+"""A trial of a link that looks slow may take so many times what it was to save."""
+_FORCED_S = 60.0
 _MAX_PULLS = 64
 _MAX_ENDED = 1024
+_MAX_REASONS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +83,6 @@ class _Pull:
     fetching: Fetching | None = None
     is_dropped: bool = False
     asked_s: float = 0.0
-    predicted_s: float = 0.0
-    saved_s: float = 0.0
 
     @property
     def stop(self) -> int:
@@ -100,6 +102,8 @@ class PeerPulls:
         clock: bounds the waiting.
         metrics: counts what came, and why the rest did not.
         page_tokens, page_bytes: of one page.
+        load_policy: ``auto`` (pull what pays), ``always`` (for experiments: as if
+            computing took a minute) or ``never``; asked each time.
     """
 
     def __init__(
@@ -112,7 +116,9 @@ class PeerPulls:
         *,
         page_tokens: int,
         page_bytes: int,
+        load_policy: Callable[[], str] = lambda: "auto",
     ) -> None:
+        self._load_policy = load_policy
         self._store = store
         self._peers = peers
         self._cost = cost
@@ -124,6 +130,7 @@ class PeerPulls:
         self._breakers: dict[int, CircuitBreaker] = {}
         self._pulls: list[_Pull] = []
         self._wanted: dict[str, Wanted] = {}
+        self._reasons: dict[str, int] = {}
         self._search_s = _FIRST_LATENCY_S
         self._hit_share = 0.5
         self._num_unasked = 0
@@ -170,6 +177,8 @@ class PeerPulls:
             hints: who holds more of it; empty: peers are asked.
         """
         if rid in self._wanted or not self._peers.num_others:
+            return
+        if self._load_policy() == "never":
             return
         present = self._store.num_present(digest, tokens, device_pages)
         first = device_pages + present
@@ -244,6 +253,7 @@ class PeerPulls:
             "under_way": len(self._pulls),
             "search_s": self._search_s,
             "search_hit_share": self._hit_share,
+            "not_pulled": dict(self._reasons),
             "links": links,
         }
 
@@ -271,7 +281,7 @@ class PeerPulls:
         """Begin a pull; return why there is none."""
         if len(self._pulls) >= _MAX_PULLS:
             return "too many pulls are under way"
-        saved_s = self._saved_s(tokens, first, max_pages - first)
+        worth_s = self._worth_s(tokens, first, max_pages - first)
         holders = []
         for hint in hints:
             instance = self._peers.instance_of(hint)
@@ -286,12 +296,14 @@ class PeerPulls:
             if not reason:
                 self._pulls.append(pull)
             return reason
-        reason = self._no_search(saved_s, max_pages - first)
+        reason = self._no_search(worth_s, max_pages - first)
         if reason:
             return reason
         # Longer than answers usually take, and never a notable part of the gain.
-        wait_s = min(_PATIENCE * self._search_s, _SEARCH_SHARE * saved_s)
+        wait_s = min(_PATIENCE * self._search_s, _SEARCH_SHARE * worth_s)
         wait_s = max(wait_s, _LEAST_SEARCH_S)
+        if self._is_forced:
+            wait_s = worth_s
         pull.give_up_at_s = now_s + wait_s
         pull.search = self._peers.search(
             digest, tokens[: max_pages * self._page_tokens], wait_s
@@ -301,14 +313,16 @@ class PeerPulls:
         self._advance(pull)
         return ""
 
-    def _no_search(self, saved_s: float, num_pages: int) -> str:
+    def _no_search(self, worth_s: float, num_pages: int) -> str:
         """Return why peers are not asked who holds anything."""
+        if self._is_forced:
+            return ""
         num_bytes = num_pages * self._page_bytes
         best_s = min(
             (link.seconds(num_bytes) for link in self._links.values()),
             default=self._first_link().seconds(num_bytes),
         )
-        gain_s = _MARGIN * saved_s - best_s
+        gain_s = _MARGIN * worth_s - best_s
         if gain_s <= 0.0:
             return "recomputing is cheaper than any pull"
         if self._hit_share * gain_s > self._search_s:
@@ -358,18 +372,20 @@ class PeerPulls:
             if self._breaker(instance).rests:
                 continue
             num_pages = num_held - pull.first_page
-            saved_s = self._saved_s(pull.tokens, pull.first_page, num_pages)
+            worth_s = self._worth_s(pull.tokens, pull.first_page, num_pages)
             link = self._link(instance)
             pull_s = link.seconds(num_pages * self._page_bytes)
-            if pull_s >= _MARGIN * saved_s and not link.trial_due():
-                reason = "recomputing is cheaper"
-                continue
-            gain_s = saved_s - pull_s
+            if pull_s >= _MARGIN * worth_s:
+                is_bearable = pull_s < _TRIAL_FACTOR * worth_s
+                if not is_bearable or not link.trial_due():
+                    reason = "recomputing is cheaper"
+                    continue
+            gain_s = worth_s - pull_s
             if best is None or gain_s > best[0]:
-                best = (gain_s, instance, num_pages, pull_s, saved_s)
+                best = (gain_s, instance, num_pages, pull_s, worth_s)
         if best is None:
             return reason
-        _, instance, num_pages, pull_s, saved_s = best
+        _, instance, num_pages, pull_s, worth_s = best
         if not self._breaker(instance).allows():
             return reason
         addresses = self._store.alloc(TierId.HOST, num_pages)
@@ -377,9 +393,11 @@ class PeerPulls:
             return "the host tier has no room for it"
         now_s = self._clock.now()
         pull.instance, pull.addresses = instance, addresses
-        pull.asked_s, pull.predicted_s, pull.saved_s = now_s, pull_s, saved_s
-        pull.give_up_at_s = now_s + max(saved_s, pull_s)
+        pull.asked_s = now_s
+        bound_s = max(worth_s, pull_s)
+        pull.give_up_at_s = now_s + bound_s
         name = self._peers.name_of(instance)
+        saved_s = self._saved_s(pull.tokens, pull.first_page, num_pages)
         for wanted in pull.wanted.values():
             wanted.holder = name
             wanted.predicted_s, wanted.saved_s = pull_s, saved_s
@@ -390,7 +408,7 @@ class PeerPulls:
             addresses,
             pull.first_page,
             # Late pages are of use to others, and until it ends nobody has the blocks.
-            _LATE_FACTOR * max(saved_s, pull_s),
+            _LATE_FACTOR * bound_s,
         )
         self._metrics.add("peer_pulls")
         return ""
@@ -446,6 +464,16 @@ class PeerPulls:
             refusal = self._store.free(addresses)
             assert not refusal, refusal
 
+    @property
+    def _is_forced(self) -> bool:
+        return self._load_policy() == "always"
+
+    def _worth_s(self, tokens: Int32s, first: int, num_pages: int) -> float:
+        """Return how long a pull of pages may take."""
+        if self._is_forced:
+            return _FORCED_S
+        return self._saved_s(tokens, first, num_pages)
+
     def _saved_s(self, tokens: Int32s, first: int, num_pages: int) -> float:
         """Return the predicted time that having pages in the host tier saves."""
         page, total = self._page_tokens, len(tokens)
@@ -468,5 +496,8 @@ class PeerPulls:
         return breaker
 
     def _count(self, reason: str) -> None:
-        """Count why something was not pulled, by the reason's first words."""
+        """Count why something was not pulled; of reasons that errors gave, the sum."""
         self._metrics.add("peer_not_pulled")
+        if reason not in self._reasons and len(self._reasons) >= _MAX_REASONS:
+            reason = "other"
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1

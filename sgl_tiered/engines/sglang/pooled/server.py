@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.pooled.peers import NodePeers
 from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.errors import ConfigError
@@ -23,6 +22,7 @@ from sgl_tiered.pool.cache_store import CacheStore
 from sgl_tiered.pool.layouts import KVShape
 from sgl_tiered.pool.membership import InstanceKind, Lease
 from sgl_tiered.pool.node import NodeConfig, NodeMemory, PoolNode, store_memories
+from sgl_tiered.pool.node_peers import NodePeers
 from sgl_tiered.pool.pulls import PeerPulls
 from sgl_tiered.transport.by_name import open_transport
 
@@ -170,6 +170,7 @@ def join_pool(
         parts.metrics,
         page_tokens=layout.page_tokens,
         page_bytes=layout.page_bytes,
+        load_policy=lambda: parts.cache.planner.load_policy,
     )
     logger.info(
         "sgl-tiered: in the pool %s as %s (instance %d), bytes by %s",

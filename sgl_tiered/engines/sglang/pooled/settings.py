@@ -95,13 +95,13 @@ def read_pool(settings: Mapping[str, Any]) -> PoolSettings | None:
             "make keys with sgl-tiered pool keys",
         )
     host = _LOOPBACK if host is None else str(host)
-    if folder is None and not is_loopback(host):
+    if folder is None and not is_loopback(f"tcp://{host}:*"):
         raise ConfigError(
             "--tiered-pool-host",
             f"{host} can be reached from other machines, and there are no keys",
             "add --tiered-pool-keys DIR, and keep its ports in a private network",
         )
-    if transport == "loopback" and not is_loopback(host):
+    if transport == "loopback" and not is_loopback(f"tcp://{host}:*"):
         raise ConfigError(
             "--tiered-pool-transport",
             f"loopback does not leave this machine, and {host} is on a network",

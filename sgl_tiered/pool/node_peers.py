@@ -1,25 +1,46 @@
-"""The other servers of a pool, as ``pool/pulls.py`` asks for them."""
+"""The other members of a pool, as `pulls.py` asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from sgl_tiered.core.plans import Int32s, UInt64s
 from sgl_tiered.pool.fetch import Search as NodeSearch
-from sgl_tiered.pool.node import PoolNode
+from sgl_tiered.pool.membership import View
+from sgl_tiered.pool.mempool import MemPool
 from sgl_tiered.pool.peers import Fetching, Hint, Search
 
-__all__ = ["NodePeers"]
+__all__ = ["InPool", "NodePeers"]
+
+
+class InPool(Protocol):
+    """An instance in a pool; ``PoolNode`` is one."""
+
+    @property
+    def instance(self) -> int:
+        """Its id."""
+        ...
+
+    @property
+    def view(self) -> View:
+        """The members."""
+        ...
+
+    @property
+    def pool(self) -> MemPool:
+        """Its calls."""
+        ...
 
 
 class NodePeers:
     """``Peers`` over a node's pool.
 
     Args:
-        node: of this server.
+        node: of this instance.
     """
 
-    def __init__(self, node: PoolNode) -> None:
+    def __init__(self, node: InPool) -> None:
         self._node = node
 
     @property
