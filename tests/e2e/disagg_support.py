@@ -91,7 +91,7 @@ def pair_flags(caching: int, tiers: Tiers | None = None) -> tuple[str, ...]:
 
 
 def start_pair(
-    device: Device, log_dir: Path, flags: Sequence[str], decode: Sequence[str] = ()
+    device: Device, log_dir: Path, flags: Sequence[str], prefill: Sequence[str] = ()
 ) -> Pair:
     """Start both servers at the same time, and return when both answer.
 
@@ -99,7 +99,7 @@ def start_pair(
         device: of either server.
         log_dir: gets their logs.
         flags: of both.
-        decode: of the decode server alone.
+        prefill: of the prefill server alone.
     """
     port = free_port()
     shared = (
@@ -124,7 +124,7 @@ def start_pair(
             log_dir,
             start_timeout_s=START_TIMEOUT_S,
         )
-        for mode, extra in (("prefill", ()), ("decode", tuple(decode)))
+        for mode, extra in (("prefill", tuple(prefill)), ("decode", ()))
     ]
     with ThreadPoolExecutor(2) as both:
         starts = [both.submit(server.start) for server in servers]
