@@ -74,7 +74,7 @@ def whole_pages(num_tokens):
 
 
 def test_a_session_turn_by_turn(pair, case, answers):
-    """Answers are plain's; each side has just what its mode keeps, and no more is sent."""
+    """Answers are plain's, and either side has and sends just what its mode says."""
     caching, _ = case
     for number, (prompt, expected) in enumerate(answers):
         before = pair.transfers(pair.decode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 from sgl_tiered.engines.sglang.disagg.settings import (
@@ -16,6 +17,7 @@ __all__ = ["add_choice", "disagg_hooks", "pd_state", "service_hooks"]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _GET_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+_HOLD_NAP_S = 0.005
 
 
 def add_choice() -> None:
@@ -125,6 +127,23 @@ def _take_events(scheduler: Any) -> None:
     """Let a tiered cache take the ends of its transfers: SGLang asks HiCache only."""
     if tiered_runtime(scheduler.tree_cache) is not None:
         scheduler.tree_cache.check_hicache_events()
+    if _only_holds(scheduler):
+        # SGLang turns without a pause while anything is held, which may be long.
+        threading.Event().wait(_HOLD_NAP_S)
+
+
+def _only_holds(scheduler: Any) -> bool:
+    """Say whether held memory is all that keeps a decode instance from sleeping."""
+    queue = scheduler.disagg_decode_transfer_queue
+    ahead = scheduler.disagg_decode_prealloc_queue
+    return (
+        queue.has_pending_deferred_releases()
+        and not queue.queue
+        and not ahead.queue
+        and not ahead.retracted_queue
+        and not scheduler.waiting_queue
+        and scheduler.running_batch.is_empty()
+    )
 
 
 def _send_early(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

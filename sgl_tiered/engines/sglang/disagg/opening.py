@@ -9,6 +9,10 @@ from sgl_tiered.transport.mooncake import open_mooncake
 
 __all__ = ["has_accelerator", "open_kv_transport"]
 
+_GRACE_S = 10.0
+"""After the library's last word on each piece of a failed push. The session rests and
+the decode instance holds its memory for so long, so it is shorter than a pool's."""
+
 
 def has_accelerator() -> bool:
     """Return whether KV lies on a device of its own."""
@@ -33,7 +37,7 @@ def open_kv_transport(
         TransportUnavailableError: the library does not work here.
     """
     if not on_device and not devices:
-        return open_transport(asked, host)
+        return open_transport(asked, host, grace_s=_GRACE_S)
     if asked not in ("auto", "mooncake"):
         place = "the memory of a device" if on_device else "RDMA cards"
         raise ConfigError(
@@ -42,4 +46,6 @@ def open_kv_transport(
             "give mooncake",
         )
     protocol = "rdma" if devices else "tcp"
-    return open_mooncake(host, protocol=protocol, devices=devices or "")
+    return open_mooncake(
+        host, protocol=protocol, devices=devices or "", grace_s=_GRACE_S
+    )
