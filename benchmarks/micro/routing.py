@@ -145,14 +145,14 @@ def main() -> None:
         timed(
             "decision, all of it",
             lambda p=prompt: choices.append(
-                scheduler.choose(
-                    p, scheduler.keys(p), COLOCATED, session="s"
-                )
+                scheduler.choose(p, scheduler.keys(p), COLOCATED, session="s")
             ),
         )
         timed("lookup of 4,096 tokens", lambda k=keys: tree.find(k.at(PAGE)))
         instance = choices[0].instance
-        timed("assumption of 4,096", lambda i=instance, k=keys: scheduler.assume(i, k, 9))
+        timed(
+            "assumption of 4,096", lambda i=instance, k=keys: scheduler.assume(i, k, 9)
+        )
         ticket = instance.open(0.0, prompt.num_tokens)
         if repeat % 8:
             instance.close(ticket)

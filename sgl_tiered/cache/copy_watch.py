@@ -183,9 +183,7 @@ class CopyWatch:
             lost.extend(self._names[gone].tolist())
         self._has_news = True
 
-    def _tell(
-        self, path: Sequence[Node], left: int, found: list[Gained | Lost]
-    ) -> int:
+    def _tell(self, path: Sequence[Node], left: int, found: list[Gained | Lost]) -> int:
         """Tell what is new along a prompt; returns how much may still be told."""
         before: bytes | None = None
         parent: int | None = None

@@ -209,16 +209,17 @@ _NONE = np.zeros(0, np.int64)
 def _best_ranks(
     at: Int64s, cached: Int64s, confirmed: Int64s
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Return positions, each once and rising, with the most that is held there.
+    """Return positions, each once and rising, with what one rank has: that of the most.
+
+    Tokens and what is confirmed of them are of the same rank; among equals of the one
+    of which more is confirmed.
 
     Args:
         at: positions, shape [num_holders]; ranks of one instance have the same.
         cached: tokens per place, shape [num_holders, NUM_PLACES].
         confirmed: tokens, shape [num_holders].
     """
-    order = np.lexsort((-cached.sum(axis=1), at))
+    order = np.lexsort((-confirmed, -cached.sum(axis=1), at))
     at, cached, confirmed = at[order], cached[order], confirmed[order]
     firsts = np.flatnonzero(np.diff(at, prepend=-1))
-    if len(firsts) == len(at):
-        return at, cached, confirmed
-    return at[firsts], cached[firsts], np.maximum.reduceat(confirmed, firsts)
+    return at[firsts], cached[firsts], confirmed[firsts]

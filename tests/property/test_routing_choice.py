@@ -91,8 +91,9 @@ def exhaustive(world: World, policy, keys, prompt, tried, turn):
             match = world.tree.match(keys.at(page)).get(holder.number)
             if match is not None:
                 here = tuple(page * pages for pages in match.pages)
-                cached = max(cached, here, key=sum)
-                confirmed = max(confirmed, page * match.num_confirmed)
+                sure = page * match.num_confirmed
+                if (sum(here), sure) > (sum(cached), confirmed):
+                    cached, confirmed = here, sure
         load = instance.load(world.clock.now(), MAX_AGE_S)
         facts.append(InstanceFacts(instance.name, cached, confirmed, *load))
     if not there:
@@ -115,11 +116,13 @@ def test_the_choice_is_the_exhaustive_one(name, data) -> None:
     for turn in range(draw(st.integers(1, 14))):
         step = draw(st.sampled_from(steps)) if world.instances else "add"
         prompt = draw(st.sampled_from(PROMPTS))
-        some = draw(st.sampled_from(world.instances)) if world.instances else None
+        last = max(len(world.instances) - 1, 0)
+        at = draw(st.integers(0, last))
+        some = world.instances[at] if world.instances else None
         if step == "add":
             world.add(draw(st.sampled_from(PAGES)), draw(st.integers(1, 2)))
         elif step == "store":
-            holder = draw(st.sampled_from(some.holders))
+            holder = some.holders[draw(st.integers(0, len(some.holders) - 1))]
             world.store(holder, prompt, draw(st.sampled_from(list(TierId))))
         elif step == "assume":
             keys = scheduler.keys(read_prompt("/generate", {"input_ids": prompt}, None))

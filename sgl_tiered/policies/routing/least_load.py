@@ -29,9 +29,7 @@ def load_tokens(instance: InstanceFacts, running_cost_tokens: float) -> float:
     return instance.waiting_tokens + running_cost_tokens * instance.num_running
 
 
-def loads_of(
-    fleet: FleetFacts, running_cost_tokens: float
-) -> npt.NDArray[np.float64]:
+def loads_of(fleet: FleetFacts, running_cost_tokens: float) -> npt.NDArray[np.float64]:
     """Return ``load_tokens`` of all instances, to the last bit the same."""
     loads: npt.NDArray[np.float64] = (
         fleet.waiting_tokens + running_cost_tokens * fleet.num_running

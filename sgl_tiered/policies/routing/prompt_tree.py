@@ -103,7 +103,9 @@ class PromptTreeRouting:
         num_cached = np.zeros(len(fleet), np.int64)
         if len(fleet.holders):
             saved = np.zeros(len(fleet.holders))
-            for credit, cached in zip(self._credits, fleet.cached_tokens.T, strict=True):
+            for credit, cached in zip(
+                self._credits, fleet.cached_tokens.T, strict=True
+            ):
                 saved += credit * cached
             own = np.maximum(request.num_tokens - saved, 0.0)
             costs[fleet.holders] = loads[fleet.holders] + own
