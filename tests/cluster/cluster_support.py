@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from sgl_tiered_workloads.arrivals import ClosedLoop
@@ -49,12 +52,15 @@ __all__ = [
     "Played",
     "Reference",
     "accounts",
+    "answered_by",
     "assert_right",
     "play",
     "record_sessions",
     "router_state",
     "settled",
     "storm",
+    "struck",
+    "transferred",
     "under_way",
     "up",
 ]
@@ -302,7 +308,32 @@ def storm(
         thread.join(BOUND_S)
     if errors:
         raise errors[0]
-    return player.played
+    told = player.played
+    print(
+        f"\n  {player.num_rounds} rounds: {len(told.answered)} answered, "
+        f"{len(told.broken)} broken, {len(told.failed_over)} failed over"
+    )
+    return told
+
+
+def struck(
+    cluster: Cluster,
+    reference: Reference,
+    name: str,
+    strike: Callable[[], None],
+    heal: Callable[[], None],
+) -> Played:
+    """Play while an instance is struck with requests under way, then healed."""
+    url = cluster.routers[0]
+
+    def fault() -> None:
+        wait_until(lambda: under_way(url, name) > 0, f"{name} has work")
+        strike()
+        wait_until(lambda: not up(url, name), f"{name} is taken for down")
+        heal()
+        wait_until(lambda: up(url, name), f"{name} is up again")
+
+    return storm(cluster.routers, reference, fault)
 
 
 def assert_right(
@@ -379,24 +410,72 @@ def accounts(server: SglangServer) -> tuple[int, int, int]:
     return running, waiting, used
 
 
-def settled(cluster: Cluster, routers: Sequence[str]) -> None:
+def settled(cluster: Cluster) -> None:
     """Demand that nothing is left: no request, no token of KV, no ticket, no defect.
 
     Every server is emptied: what a pool still holds then is leaked.
     """
-    for url in routers:
+    for url in cluster.routers:
         for name in cluster.members:
             wait_until(lambda u=url, n=name: up(u, n), f"{name} is up")
             wait_until(lambda u=url, n=name: under_way(u, n) == 0, f"{name} is idle")
     for server in cluster.servers.values():
-        wait_until(lambda s=server: accounts(s)[:2] == (0, 0), "requests end")
-        wait_until(lambda s=server: _flushes(s), f"{server.spec.name} is flushed")
-        wait_until(lambda s=server: accounts(s)[2] == 0, "no token of KV is left")
+        name = server.spec.name
+        wait_until(lambda s=server: accounts(s)[:2] == (0, 0), f"{name}: requests end")
+        wait_until(lambda s=server: _unsettled(s) == 0, f"{name}: transfers settle")
+        wait_until(lambda s=server: _flushes(s), f"{name} is flushed")
+        wait_until(lambda s=server: accounts(s)[2] == 0, f"{name}: no KV is left")
         assert server.exit_code() is None
     for path in cluster.log_dir.rglob("*.log"):
         text = path.read_text(errors="replace")
         for word in ("leak detected", "double free", "use-after-free"):
             assert word not in text, f"{word} in {path}"
+
+
+def transferred(cluster: Cluster) -> int:
+    """Return the bytes of KV that servers have sent each other so far."""
+    return sum(
+        int(_states(server, "tiered_pd").get("bytes_pushed", 0))
+        for server in cluster.servers.values()
+    )
+
+
+def answered_by(cluster: Cluster, record: RequestRecord) -> tuple[str, list[int]]:
+    """Ask the first router for one answer, whole; return who gave it and its tokens.
+
+    Raises:
+        HTTPError: nobody could.
+    """
+    body = {
+        "input_ids": list(record.prompt),
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": len(record.output),
+            "ignore_eos": True,
+        },
+    }
+    request = urllib.request.Request(
+        cluster.routers[0] + "/generate",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+        return response.headers["X-Tiered-Instance"], json.load(response)["output_ids"]
+
+
+def _states(server: SglangServer, name: str) -> dict[str, Any]:
+    """Return a part of a server's internal state; empty where it has none."""
+    (state,) = server.get("/server_info", PATIENCE_S)["internal_states"]
+    found: dict[str, Any] = state.get(name) or {}
+    return found
+
+
+def _unsettled(server: SglangServer) -> int:
+    """Return what is still held: for transfers that failed, and by copies of tiers."""
+    pair = _states(server, "tiered_pd")
+    held = int(pair.get("rooms_unsettled", 0)) + int(pair.get("releases_held", 0))
+    tiers = _states(server, "tiered").get("occupancy", {})
+    return held + sum(int(tier["pinned"]) for tier in tiers.values())
 
 
 def _flushes(server: SglangServer) -> bool:

@@ -6,9 +6,7 @@ One server stands behind a forwarder, so that the path to it can be cut while it
 from __future__ import annotations
 
 import asyncio
-import json
 import urllib.error
-import urllib.request
 
 import pytest
 from sgl_tiered_workloads.client import StreamingClient
@@ -22,14 +20,16 @@ from tests.cluster.cluster_support import (
     ROUTER_FLAGS,
     Played,
     accounts,
+    answered_by,
     assert_right,
     play,
     settled,
     storm,
+    struck,
     under_way,
     up,
 )
-from tests.e2e.e2e_support import PATIENCE_S, wait_until
+from tests.e2e.e2e_support import wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
@@ -63,42 +63,9 @@ def cluster(running, device, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def whole(cluster):
     """Before and after each test everything runs and nothing is left over."""
-    settled(cluster, cluster.routers)
+    settled(cluster)
     yield
-    settled(cluster, cluster.routers)
-
-
-def struck(cluster, plain, strike, heal):
-    """Play while a server is struck with requests under way, then healed."""
-    url = cluster.routers[0]
-
-    def fault():
-        wait_until(lambda: under_way(url, LEFT) > 0, "the left one has work")
-        strike()
-        wait_until(lambda: not up(url, LEFT), "the left one is taken for down")
-        heal()
-        wait_until(lambda: up(url, LEFT), "the left one is up again")
-
-    return storm(cluster.routers, plain, fault)
-
-
-def answered_by(cluster, record):
-    """Ask for one answer, not streamed; return who gave it and its tokens."""
-    body = {
-        "input_ids": list(record.prompt),
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": len(record.output),
-            "ignore_eos": True,
-        },
-    }
-    request = urllib.request.Request(
-        cluster.routers[0] + "/generate",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        return response.headers["X-Tiered-Instance"], json.load(response)["output_ids"]
+    settled(cluster)
 
 
 def test_answers_are_plains(cluster, plain):
@@ -131,7 +98,7 @@ def test_killed_under_load(cluster, plain):
     """A server is killed with requests under way: those that had not begun to stream go
     to the other one, and it serves again after its restart."""
     played = struck(
-        cluster, plain, lambda: cluster.kill(LEFT), lambda: cluster.restart(LEFT)
+        cluster, plain, LEFT, lambda: cluster.kill(LEFT), lambda: cluster.restart(LEFT)
     )
     assert_right(plain, played)
 
@@ -150,7 +117,7 @@ def test_killed_between(cluster, plain):
 def test_stopped_under_load(cluster, plain):
     """A server falls silent with requests under way, and goes on later."""
     played = struck(
-        cluster, plain, lambda: cluster.pause(LEFT), lambda: cluster.resume(LEFT)
+        cluster, plain, LEFT, lambda: cluster.pause(LEFT), lambda: cluster.resume(LEFT)
     )
     assert_right(plain, played)
 
@@ -158,7 +125,7 @@ def test_stopped_under_load(cluster, plain):
 def test_a_port_dropped(cluster, plain):
     """The path to a server refuses connections while the server itself runs on."""
     played = struck(
-        cluster, plain, lambda: cluster.kill(PATH), lambda: cluster.restart(PATH)
+        cluster, plain, LEFT, lambda: cluster.kill(PATH), lambda: cluster.restart(PATH)
     )
     assert_right(plain, played)
     assert cluster.servers[LEFT].exit_code() is None
@@ -167,7 +134,7 @@ def test_a_port_dropped(cluster, plain):
 def test_a_port_silent(cluster, plain):
     """The path to a server swallows all that is sent."""
     played = struck(
-        cluster, plain, lambda: cluster.pause(PATH), lambda: cluster.resume(PATH)
+        cluster, plain, LEFT, lambda: cluster.pause(PATH), lambda: cluster.resume(PATH)
     )
     assert_right(plain, played)
 

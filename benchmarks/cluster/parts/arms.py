@@ -58,6 +58,7 @@ FRONTS = (PREFIX_TREE, SESSION, SGLANG_ROUTER)
 PAGE = 16
 POOL_TOKENS = 24_576
 HOST_BYTES = 600_000_000
+TIERS = Tiers(HOST_BYTES).flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,9 @@ def make_system(name: str, model: Path, ports: Ports, logs: Path, pool: str) -> 
         logs: folder of logs.
         pool: URL of the registry, for our own pairs.
     """
-    host = Tiers(HOST_BYTES).flags
     shared = device(model)
     if name in (PLAIN, CC):
-        flags = ("--disable-radix-cache",) if name == PLAIN else host
+        flags = ("--disable-radix-cache",) if name == PLAIN else TIERS
         members = tuple(
             new_member(
                 shared, COLOCATED, f"{name}-{n}", ports, flags=flags, events=False
@@ -102,7 +102,7 @@ def make_system(name: str, model: Path, ports: Ports, logs: Path, pool: str) -> 
         )
         policy = "least-load" if name == PLAIN else "prompt-tree"
     else:
-        handover = _handover(name, pool, host)
+        handover = _handover(name, pool)
         members = tuple(
             new_member(
                 shared, kind, f"{name}-{kind}", ports, handover=handover, events=False
@@ -121,11 +121,11 @@ def make_system(name: str, model: Path, ports: Ports, logs: Path, pool: str) -> 
     return System(name, members, front)
 
 
-def _handover(name: str, pool: str, host: Sequence[str]) -> Handover:
+def _handover(name: str, pool: str) -> Handover:
     if name == SGLANG_PAIR:
         return mooncake(caches=True)
     caching = {PAIR_BASIC: 0, PAIR_CC: 3}[name]
-    return tiered(caching, pool, host)
+    return tiered(caching, pool, HOST_BYTES)
 
 
 def plain_servers(model: Path, ports: Ports, count: int) -> list[Member]:

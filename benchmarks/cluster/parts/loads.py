@@ -2,7 +2,7 @@
 
 Without files the lengths are drawn from what is published of the data; with
 ``--data`` they are the data's own (``sgl_tiered_workloads.generators``). Drawn ShareGPT
-answers are a quarter as long as real ones: the model is small and the machine has two cores.
+answers are a quarter as long as real ones: the model is small, the machine too.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.server import ServerSpec
-from sgl_tiered_workloads.systems import Device, plain_spec
+from sgl_tiered_workloads.systems import Device, Tiers, plain_spec
 
 __all__ = [
     "COLOCATED",
@@ -107,15 +107,17 @@ def mooncake(caches: bool = True) -> Handover:
     )
 
 
-def tiered(caching: int, pool: str, flags: Sequence[str] = ()) -> Handover:
+def tiered(caching: int, pool: str, host_bytes: int) -> Handover:
     """Return our own hand-over.
 
     Args:
         caching: ``--tiered-pd-caching``, 0 to 3.
-        pool: URL of the registry.
-        flags: of both sides, such as the sizes of tiers.
+        pool: URL of the registry, over which the sides of mode 3 find each other.
+        host_bytes: of the host tier that mode 3 returns KV to, on each side.
     """
-    ours = ("--tiered-pd-caching", str(caching), "--tiered-pool", pool, *flags)
+    ours: tuple[str, ...] = ("--tiered-pd-caching", str(caching))
+    if caching == 3:
+        ours += (*Tiers(host_bytes).flags, "--tiered-pool", pool)
     return Handover("tiered", ours, ours)
 
 
