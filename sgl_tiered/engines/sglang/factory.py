@@ -92,6 +92,10 @@ def build_cache(ctx: Any) -> Any:
             from sgl_tiered.engines.sglang.sparse.cache import SparseRadixCache
 
             return SparseRadixCache(params, runtime, strategy)
+        if ctx.server_args.disaggregation_mode == "decode":
+            from sgl_tiered.engines.sglang.disagg.decode import DecodeRadixCache
+
+            return DecodeRadixCache(params, runtime, strategy)
         return TieredRadixCache(params, runtime, strategy)
 
     cache = create_unified_radix_cache(ctx, cache_class=make)

@@ -1,0 +1,115 @@
+"""Makes ``tiered`` a transfer backend of SGLang, and hooks its scheduler loops."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from sgl_tiered.engines.sglang.disagg.settings import TRANSFER_BACKEND
+from sgl_tiered.engines.sglang.seams import tiered_runtime
+
+__all__ = ["add_choice", "disagg_hooks", "pd_state", "service_hooks"]
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_GET_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+
+
+def add_choice() -> None:
+    """Let the command line take our name; called before it is parsed."""
+    from sglang.srt.arg_groups import choices
+
+    if TRANSFER_BACKEND not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        choices.add_disagg_transfer_backend_choices([TRANSFER_BACKEND])
+
+
+def service_hooks() -> list[tuple[str, Any, Any]]:
+    """Return the hooks of every process that asks for a backend's classes."""
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookType
+
+    _add_member(TransferBackend)
+    return [(_GET_CLASS, _kv_class, HookType.AROUND)]
+
+
+def disagg_hooks() -> list[tuple[str, Any, Any]]:
+    """Return the hooks of the scheduler process."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    return [
+        (_SCHEDULER + "init_disaggregation", _after_init, HookType.AFTER),
+        (_SCHEDULER + "process_decode_queue", _take_events, HookType.BEFORE),
+        (_SCHEDULER + "maybe_send_cached_prefix_chunk", _send_early, HookType.AROUND),
+    ]
+
+
+def pd_state(scheduler: Any) -> dict[str, Any] | None:
+    """Return what was transferred; None where our backend is not used."""
+    for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        queue = getattr(scheduler, name, None)
+        stats = getattr(getattr(queue, "kv_manager", None), "pd_stats", None)
+        if stats is not None:
+            found: dict[str, Any] = stats()
+            return found
+    return None
+
+
+def _add_member(backends: Any) -> None:
+    """Give SGLang's closed list of backends one more: an enum asks ``_missing_``."""
+    if isinstance(getattr(backends, "_tiered", None), backends):
+        return
+    member = object.__new__(backends)
+    member._name_ = TRANSFER_BACKEND.upper()
+    member._value_ = TRANSFER_BACKEND
+
+    def missing(cls: Any, value: object) -> Any:
+        del cls
+        return member if value == TRANSFER_BACKEND else None
+
+    backends._missing_ = classmethod(missing)
+    backends._tiered = member
+
+
+def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """Return our class for our backend, SGLang's for any other."""
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    name = getattr(transfer_backend, "value", None)
+    if name != TRANSFER_BACKEND or class_type == KVClassType.KVARGS:
+        return original(transfer_backend, class_type)
+    from sgl_tiered.engines.sglang.disagg import conn
+
+    return {
+        KVClassType.MANAGER: conn.TieredKVManager,
+        KVClassType.SENDER: conn.TieredKVSender,
+        KVClassType.RECEIVER: conn.TieredKVReceiver,
+        KVClassType.BOOTSTRAP_SERVER: conn.TieredKVBootstrapServer,
+    }[class_type]
+
+
+def _after_init(result: Any, scheduler: Any) -> None:
+    """Never take memory of a failed transfer back by the clock: ``ReleaseWatch``."""
+    del result
+    queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
+    if queue is not None and pd_state(scheduler) is not None:
+        queue.deferred_kv_release_timeout = math.inf
+
+
+def _take_events(scheduler: Any) -> None:
+    """Let a tiered cache take the ends of its transfers: SGLang asks HiCache only."""
+    if tiered_runtime(scheduler.tree_cache) is not None:
+        scheduler.tree_cache.check_hicache_events()
+
+
+def _send_early(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Send a cached prefix before the prefill, where that is sure to be there.
+
+    With tiers a part of the prefix may still be loading. And without an accelerator
+    SGLang's overlap schedule waits for an event of CUDA's here.
+    """
+    from sgl_tiered.engines.sglang.disagg.opening import has_accelerator
+
+    if tiered_runtime(scheduler.tree_cache) is not None:
+        return
+    if scheduler.enable_overlap and not has_accelerator():
+        return
+    original(scheduler, *args, **kwargs)
