@@ -2,9 +2,8 @@
 
 One prefill, one decode and one colocated server, a registry and a router, all on free
 ports of the loopback. The chat goes through the pair; then the colocated server is
-asked the same, and the table says which instance holds how many pages in which tier: as
-the servers count, and as the router believes from their events. Then all of it is
-ended, or left running with ``--stay``.
+asked the same, and the table says which instance holds how many pages in which tier.
+Then all of it is ended, or left running with ``--stay``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sgl_tiered_workloads.cluster.members import (
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.cluster.running import Cluster, read_json, router
 from sgl_tiered_workloads.processes import ServiceError
-from sgl_tiered_workloads.server import ServerStartError, SglangServer, exit_on_signals
+from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
 from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device
 
 MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
@@ -93,8 +92,7 @@ def chat(cluster: Cluster) -> None:
         print(
             f"turn {number}: prefill by {headers.get('X-Tiered-Prefill', 'none')}, "
             f"answer by {headers['X-Tiered-Instance']}, "
-            f"{headers['X-Tiered-Cached-Tokens']} tokens known before: "
-            f"{answer.splitlines()[:1]}"
+            f"{headers['X-Tiered-Cached-Tokens']} tokens known before: {answer[:60]!r}"
         )
         messages.append({"role": "assistant", "content": answer})
     again, _ = ask(cluster.url(COLOCATED), messages[:-1])
@@ -102,44 +100,41 @@ def chat(cluster: Cluster) -> None:
     print(f"turn {len(QUESTIONS)} on the colocated server: {same} answer")
 
 
-def held(server: SglangServer) -> dict[str, int]:
-    """Return the pages that a server holds, by tier, as it counts them itself."""
-    loads = server.get("/v1/loads?include=core")["loads"]
-    pages = {"device": sum(int(load["num_used_tokens"]) for load in loads) // PAGE}
-    (state,) = server.get("/server_info")["internal_states"]
-    for tier, slots in (state.get("tiered") or {}).get("occupancy", {}).items():
-        pages[tier] = int(slots["used"])
-    return pages
-
-
 def rows(cluster: Cluster) -> Iterator[tuple[str, str, str, int, str]]:
-    """Give (instance, kind, tier, pages, what the router believes)."""
+    """Give (instance, kind, tier, pages, who says so).
+
+    What is on a device the router knows from the server's events; what is below it, the
+    server tells itself. A prefix that was sent and not confirmed yet is ``assumed``.
+    """
     (url,) = cluster.routers
     known: Mapping[str, Any] = read_json(url + "/router/state")["instances"]
     for name, server in cluster.servers.items():
-        believed = known[name]["pages"]
-        for tier, pages in held(server).items():
-            yield name, known[name]["kind"], tier, pages, str(believed.get(tier, 0))
-        if believed.get("assumed"):
-            yield name, known[name]["kind"], "", 0, f"{believed['assumed']} assumed"
+        kind, believed = known[name]["kind"], known[name]["pages"]
+        yield name, kind, "device", int(believed["device"]), "events"
+        (state,) = server.get("/server_info")["internal_states"]
+        for tier, slots in (state.get("tiered") or {}).get("occupancy", {}).items():
+            yield name, kind, tier, int(slots["used"]), "server"
+        if believed["assumed"]:
+            yield name, kind, "assumed", int(believed["assumed"]), "router"
 
 
 def wait_for_events(cluster: Cluster) -> None:
-    """Wait until the router knows what the servers hold, for a while."""
+    """Wait until two looks, a second apart, show the same: copies and events end."""
     give_up_s = time.monotonic() + PATIENCE_S
+    before: list[Any] = []
     while time.monotonic() < give_up_s:
-        told = [row for row in rows(cluster) if row[2] == "device"]
-        if all(str(pages) == believed for *_, pages, believed in told):
+        seen = list(rows(cluster))
+        if seen == before:
             return
-        time.sleep(0.2)
+        before = seen
+        time.sleep(1.0)
 
 
 def show(cluster: Cluster) -> None:
     """Print the table."""
-    print(f"\n{'instance':12s} {'kind':12s} {'tier':8s} {'pages':>6s}  router knows")
-    for name, kind, tier, pages, believed in rows(cluster):
-        shown = str(pages) if tier else ""
-        print(f"{name:12s} {kind:12s} {tier:8s} {shown:>6s}  {believed}")
+    print(f"\n{'instance':12s} {'kind':12s} {'tier':8s} {'pages':>6s}  told by")
+    for name, kind, tier, pages, source in rows(cluster):
+        print(f"{name:12s} {kind:12s} {tier:8s} {pages:6d}  {source}")
 
 
 def stay(cluster: Cluster) -> int:
