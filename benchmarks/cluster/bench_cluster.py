@@ -79,7 +79,6 @@ PARTS = ("routers", "pairs")
 MODEL = "bench"
 CELL_REQUESTS = 60
 NUM_SERVERS, SHARE_RATIO = 3, 2
-DOCUMENTS = CELL_REQUESTS // (QUESTIONS * SHARE_RATIO)
 HALVES = 2
 """A cell of a pair is measured in so many pieces, with others in between."""
 AGAIN = f"{PAIR_CC} again"
@@ -133,11 +132,12 @@ class Bench:
             self.say(f"a cold document takes {cold_s:.2f} s; {rate:.2f} sessions/s")
             for repeat in range(self.args.repeats):
                 seed = int(self.rng.integers(2**31))
-                count = len(shared_documents(DOCUMENTS, SHARE_RATIO, seed))
+                documents = max(self.args.requests // (QUESTIONS * SHARE_RATIO), 1)
+                count = documents * SHARE_RATIO
                 arrivals = poisson_arrivals(rate, count, np.random.default_rng(seed))
                 for name in rotated(FRONTS, repeat):
                     await self._empty(servers)
-                    sessions = shared_documents(DOCUMENTS, SHARE_RATIO, seed)
+                    sessions = shared_documents(documents, SHARE_RATIO, seed)
                     records = await self._play(services[name].url, sessions, arrivals)
                     self._keep(load, name, records, repeat)
                     told = figures(records)
@@ -200,7 +200,10 @@ class Bench:
         self.say(f"{' beside '.join(group)}")
         ports, logs = Ports(), self._logs("-".join(group))
         pool = f"file:{logs / 'pool'}"
-        systems = {n: make_system(n, model, ports, logs, pool) for n in group}
+        systems = {
+            n: make_system(n, model, ports, logs, pool, self.args.caching)
+            for n in group
+        }
         members = [each for system in systems.values() for each in system.members]
         if PLAIN in group:
             members += plain_servers(model, ports, 1)
@@ -261,7 +264,8 @@ class Bench:
         )
 
     def _drawn(self, load: str, seed: int) -> list[Session]:
-        return draw_sessions(load, CELL_REQUESTS // HALVES, seed, self.args.data)
+        count = self.args.requests // HALVES
+        return draw_sessions(load, count, seed, self.args.data)
 
     async def _warm(self, system: System) -> None:
         """Compute, hit and decode once each before anything counts."""
@@ -377,6 +381,16 @@ def main() -> int:
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--data", type=Path, help="folder of the traces' files")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--requests", type=int, default=CELL_REQUESTS, help="per cell; fewer to try"
+    )
+    parser.add_argument(
+        "--caching",
+        type=int,
+        choices=(1, 2, 3),
+        default=3,
+        help="--tiered-pd-caching of 1P1D-CC; figures are named after 3",
+    )
     parser.add_argument(
         "--repeats", type=int, default=9 if full else 3, help="of the routers' cells"
     )
