@@ -54,10 +54,12 @@ __all__ = [
     "accounts",
     "answered_by",
     "assert_right",
+    "emptied",
     "play",
     "record_sessions",
     "router_state",
     "settled",
+    "states",
     "storm",
     "struck",
     "transferred",
@@ -276,7 +278,10 @@ def play(routers: Sequence[str], reference: Reference, num_rounds: int = 1) -> P
 
 
 def storm(
-    routers: Sequence[str], reference: Reference, fault: Callable[[], None]
+    routers: Sequence[str],
+    reference: Reference,
+    fault: Callable[[], None],
+    before_round: Callable[[], None] | None = None,
 ) -> Played:
     """Play rounds while a fault comes and goes, and one more after it.
 
@@ -296,9 +301,12 @@ def storm(
             over.set()
 
     async def run() -> None:
-        while not over.is_set():
+        is_last = False
+        while not is_last:
+            is_last = over.is_set()
+            if before_round is not None:
+                await asyncio.to_thread(before_round)
             await player.round()
-        await player.round()
 
     thread = threading.Thread(target=strike, daemon=True)
     thread.start()
@@ -423,7 +431,7 @@ def settled(cluster: Cluster) -> None:
         name = server.spec.name
         wait_until(lambda s=server: accounts(s)[:2] == (0, 0), f"{name}: requests end")
         wait_until(lambda s=server: _unsettled(s) == 0, f"{name}: transfers settle")
-        wait_until(lambda s=server: _flushes(s), f"{name} is flushed")
+        emptied(server)
         wait_until(lambda s=server: accounts(s)[2] == 0, f"{name}: no KV is left")
         assert server.exit_code() is None
     for path in cluster.log_dir.rglob("*.log"):
@@ -435,7 +443,7 @@ def settled(cluster: Cluster) -> None:
 def transferred(cluster: Cluster) -> int:
     """Return the bytes of KV that servers have sent each other so far."""
     return sum(
-        int(_states(server, "tiered_pd").get("bytes_pushed", 0))
+        int(states(server, "tiered_pd").get("bytes_pushed", 0))
         for server in cluster.servers.values()
     )
 
@@ -463,7 +471,7 @@ def answered_by(cluster: Cluster, record: RequestRecord) -> tuple[str, list[int]
         return response.headers["X-Tiered-Instance"], json.load(response)["output_ids"]
 
 
-def _states(server: SglangServer, name: str) -> dict[str, Any]:
+def states(server: SglangServer, name: str) -> dict[str, Any]:
     """Return a part of a server's internal state; empty where it has none."""
     (state,) = server.get("/server_info", PATIENCE_S)["internal_states"]
     found: dict[str, Any] = state.get(name) or {}
@@ -472,16 +480,25 @@ def _states(server: SglangServer, name: str) -> dict[str, Any]:
 
 def _unsettled(server: SglangServer) -> int:
     """Return what is still held: for transfers that failed, and by copies of tiers."""
-    pair = _states(server, "tiered_pd")
+    pair, tiers = states(server, "tiered_pd"), states(server, "tiered")
     held = int(pair.get("rooms_unsettled", 0)) + int(pair.get("releases_held", 0))
-    tiers = _states(server, "tiered").get("occupancy", {})
-    return held + sum(int(tier["pinned"]) for tier in tiers.values())
+    held += sum(int(tier["pinned"]) for tier in tiers.get("occupancy", {}).values())
+    pool = tiers.get("pool") or {}
+    held += sum(pool.get("under_way", {}).values())
+    held += sum(each["active"] for each in pool.get("media", {}).values())
+    return held + int(pool.get("pulls", {}).get("under_way", 0))
 
 
-def _flushes(server: SglangServer) -> bool:
-    """Whether a server empties its cache; one that still ends something refuses."""
-    try:
-        server.flush_cache()
-    except RuntimeError:
-        return False
-    return True
+def emptied(server: SglangServer) -> None:
+    """Empty all caches of a server that runs; nothing where none does."""
+
+    def flushes() -> bool:
+        try:
+            server.flush_cache()
+        except RuntimeError:  # it still ends something
+            return False
+        except OSError:  # struck by a fault: there is nothing to empty
+            return True
+        return True
+
+    wait_until(flushes, f"{server.spec.name} is flushed")

@@ -106,8 +106,8 @@ def test_killed_under_load(cluster, plain, side):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_stopped_under_load(cluster, plain, side):
-    """One of the pair falls silent with transfers under way, and goes on when the other
-    may have used the memory again."""
+    """One of the pair falls silent with transfers under way, and goes on when its
+    requests have long been answered elsewhere."""
     played = struck(
         cluster, plain, side, lambda: cluster.pause(side), lambda: cluster.resume(side)
     )

@@ -81,7 +81,9 @@ def device(model: Path) -> Device:
     return Device(model, POOL_TOKENS, PAGE, CPU_FLAGS)
 
 
-def make_system(name: str, model: Path, ports: Ports, logs: Path, pool: str) -> System:
+def make_system(
+    name: str, model: Path, ports: Ports, logs: Path, pool: str, caching: int
+) -> System:
     """Return one of the systems of ``GROUPS``.
 
     Args:
@@ -90,6 +92,7 @@ def make_system(name: str, model: Path, ports: Ports, logs: Path, pool: str) -> 
         ports: where ports come from.
         logs: folder of logs.
         pool: URL of the registry, for our own pairs.
+        caching: ``--tiered-pd-caching`` of our pair with caches.
     """
     shared = device(model)
     if name in (PLAIN, CC):
@@ -102,7 +105,7 @@ def make_system(name: str, model: Path, ports: Ports, logs: Path, pool: str) -> 
         )
         policy = "least-load" if name == PLAIN else "prompt-tree"
     else:
-        handover = _handover(name, pool)
+        handover = _handover(name, pool, caching)
         members = tuple(
             new_member(
                 shared, kind, f"{name}-{kind}", ports, handover=handover, events=False
@@ -121,11 +124,10 @@ def make_system(name: str, model: Path, ports: Ports, logs: Path, pool: str) -> 
     return System(name, members, front)
 
 
-def _handover(name: str, pool: str) -> Handover:
+def _handover(name: str, pool: str, caching: int) -> Handover:
     if name == SGLANG_PAIR:
         return mooncake(caches=True)
-    caching = {PAIR_BASIC: 0, PAIR_CC: 3}[name]
-    return tiered(caching, pool, HOST_BYTES)
+    return tiered(0 if name == PAIR_BASIC else caching, pool, HOST_BYTES)
 
 
 def plain_servers(model: Path, ports: Ports, count: int) -> list[Member]:

@@ -22,7 +22,7 @@ from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.processes import Service
 from sgl_tiered_workloads.server import Say, SglangServer
 
-__all__ = ["Cluster", "forwarder", "read_json", "router", "sglang_router"]
+__all__ = ["Cluster", "etcd", "forwarder", "read_json", "router", "sglang_router"]
 
 _HOST = "127.0.0.1"
 _STARTS = 2
@@ -74,6 +74,29 @@ def router(
         log_dir,
         lambda: _answers(url + "/router/state"),
         url=url,
+    )
+
+
+def etcd(port: int, peer_port: int, log_dir: Path, data: Path) -> Service:
+    """Return a registry of one etcd node, not started; its URL is a pool's.
+
+    Args:
+        port: that clients are served on.
+        peer_port: that other nodes would use.
+        log_dir: of its log.
+        data: folder of what it keeps over a restart.
+    """
+    at, peers = f"http://{_HOST}:{port}", f"http://{_HOST}:{peer_port}"
+    command = ["etcd", "--name", "only", "--data-dir", str(data)]
+    command += ["--listen-client-urls", at, "--advertise-client-urls", at]
+    command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
+    command += ["--initial-cluster", f"only={peers}"]
+    return Service(
+        "etcd",
+        command,
+        log_dir,
+        lambda: _answers(at + "/health"),
+        url=f"etcd://{_HOST}:{port}",
     )
 
 
