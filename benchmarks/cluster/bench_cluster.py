@@ -78,6 +78,8 @@ from reuse.parts import rotated
 PARTS = ("routers", "pairs")
 MODEL = "bench"
 CELL_REQUESTS = 60
+ROUNDED = 12
+"""Requests whose answers tell how plain SGLang rounds; half of them are taken."""
 NUM_SERVERS, SHARE_RATIO = 3, 2
 HALVES = 2
 """A cell of a pair is measured in so many pieces, with others in between."""
@@ -178,7 +180,7 @@ class Bench:
 
     async def _pairs(self, model: Path) -> dict[str, Any]:
         rates: dict[str, float] = {}
-        spreads: dict[str, Spread] = {}
+        spreads = await self._spreads(model)
         for group in GROUPS:
             try:
                 await self._group(group, model, rates, spreads)
@@ -188,6 +190,21 @@ class Bench:
                 if PLAIN in group:
                     break
         return self._pair_figures()
+
+    async def _spreads(self, model: Path) -> dict[str, Spread]:
+        """Measure, on a plain server alone, how far it is from itself on each load."""
+        ports, logs = Ports(), self._logs("plain")
+        cluster = Cluster(plain_servers(model, ports, 1), logs, say=self.say)
+        spreads = {}
+        async with _Running(cluster):
+            (server,) = cluster.servers.values()
+            for load in LOADS:
+                sessions = draw_sessions(load, ROUNDED, self.args.seed, self.args.data)
+                async with StreamingClient(server.url) as client:
+                    records = await run_sessions(client, sessions, ClosedLoop(1))
+                chosen = [answered(record) for record in records[:ROUNDED]]
+                spreads[load] = await rounding_spread(server, chosen, PAGE)
+        return spreads
 
     async def _group(
         self,
@@ -205,8 +222,6 @@ class Bench:
             for n in group
         }
         members = [each for system in systems.values() for each in system.members]
-        if PLAIN in group:
-            members += plain_servers(model, ports, 1)
         behind = [system.front for system in systems.values()]
         cluster = Cluster(members, logs, behind=behind, ports=ports, say=self.say)
         async with _Running(cluster):
@@ -223,10 +238,6 @@ class Bench:
                         await self._half(
                             cluster, systems[name], label, load, half, rates[load]
                         )
-                if PLAIN in group:
-                    (plain,) = (s for n, s in cluster.servers.items() if n == "server0")
-                    base = self.cells[load, PLAIN]
-                    spreads[load] = await rounding_spread(plain, base, PAGE)
                 for name in group:
                     if name != PLAIN:
                         base, label = self.cells[load, PLAIN], _label(name, group)
