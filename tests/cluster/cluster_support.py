@@ -355,8 +355,10 @@ def assert_right(
     known = reference.by_key
     if not router_struck:
         assert not played.failed_over, [(r.key, r.error) for r in played.failed_over]
-    assert not played.overdue, [r.error for r in played.overdue]
-    assert not played.lost, [(r.key, r.error) for r in played.lost]
+    for name in ("overdue", "lost"):
+        wrong = getattr(played, name)
+        told = [(record.key, (record.error or "")[:300]) for record in wrong[:3]]
+        assert not wrong, f"{len(wrong)} requests {name}: {told}"
     for record in played.broken:
         whole = known[record.key]
         num = len(record.output)
