@@ -186,6 +186,7 @@ class CacheTable:
         # The new copy's record replaces the old one: nothing is left to forget.
         self._num_forgotten[tier] -= int(np.count_nonzero(forgotten[addresses]))
         forgotten[addresses] = False
+        self.slots[tier].bind(addresses, new)
         self.version += 1
         return new
 

@@ -23,7 +23,7 @@ from sgl_tiered.cache.chain import Chain, Demotion
 from sgl_tiered.cache.config import LOAD_POLICIES, CacheConfig, TierConfig, check_choice
 from sgl_tiered.cache.holes import lacking_copies
 from sgl_tiered.cache.index import concat_rows
-from sgl_tiered.cache.laws import check_laws, state_digest
+from sgl_tiered.cache.laws import Tenant, check_laws, state_digest
 from sgl_tiered.cache.load_report import with_rebuilds
 from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.misses import MissReader
@@ -114,6 +114,7 @@ class TieredCache:
         # Plan id -> the entries that it reads (load) or writes (offload).
         self._loads: dict[int, Int64s] = {}
         self._offloads: dict[int, Int64s] = {}
+        self._tenant: Tenant | None = None
 
     @property
     def config(self) -> CacheConfig:
@@ -392,6 +393,12 @@ class TieredCache:
         self._offloads[plan.plan_id] = entries
         return plan
 
+    def share(self, tenant: Tenant) -> tuple[PageStore, Chain]:
+        """Return the pages and the edges, for one who keeps blocks among the copies."""
+        assert self._tenant is None, "somebody shares this cache already"
+        self._tenant = tenant
+        return self._store, self._chain
+
     def known_pages(self, digest: bytes, tokens: Int32s) -> Int32s:
         """Return the table's rows of a prompt's leading pages, as far as it has any."""
         return concat_rows(self._index.walk(self._index.root(digest), _raw(tokens)))
@@ -535,6 +542,7 @@ class TieredCache:
             self._chain.under_way,
             list(self._offloads.values()),
             self.promoter,
+            self._tenant,
         )
 
     def state_digest(self) -> bytes:

@@ -69,10 +69,12 @@ class Remote:
 class MemPoolMachine(RuleBasedStateMachine):
     """Random calls, faults and deaths."""
 
+    in_cache = False
+
     @initialize()
     def begin(self) -> None:
         """Start all instances."""
-        self.world = World()
+        self.world = World(in_cache=self.in_cache)
         self.drafts: list[Draft] = []
         self.remotes: list[Remote] = []
         self.sent: list[tuple[np.ndarray, int]] = []

@@ -18,7 +18,6 @@ from sgl_tiered.engines.sglang.config import (
     TieredConfig,
     read_config,
 )
-from sgl_tiered.engines.sglang.disagg.args import PdServerArgs
 from sgl_tiered.engines.sglang.disagg.settings import (
     PD_FLAGS,
     refuse_with_disaggregation,
@@ -30,6 +29,8 @@ from sgl_tiered.engines.sglang.layered.settings import (
     refuse_on_cuda,
     refuse_with_layerkv,
 )
+from sgl_tiered.engines.sglang.pooled.args import PoolServerArgs
+from sgl_tiered.engines.sglang.pooled.settings import refuse_with_pool
 from sgl_tiered.engines.sglang.sparse.settings import (
     refuse_device,
     refuse_with_sparsity,
@@ -43,7 +44,7 @@ _NS = NS("tiered")
 
 # SGLang reads these annotations at run time with its own small parser, which knows
 # Optional[...] but not every spelling of a union.
-class TieredServerArgs(PdServerArgs, dict=True):  # type: ignore[call-arg]
+class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
     """SGLang's arguments and ours; all of ours are None where they are not given."""
 
     tiered_config: A[
@@ -443,8 +444,8 @@ class TieredServerArgs(PdServerArgs, dict=True):  # type: ignore[call-arg]
         Arg(
             help="For tests: load a wrong page from the host, as "
             "--tiered-emulate host:fault=... does, or leave pages out where layers are "
-            "streamed (staging), or keep the wrong tokens of sparse KV (keep); needs "
-            "SGL_TIERED_ALLOW_FAULTS=1.",
+            "streamed (staging), or keep the wrong tokens of sparse KV (keep), or send "
+            "peers other bytes (peer); needs SGL_TIERED_ALLOW_FAULTS=1.",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,
@@ -517,6 +518,8 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
     if config.sparsity is not None:
         refuse_with_sparsity(server_args)
         refuse_device(_device(server_args))
+    if config.pool is not None:
+        refuse_with_pool(server_args, config)
     refuse_with_disaggregation(server_args, config)
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _refuse_for_one_rank(config)

@@ -108,6 +108,10 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         from sgl_tiered.engines.sglang.sparse import build
 
         build.attach_scheduler(scheduler)
+    if runtime.pool is not None:
+        from sgl_tiered.engines.sglang.pooled import build as pooled
+
+        pooled.attach_scheduler(scheduler, runtime.pool)
 
 
 def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -263,7 +267,8 @@ def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
     elif runtime is not None and question == PROFILE_KEY:
         out.internal_state = {"tiered_profile": profile_state(controller.scheduler)}
     elif runtime is not None:
-        out.internal_state["tiered"] = {**runtime.stats(), **_errors(runtime)}
+        pool = {} if runtime.pool is None else {"pool": runtime.pool.stats()}
+        out.internal_state["tiered"] = {**runtime.stats(), **_errors(runtime), **pool}
     if not question and (told := pd_state(controller.scheduler)) is not None:
         out.internal_state["tiered_pd"] = told
     return out

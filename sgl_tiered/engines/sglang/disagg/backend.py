@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sgl_tiered.engines.sglang.disagg.settings import TRANSFER_BACKEND
+from sgl_tiered.engines.sglang.disagg.settings import (
+    TRANSFER_BACKEND,
+    PdCaching,
+    pd_caching,
+)
 from sgl_tiered.engines.sglang.seams import tiered_runtime
 
 __all__ = ["add_choice", "disagg_hooks", "pd_state", "service_hooks"]
@@ -44,11 +48,16 @@ def disagg_hooks() -> list[tuple[str, Any, Any]]:
 
 def pd_state(scheduler: Any) -> dict[str, Any] | None:
     """Return what was transferred; None where our backend is not used."""
+    manager = _manager(scheduler)
+    return None if manager is None else dict(manager.pd_stats())
+
+
+def _manager(scheduler: Any) -> Any:
+    """Return our manager of transfers; None where there is none."""
     for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
         queue = getattr(scheduler, name, None)
-        stats = getattr(getattr(queue, "kv_manager", None), "pd_stats", None)
-        if stats is not None:
-            found: dict[str, Any] = stats()
+        found = getattr(queue, "kv_manager", None)
+        if hasattr(found, "pd_stats"):
             return found
     return None
 
@@ -87,11 +96,29 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
 
 
 def _after_init(result: Any, scheduler: Any) -> None:
-    """Never take memory of a failed transfer back by the clock: ``ReleaseWatch``."""
+    """Join the manager of transfers to the scheduler, and to its pool if it has one."""
     del result
-    queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
-    if queue is not None and pd_state(scheduler) is not None:
+    manager = _manager(scheduler)
+    if manager is None:
+        return
+    queue = scheduler.disagg_decode_transfer_queue
+    if queue is not None:
+        # Never by the clock: ``ReleaseWatch`` knows when.
         queue.deferred_kv_release_timeout = math.inf
+    caching = pd_caching(scheduler.server_args)
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if caching is not PdCaching.RETURNED or runtime is None:
+        return
+    node = runtime.pool.node
+    manager.place = lambda: (node.instance, node.incarnation)
+    if queue is not None:
+        from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns
+
+        def is_there(instance: int, incarnation: int) -> bool:
+            return bool(node.view.has(instance, incarnation))
+
+        returns = AnswerReturns(node.pool, is_there, manager.count)
+        scheduler.tree_cache.return_answers(returns, manager.take_prefill)
 
 
 def _take_events(scheduler: Any) -> None:

@@ -1,15 +1,18 @@
 """SGLang's transfer backend ``tiered``: its Mooncake classes over our engine.
 
-SGLang's classes keep the conversation (bootstrap, rooms, aborts); what moves bytes under
-them is ``RawEngine``. Three things differ: a decode instance tells where its memory is
-with its registration; an instance whose push failed does not say "done" before nothing
-of it can arrive any more; and a decode instance does not take memory back by the clock.
+SGLang's classes keep the conversation (bootstrap, rooms, aborts); what moves bytes
+below them is ``RawEngine``. Three things differ: a decode instance tells where its
+memory is with its registration; one whose push failed does not say "done" before
+nothing of it can arrive any more; and memory is not taken back by the clock.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
 import threading
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.mooncake.conn import (
@@ -23,7 +26,10 @@ from sglang.srt.environ import envs
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.engines.sglang.disagg.engine import RawEngine
-from sgl_tiered.engines.sglang.disagg.opening import has_accelerator, open_transport
+from sgl_tiered.engines.sglang.disagg.opening import (
+    has_accelerator,
+    open_kv_transport,
+)
 from sgl_tiered.engines.sglang.disagg.release import ReleaseWatch
 
 __all__ = [
@@ -38,6 +44,12 @@ logger = logging.getLogger(__name__)
 _ADDRESS_PART = 20
 """Place of our part in the registration message, behind SGLang's own."""
 _SESSION_PART = 3
+_STATUS_PARTS = 3
+"""Of SGLang's status message: room, status, rank; then a reason, which we leave empty,
+and our part."""
+_PLACE = struct.Struct("<QQ")
+_MOST_ROOMS = 4096
+"""Transfers whose requests have not ended; those that never do are forgotten."""
 _SETTLE_S = 0.2
 
 
@@ -52,9 +64,22 @@ class TieredKVManager(MooncakeKVManager):
         self._settling: threading.Thread | None = None
         self._unsettled_lock = threading.Lock()
         self._counts = dict.fromkeys(
-            ("requests", "pages", "tokens_held_by_decode", "requests_aborted"), 0
+            (
+                "requests",
+                "pages",
+                "tokens_held_by_decode",
+                "requests_aborted",
+                "returns",
+                "pages_returned",
+                "returns_dropped",
+                "returns_failed",
+            ),
+            0,
         )
         self.releases = ReleaseWatch(SystemClock())
+        # This instance in the pool, if it is in one: id and incarnation.
+        self.place: Callable[[], tuple[int, int] | None] = lambda: None
+        self._prefill_of: OrderedDict[int, tuple[int, int]] = OrderedDict()
         # A session that failed once may be tried again: our engine knows when.
         with envs.SGLANG_ENABLE_FAILED_SESSION_PROBE.override(True):
             super().__init__(args, mode, server_args, *rest)
@@ -62,10 +87,11 @@ class TieredKVManager(MooncakeKVManager):
     def init_engine(self) -> None:
         """Open the transport that was asked for."""
         self.engine = RawEngine(
-            open_transport(
+            open_kv_transport(
                 self.server_args.tiered_pd_transport or "auto",
                 self.local_ip,
                 self.kv_args.ib_device,
+                on_device=has_accelerator(),
             ),
             SystemClock(),
         )
@@ -124,6 +150,26 @@ class TieredKVManager(MooncakeKVManager):
         with self.session_lock:
             self.state_layout_rejections[session] = reason
         return reason
+
+    # -- Which instance of the pool computed a prompt ---------------------------
+
+    def take_prefill(self, room: int) -> tuple[int, int] | None:
+        """Return the instance and incarnation behind a transfer that arrived, once."""
+        return self._prefill_of.pop(room, None)
+
+    def _encode_kv_status_message(self, **facts: Any) -> list[bytes]:
+        parts: list[bytes] = super()._encode_kv_status_message(**facts)
+        place = self.place()
+        return parts if place is None else [*parts, b"", _PLACE.pack(*place)]
+
+    def parse_kv_status_message(self, msg: list[bytes]) -> Any:
+        """Read SGLang's message, and the place in the pool behind it."""
+        parsed = super().parse_kv_status_message(msg)
+        if parsed is not None and len(msg) == _STATUS_PARTS + 2:
+            self._prefill_of[parsed[0]] = _PLACE.unpack(msg[-1])
+            if len(self._prefill_of) > _MOST_ROOMS:
+                self._prefill_of.popitem(last=False)
+        return parsed
 
     # -- When a failed push is over --------------------------------------------
 

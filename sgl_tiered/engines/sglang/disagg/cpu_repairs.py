@@ -7,6 +7,7 @@ is set with the platform's other defaults (``cpu_platform.py``).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -46,7 +47,7 @@ def _name_memory_as_it_is() -> None:
     """Let SGLang's NIXL classes register main memory: they call it the device's."""
     if importlib.util.find_spec("nixl") is None:
         return
-    from nixl._api import nixl_agent
+    nixl_agent = importlib.import_module("nixl._api").nixl_agent
 
     for name in _NIXL_CALLS:
         original = getattr(nixl_agent, name, None)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.transport.base import Transport
+from sgl_tiered.transport.by_name import open_transport
+from sgl_tiered.transport.mooncake import open_mooncake
 
-__all__ = ["choose_transport", "has_accelerator", "open_transport"]
-
-_FLAG = "--tiered-pd-transport"
+__all__ = ["has_accelerator", "open_kv_transport"]
 
 
 def has_accelerator() -> bool:
@@ -19,54 +17,29 @@ def has_accelerator() -> bool:
     return bool(torch.accelerator.is_available())
 
 
-def choose_transport(asked: str, *, on_device: bool) -> str:
-    """Return the transport to open.
-
-    Args:
-        asked: ``auto`` or a name.
-        on_device: whether KV lies on an accelerator.
-
-    Raises:
-        ConfigError: nothing fits; says what to install.
-    """
-    if asked == "auto":
-        for name in ("mooncake",) if on_device else ("mooncake", "nixl"):
-            if importlib.util.find_spec(name) is not None:
-                return name
-        raise ConfigError(
-            _FLAG,
-            "finds neither Mooncake nor NIXL here",
-            "pip install 'sgl-tiered[mooncake]', or the extra for this CUDA",
-        )
-    if on_device and asked != "mooncake":
-        raise ConfigError(
-            _FLAG, f"{asked} moves main memory only so far", "give mooncake"
-        )
-    return asked
-
-
-def open_transport(asked: str, host: str, devices: str | None) -> Transport:
-    """Open a transport.
+def open_kv_transport(
+    asked: str, host: str, devices: str | None, *, on_device: bool
+) -> Transport:
+    """Open the transport between prefill and decode instances.
 
     Args:
         asked: ``auto``, mooncake, nixl or loopback (one machine, for tests).
         host: address that others reach this machine by.
         devices: RDMA cards; with them Mooncake speaks RDMA, else TCP.
+        on_device: whether KV lies on an accelerator.
 
     Raises:
-        ConfigError: see ``choose_transport``.
+        ConfigError: it does not go with the device.
         TransportUnavailableError: the library does not work here.
     """
-    name = choose_transport(asked, on_device=has_accelerator())
-    if name == "nixl":
-        from sgl_tiered.transport.nixl import open_nixl
-
-        return open_nixl()
-    if name == "loopback":
-        from sgl_tiered.transport.loopback import open_loopback
-
-        return open_loopback()
-    from sgl_tiered.transport.mooncake import open_mooncake
-
+    if not on_device and not devices:
+        return open_transport(asked, host)
+    if asked not in ("auto", "mooncake"):
+        place = "the memory of a device" if on_device else "RDMA cards"
+        raise ConfigError(
+            "--tiered-pd-transport",
+            f"{asked} was not made for {place}",
+            "give mooncake",
+        )
     protocol = "rdma" if devices else "tcp"
     return open_mooncake(host, protocol=protocol, devices=devices or "")

@@ -145,6 +145,12 @@ def _refuse_with_tiers(
             f"{int(caching)} keeps nothing on this instance, and a tiered cache would",
             "leave --radix-cache-backend out, or give 2",
         )
+    if caching is PdCaching.RETURNED and config.pool is None:
+        raise ConfigError(
+            CACHING_FLAG,
+            "3 returns KV through the pool of both instances",
+            "add --tiered-pool, the same on both",
+        )
     for flag, is_given in {
         "--tiered-layerkv": config.layerkv is not None,
         "--tiered-sparsity": config.sparsity is not None,

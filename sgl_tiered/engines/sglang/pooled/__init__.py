@@ -1,0 +1,1 @@
+"""Servers in a pool: what they lend to each other, and the tier ``peer``."""
