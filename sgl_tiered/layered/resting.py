@@ -5,7 +5,7 @@ One thread, the engine's. Pages are logical unless called physical.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ __all__ = ["RestingLayers"]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Sample = tuple[int, float]
 
 
 class RestingLayers:
@@ -47,6 +48,8 @@ class RestingLayers:
         rebuild_s: seconds of computing KV for their reads from activations.
         rebuild_exposed_s: of these, after all that a unit loads had landed.
         num_rebuilt: layer-pages that this made.
+        on_measured: told at the end of each forward of a rebuild and of a load of KV of
+            a layer, in the mean: tokens and seconds, or None where there was none.
 
     Raises:
         ValueError: no room is left beside the staging ones; the mover and the binding
@@ -100,6 +103,7 @@ class RestingLayers:
         self.rebuild_s = 0.0
         self.rebuild_exposed_s = 0.0
         self.num_rebuilt = 0
+        self.on_measured: Callable[[Sample | None, Sample | None], None] | None = None
 
     @property
     def binding(self) -> LayerBinding:

@@ -89,7 +89,9 @@ def build_cache(ctx: Any) -> Any:
         tree = enter_pool(ctx, config, runtime, tree)
 
     def make(params: Any) -> TieredRadixCache:
-        return tree(params, runtime, strategy)
+        cache = tree(params, runtime, strategy)
+        cache.announce_tiers(runtime, params)
+        return cache
 
     cache = create_unified_radix_cache(ctx, cache_class=make)
     counter = runtime.counter

@@ -117,6 +117,7 @@ SEAMS: tuple[Seam, ...] = (
             "evictable_size",
             "path_device_indices",
             "reset",
+            "take_events",
         ),
     ),
     Seam(
@@ -149,6 +150,35 @@ SEAMS: tuple[Seam, ...] = (
         "radix key",
         _SRT + "mem_cache.radix_cache.RadixKey",
         ("token_ids", "extra_key", "cache_salt"),
+    ),
+    Seam(
+        "KV events",
+        _SRT + "disaggregation.kv_events.BlockStored",
+        (
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "cache_salt",
+            "lora_name",
+        ),
+    ),
+    Seam(
+        "events of pages given up",
+        _SRT + "disaggregation.kv_events.BlockRemoved",
+        ("block_hashes", "medium"),
+    ),
+    Seam(
+        "names of pages in events",
+        _SRT + "mem_cache.utils.compute_node_event_hash_values",
+        ("node", "page_size"),
+    ),
+    Seam(
+        "names of adapters' pages in events",
+        _SRT + "disaggregation.kv_events.namespaced_block_hash",
+        ("block_hash", "namespace_seed"),
     ),
     Seam(
         "match result",
@@ -219,6 +249,17 @@ SEAMS: tuple[Seam, ...] = (
         _SRT + "managers.scheduler_components.invariant_checker."
         "SchedulerInvariantChecker",
         attributes=("max_total_num_tokens",),
+    ),
+    Seam(
+        "weights in host memory",
+        _SRT + "utils.offloader.OffloaderV1",
+        ("cpu_offload_max_bytes",),
+        ("wrap_modules",),
+    ),
+    Seam(
+        "copies of weights for a layer",
+        _SRT + "utils.offloader._get_offloaded_device_state",
+        ("module", "device"),
     ),
     Seam("decode step", _SCHEDULER + ".update_running_batch", ("batch",)),
     Seam(
