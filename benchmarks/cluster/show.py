@@ -34,7 +34,7 @@ MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
 PAGE = 16
 POOL_TOKENS = 16_384
 HOST_BYTES = 200 * MB
-CACHING = 2
+CACHING = 3
 QUESTIONS = (
     "def fibonacci(n):\n    '''Return the n-th Fibonacci number.'''\n" * 4,
     "def factorial(n):\n",
