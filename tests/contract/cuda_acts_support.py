@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,11 +92,13 @@ class Inputs:
 
     Attributes:
         seen: inputs of each token, by request and layer.
+        ready: waits until a layer may be called.
     """
 
     def __init__(self, projections: Any) -> None:
         self._projections = projections
         self.seen: dict[str, list[list[torch.Tensor]]] = {}
+        self.ready: Callable[[int], None] = lambda layer: None
 
     def __call__(
         self, layer: int, batch: list[tuple[str, int]], lens: list[int]
@@ -103,6 +106,7 @@ class Inputs:
         """Return K and V, [tokens, HEADS, DIM], of the new tokens of a batch."""
         total = sum(new for _, new in batch)
         inputs = torch.randn(total, HIDDEN)
+        self.ready(layer)
         self._projections.run(layer, inputs)
         spans = zip(batch, lens, strict=True)
         positions = torch.cat([torch.arange(kv - new, kv) for (_, new), kv in spans])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -126,9 +127,23 @@ class Server:
         if acts:
             self.inputs = Inputs(self.plan.chosen.projections)
             self.forwards.project = self.inputs
+            if self.home:
+                self.inputs.ready = self.await_unit
         self.num_acts = 0
         self.region = np.zeros((NUM_ROWS, plan().layout.slot_bytes), np.uint8)
         self.played.pinned.add(self.region.ctypes.data)
+
+    def await_unit(self, layer: int) -> None:
+        """Wait for a layer's first unit to be queued, if it has begun to be.
+
+        Its weights are then in a slot: what is lent does not depend on who is quicker.
+        """
+        forward = self.driver.manager._forward
+        if forward is None:
+            return
+        index, stream = int(forward.reads.unit_of[layer, 0]), forward.stream
+        while 0 <= index < stream._num_started and not stream._is_settled[index]:
+            time.sleep(1e-3)
 
     def take_page(self) -> int:
         return int(self.allocator.alloc(PAGE)[0]) // PAGE
