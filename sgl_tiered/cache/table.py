@@ -55,6 +55,7 @@ class CacheTable:
         entry_of: per tier, int32 per row, -1 for none.
         version: grows with every change that can make a decision stale.
         on_rows_freed: called with rows that are given back.
+        on_copies: called with rows of which a copy came into sight or went out of it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class CacheTable:
         self.whole_encoding = encoding
         self.version = 0
         self.on_rows_freed: Callable[[Int32s], None] = _ignore
+        self.on_copies: Callable[[Int32s], None] = _ignore
         self.slots = [SlotAllocator(n) for n in num_slots]
         # Bounded by the capacity, unlike a list that nobody may ever take.
         self._forgotten = [np.zeros(n, np.bool_) for n in num_slots]
@@ -278,6 +280,7 @@ class CacheTable:
             whole = rows[column[rows] == entries]
             if len(whole):
                 self.flags[whole] |= np.uint8(1 << tier)
+                self.on_copies(whole)
 
     def _hide(self, entries: Int64s) -> None:
         rows = self.entry_row[entries]
@@ -286,6 +289,7 @@ class CacheTable:
             whole = rows[column[rows] == entries]
             if len(whole):
                 self.flags[whole] &= np.uint8(0xFF ^ (1 << tier))
+                self.on_copies(whole)
 
     def _free_entries(self, entries: Int64s) -> Int32s:
         if not len(entries):
@@ -337,7 +341,7 @@ class CacheTable:
 
 
 def _ignore(rows: Int32s) -> None:
-    """Take no note of rows that are given back."""
+    """Take no note of rows."""
 
 
 def _grown(column: npt.NDArray[Any], more: int, fill: object) -> npt.NDArray[Any]:

@@ -21,6 +21,7 @@ import numpy as np
 from sgl_tiered.cache.adoption import adopt_records
 from sgl_tiered.cache.chain import Chain, Demotion
 from sgl_tiered.cache.config import LOAD_POLICIES, CacheConfig, TierConfig, check_choice
+from sgl_tiered.cache.copy_watch import CopyWatch, PageNames
 from sgl_tiered.cache.holes import lacking_copies
 from sgl_tiered.cache.index import concat_rows
 from sgl_tiered.cache.laws import Tenant, check_laws, state_digest
@@ -102,7 +103,11 @@ class TieredCache:
             act_page_bytes=config.act_page_bytes,
         )
         self._store = PageStore(
-            config, eviction, clock, lookahead, reload_costs(self._planner, self._tiers)
+            config,
+            eviction,
+            clock,
+            lookahead,
+            reload_costs(self._planner, self._tiers, lambda: self._store.table),
         )
         self._table = self._store.table
         self._index = self._store.index
@@ -404,8 +409,20 @@ class TieredCache:
         return concat_rows(self._index.walk(self._index.root(digest), _raw(tokens)))
 
     def watch_rows(self, freed: Callable[[Int32s], None]) -> None:
-        """Have ``freed`` called with the rows that the table gives back."""
-        self._store.table.on_rows_freed = freed
+        """Have ``freed`` called as well with the rows that the table gives back."""
+        others = self._table.on_rows_freed
+
+        def tell(rows: Int32s) -> None:
+            others(rows)
+            freed(rows)
+
+        self._table.on_rows_freed = tell
+
+    def watch_copies(self, names: PageNames) -> CopyWatch:
+        """Return what tells from now on which copies come and go; call it once."""
+        watch = CopyWatch(self._table, self._index, self._store.page_bytes, names)
+        self.watch_rows(watch.freed)
+        return watch
 
     def num_without_copy(self, digest: bytes, tokens: Int32s, first_page: int) -> int:
         """Return how many of a prompt's pages from ``first_page`` on are in no tier."""

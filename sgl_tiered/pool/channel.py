@@ -37,7 +37,8 @@ class ControlChannel:
     """A ``Channel``. One thread calls it, but for ``wake``, which is called by another.
 
     Args:
-        host: address of this machine that others reach it by; a port is found.
+        host: address of this machine that others reach it by.
+        port: its port; 0 for a free one.
         keyring: keys; None only on loopback.
         wake: called after a message has come; must not wait.
 
@@ -47,7 +48,7 @@ class ControlChannel:
     """
 
     def __init__(
-        self, host: str, keyring: Keyring | None, wake: Callable[[], None]
+        self, host: str, port: int, keyring: Keyring | None, wake: Callable[[], None]
     ) -> None:
         keys = None if keyring is None else keyring.keys
         admitted = frozenset[str]() if keyring is None else keyring.admitted
@@ -58,7 +59,11 @@ class ControlChannel:
         where = f"[{host}]" if ":" in host else host
         try:
             self._server = ControlServer(
-                f"tcp://{where}:*", MESSAGES, self._put, keys=keys, admitted=admitted
+                f"tcp://{where}:{port or '*'}",
+                MESSAGES,
+                self._put,
+                keys=keys,
+                admitted=admitted,
             )
         except BaseException:
             self._courier.close()

@@ -148,7 +148,7 @@ class MemPool:
         self._sender = Sender(
             store, info, ranks, self._requests, clock, self._may_write, self._pump
         )
-        sums = SumsOf(info.shape, self._memories(), executor, wake)
+        self._sums = sums = SumsOf(info.shape, self._memories(), executor, wake)
         self._fetches = Fetches(store, clock, self._config.grace_s, sums)
         self._servings = Servings(
             store,
@@ -158,7 +158,7 @@ class MemPool:
             self._config.timeout_s,
         )
         self._receiver = Receiver(
-            self._me, store, self._guests, info, channel, self._servings
+            self._me, store, self._guests, info, channel, self._servings, sums
         )
         self._searches: list[Search] = []
         self._num_searches = 0
@@ -178,6 +178,7 @@ class MemPool:
             or self._requests.num_under_way
             or self._fetches.num_running
             or self._servings.num_under_way
+            or self._receiver.num_checks
         )
 
     @property
@@ -351,6 +352,7 @@ class MemPool:
         way: Way = Way.BY_REQUEST_AGG,
         layers: tuple[int, int] | None = None,
         only_missing: bool = False,
+        checked: bool = False,
         timeout_s: float | None = None,
     ) -> Transfer:
         """Send a prompt's blocks to another instance, which enters them into its index.
@@ -358,7 +360,8 @@ class MemPool:
         Args as for ``transfer`` and ``insert``. Blocks of pages that the receiver has
         already are freed there, or with ``only_missing`` not even sent: then it is
         asked first, and no destinations are given. It may evict those pages meanwhile,
-        which fails the transfer.
+        which fails the transfer. With ``checked`` it enters them only if what arrived
+        sums to what was sent; the blocks are in memory, and one rank has all of each.
         """
         assert dstAddrList is None or not only_missing, "which blocks are they for?"
         tokens = tokens_to_wire(tokenList)
@@ -373,6 +376,7 @@ class MemPool:
             finish,
             timeout_s,
             only_missing,
+            self._sums if checked else None,
         )
 
     # Peer reads.
@@ -527,8 +531,9 @@ class MemPool:
         return None if member is None else (instance, member.incarnation)
 
     def _pump(self) -> None:
-        self.poll()
+        # First the pause: who is there may have changed since the last poll.
         self._pause()
+        self.poll()
 
     def _memories(self) -> dict[int, tuple[UInt8s, MemoryForm]]:
         """Return by medium the memory of our only rank, and how pages lie there."""
@@ -554,8 +559,11 @@ class MemPool:
         finish: Finish | None,
         timeout_s: float | None,
         only_missing: bool = False,
+        sums: SumsOf | None = None,
     ) -> Transfer:
         refusal = self._store.refusal(sources)
+        if sums is not None and not refusal and not sums.reaches(sources).all():
+            refusal = "blocks that are not in memory cannot be summed up"
         peer = self._peer(instance)
         if peer is None:
             refusal = f"instance {instance} is not in the pool"
@@ -574,6 +582,7 @@ class MemPool:
             finish,
             self._config.timeout_s if timeout_s is None else timeout_s,
             only_missing,
+            sums,
         )
         return self._sender.send(job, refusal)
 

@@ -111,6 +111,7 @@ class Finish(Message, frozen=True):
         private: the sender's own data, for whoever takes the arrival.
         insert: enter them into the index; then the next three say as what.
         namespace, tokens, first_page: as in ``BlockStore.insert``; tokens are int32.
+        sums: uint64, xxh3-64 of each page as it was sent; empty: nobody checks.
     """
 
     addresses: bytes
@@ -120,6 +121,7 @@ class Finish(Message, frozen=True):
     namespace: bytes = b""
     tokens: bytes = b""
     first_page: int = 0
+    sums: bytes = b""
 
 
 class AskHeld(Message, frozen=True):

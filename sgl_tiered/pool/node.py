@@ -69,6 +69,7 @@ class NodeConfig:
         kind: what the instance does.
         host: address of this machine that others reach it by; off loopback, keys are
             needed.
+        port: of the control endpoint; 0 for a free one.
         keys: folder with ``pool.key`` and perhaps ``admitted``.
         endpoints: further addresses for the entry in the registry, such as ``http``.
         ttl_s: seconds from one renewal of the lease to its end.
@@ -79,6 +80,7 @@ class NodeConfig:
     registry: str = "local"
     kind: InstanceKind = InstanceKind.COLOCATED
     host: str = "127.0.0.1"
+    port: int = 0
     keys: Path | None = None
     endpoints: Mapping[str, str] = field(default_factory=dict)
     ttl_s: float = 3.0
@@ -161,7 +163,9 @@ class PoolNode:
                 config.registry, ttl_s=config.ttl_s, clock=self._clock
             )
             undo.callback(self._registry.close)
-            self._channel = ControlChannel(config.host, keyring, self._wake)
+            self._channel = ControlChannel(
+                config.host, config.port, keyring, self._wake
+            )
             undo.callback(self._channel.close)
             self._sums = ThreadPoolExecutor(1, "tiered-pool-sums", give_way)
             undo.callback(self._sums.shutdown)

@@ -39,11 +39,15 @@ from sgl_tiered.pool.messages import (
     tokens_from_wire,
 )
 from sgl_tiered.pool.serving import Servings
+from sgl_tiered.pool.sums import Sums, SumsOf
 
 __all__ = ["Arrival", "Receiver"]
 
 _LOG = logging.getLogger(__name__)
 _NOT_YOURS = "these blocks are not, or no longer, the sender's"
+_SPOILED = Answer("the bytes that arrived are not those that were sent")
+_OVER = Answer("over")
+"""Stands for the answer to a request that nobody waits for any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +68,22 @@ class Arrival:
     num_inserted: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Check:
+    """Blocks that are summed up before they are taken over.
+
+    Attributes:
+        sender, number: whose request, and which.
+        body: what it wants.
+        sums: of the blocks, which are held meanwhile.
+    """
+
+    sender: Incarnation
+    number: int
+    body: Finish
+    sums: Sums
+
+
 class Receiver:
     """Carries out the requests of others. One thread calls it.
 
@@ -74,6 +94,7 @@ class Receiver:
         info: how this instance is built.
         channel: carries the answers.
         servings: what others fetch from here.
+        sums: sums up what has arrived, where the sender says what it sums to.
     """
 
     def __init__(
@@ -84,6 +105,7 @@ class Receiver:
         info: PoolInfo,
         channel: Channel,
         servings: Servings,
+        sums: SumsOf,
     ) -> None:
         self._me = me
         self._store = store
@@ -92,6 +114,8 @@ class Receiver:
         self._info = info
         self._channel = channel
         self._servings = servings
+        self._sums = sums
+        self._checks: list[_Check] = []
         self._view = View(0)
         self._is_draining = False
         # None: it is being carried out.
@@ -155,6 +179,19 @@ class Receiver:
     def advance(self) -> None:
         """Answer what is done by now."""
         self._servings.advance(self._settle)
+        for check in [check for check in self._checks if check.sums.done()]:
+            self._checks.remove(check)
+            self._store.release(from_wire(check.body.addresses))
+            # Else it was cancelled, or its sender is gone.
+            if self._answers.get(check.sender, {}).get(check.number, _OVER) is None:
+                same = to_wire(check.sums.result()) == check.body.sums
+                answer = self._finish(check.sender, check.body) if same else _SPOILED
+                self._settle(check.sender, check.number, answer)
+
+    @property
+    def num_checks(self) -> int:
+        """Arrivals that are being summed up."""
+        return len(self._checks)
 
     def _settle(self, peer: Incarnation, request: int, answer: Answer) -> None:
         kept = self._answers.get(peer, {})
@@ -180,7 +217,7 @@ class Receiver:
             self._guests.free(sender, from_wire(body.addresses))
             return Answer()
         if isinstance(body, Finish):
-            return self._finish(sender, body)
+            return self._check(sender, number, body)
         if isinstance(body, Cancel):
             if self._servings.cancel(sender, body.request, number):
                 return None
@@ -228,6 +265,20 @@ class Receiver:
             return Answer(f"there is no room for {num_blocks} blocks")
         self._guests.lend(sender, addresses)
         return Answer("", to_wire(addresses), 0, self._info, num_known)
+
+    def _check(self, sender: Incarnation, number: int, body: Finish) -> Answer | None:
+        """Take blocks over, after they were summed up if the sender has done so."""
+        if not body.sums:
+            return self._finish(sender, body)
+        addresses = from_wire(body.addresses)
+        if not self._guests.has(sender, addresses):
+            return Answer(_NOT_YOURS)
+        if not self._sums.reaches(addresses).all():
+            return Answer("blocks that are not in memory cannot be summed up")
+        self._store.hold(addresses)
+        sums = self._sums.of(addresses)
+        self._checks.append(_Check(sender, number, body, sums))
+        return None
 
     def _finish(self, sender: Incarnation, body: Finish) -> Answer:
         addresses = from_wire(body.addresses)

@@ -32,6 +32,7 @@ from sgl_tiered.pool.messages import (
     to_wire,
 )
 from sgl_tiered.pool.requests import NO_ANSWER, Request, Requests
+from sgl_tiered.pool.sums import Sums, SumsOf
 from sgl_tiered.transport.base import (
     Peer,
     PeerAddress,
@@ -90,6 +91,8 @@ class Job:
         timeout_s: for all steps together.
         only_missing: leave out pages that the receiver's index has; with ``finish``,
             which says of which prompt.
+        sums: sums blocks up, for the receiver to check before it uses any; None: it
+            takes what has arrived.
     """
 
     peer: Incarnation
@@ -101,6 +104,7 @@ class Job:
     finish: Finish | None
     timeout_s: float
     only_missing: bool = False
+    sums: SumsOf | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +189,7 @@ class Transfer:
         self._peer_info = peer_info
         self._deadline_s = clock.now() + job.timeout_s
         self._pushes: list[tuple[Transport, Peer, Push]] = []
+        self._sums: Sums | None = None
         self._request: Request | None = None
         self._timed_out = False
         self.step = Step.ALLOCATE
@@ -314,6 +319,8 @@ class Transfer:
             # Another kind of transport, or memory that the peer does not have.
             self.fail(str(error))
             return
+        if self.job.sums is not None:
+            self._sums = self.job.sums.of(self.job.sources[self.num_known :])
         self.step = Step.TRANSMIT
 
     def _transmit(self) -> None:
@@ -325,7 +332,7 @@ class Transfer:
                 self._timed_out = status is TransferStatus.TIMED_OUT
                 self.fail(push.error or "the transport failed")
                 return
-        if is_running:
+        if is_running or (self._sums is not None and not self._sums.done()):
             return
         finish, targets = self.job.finish, self.targets
         if finish is None:
@@ -340,6 +347,7 @@ class Transfer:
             finish.namespace,
             finish.tokens,
             finish.first_page + self.num_known,
+            b"" if self._sums is None else to_wire(self._sums.result()),
         )
         left_s = self._deadline_s - self._clock.now()
         self._request = self._requests.ask(self.job.peer, body, left_s)

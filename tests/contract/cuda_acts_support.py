@@ -52,15 +52,35 @@ class Projections:
         """Return what captures are hooked to."""
         return self._modules[layer]
 
+    def truth(self, layer: int) -> KVProjection:
+        """Return what K and V are made of."""
+        return self[layer]
 
-def chosen() -> Any:
-    """Return a choice of half of all pages."""
+    def run(self, layer: int, inputs: torch.Tensor) -> None:
+        """Call a layer."""
+        self._modules[layer](inputs)
+
+
+def chosen(offload_bytes: int | None = None) -> Any:
+    """Return a choice of half of all pages.
+
+    Args:
+        offload_bytes: of layers that SGLang is to keep in host memory; None for no
+            offloader.
+    """
     from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen
     from sgl_tiered.policies.activations.base import PageLine
 
     line = PageLine(0.0, 1e-6)
-    projections: Any = Projections()
-    return Chosen(0.5, "a test", None, line, line, projections)
+    if offload_bytes is None:
+        projections: Any = Projections()
+        return Chosen(0.5, "a test", None, line, line, projections)
+    from cuda_offload_support import OffloadedProjections
+
+    moved: Any = OffloadedProjections(offload_bytes)
+    lines = (line, line)
+    away = moved.offloaded if moved.offloaded.away else None
+    return Chosen(0.5, "a test", None, *lines, moved, None, away)
 
 
 class Inputs:
@@ -73,7 +93,7 @@ class Inputs:
         seen: inputs of each token, by request and layer.
     """
 
-    def __init__(self, projections: Projections) -> None:
+    def __init__(self, projections: Any) -> None:
         self._projections = projections
         self.seen: dict[str, list[list[torch.Tensor]]] = {}
 
@@ -83,12 +103,12 @@ class Inputs:
         """Return K and V, [tokens, HEADS, DIM], of the new tokens of a batch."""
         total = sum(new for _, new in batch)
         inputs = torch.randn(total, HIDDEN)
-        self._projections.module(layer)(inputs)
+        self._projections.run(layer, inputs)
         spans = zip(batch, lens, strict=True)
         positions = torch.cat([torch.arange(kv - new, kv) for (_, new), kv in spans])
         keys, values = (torch.empty(total, HEADS, DIM) for _ in "kv")
         rows = torch.arange(total)
-        made = self._projections[layer]
+        made = self._projections.truth(layer)
         rebuild_kv(inputs, rows, made, keys, values, rows, positions)
         begin = 0
         for rid, new in batch:

@@ -11,6 +11,7 @@ from sgl_tiered.engines.sglang.config import CHOICES, FAULT_ENV
 pytestmark = pytest.mark.sglang
 
 ON = ["--radix-cache-backend", "tiered"]
+PD = ["--disaggregation-transfer-backend=tiered"]
 GOOD = {
     "all": [
         *ON,
@@ -87,6 +88,15 @@ GOOD = {
         "--tiered-pool-host=127.0.0.1",
         "--tiered-pool-transport=loopback",
         "--tiered-pool-keys={tmp}",
+    ],
+    "prefill": [*PD, "--disaggregation-mode=prefill", "--tiered-pd-caching=0"],
+    "decode": [
+        *ON,
+        *PD,
+        "--disaggregation-mode=decode",
+        "--tiered-pd-caching=3",
+        "--tiered-pd-transport=loopback",
+        "--tiered-pool=file:{tmp}/pool",
     ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
@@ -246,6 +256,34 @@ BAD = {
     "order and priorities": (
         [*ON, "--tiered-order=cost", "--enable-priority-scheduling"],
         "--tiered-order",
+    ),
+    "caching alone": ([*ON, "--tiered-pd-caching=1"], "--tiered-pd-caching: is for"),
+    "caching of theirs": (
+        ["--disaggregation-mode=prefill", "--tiered-pd-caching=1"],
+        "--tiered-pd-caching: is for",
+    ),
+    "tiers over theirs": (
+        [*ON, "--disaggregation-mode=prefill"],
+        "--radix-cache-backend: tiered was tested with our transfer backend only",
+    ),
+    "prefill layerkv": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=prefill",
+            "--page-size=16",
+            "--tiered-layerkv=on",
+        ],
+        "--tiered-layerkv: does not go with --disaggregation-mode prefill",
+    ),
+    "decode on-evict": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=decode",
+            "--tiered-write-policy=on-evict",
+        ],
+        "--tiered-write-policy: does not go with --disaggregation-mode decode",
     ),
     "several machines": ([*ON, "--nnodes=2", "--tp-size=2"], "--nnodes"),
     "data parallel": ([*ON, "--dp-size=2"], "--dp-size"),

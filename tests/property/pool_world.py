@@ -82,6 +82,7 @@ class World:
     messages: list[Envelope] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
     version: int = 0
 
     def view(self) -> View:
@@ -97,10 +98,28 @@ class World:
     def start(self, instance: int, blocks: dict[TierId, int]) -> Node:
         """Start an instance, or start it anew."""
         self.incarnations[instance] = self.incarnations.get(instance, 0) + 1
+        self.starts[instance] = self.starts.get(instance, 0) + 1
         self.version += 1
         node = Node(self, instance, self.incarnations[instance], blocks)
         self.nodes[instance] = node
         return node
+
+    def rejoin(self, instance: int) -> None:
+        """Let an instance lose its lease, which all see, and take another."""
+        node = self.nodes.pop(instance)
+        self.version += 1
+        self.see()
+        self.nodes[instance] = node
+        self.incarnations[instance] += 1
+        self.version += 1
+        node.me = (instance, self.incarnations[instance])
+        node.pool.begin_anew(node.me[1])
+        self.see()
+
+    def see(self) -> None:
+        """Let everybody know who is there."""
+        for node in self.nodes.values():
+            node.pool.see(self.view())
 
     def end_piece(self, piece: Piece, *, arrives: bool) -> None:
         """Let a piece arrive, or not; then nothing of it moves any more."""
@@ -141,8 +160,7 @@ class World:
     def settle(self, seconds: float) -> None:
         """Let everybody know everything, and so much time pass without faults."""
         for _ in range(int(seconds / STEP_S)):
-            for node in self.nodes.values():
-                node.pool.see(self.view())
+            self.see()
             self.pump()
 
     def _bytes(self, address: int, length: int) -> np.ndarray:
@@ -158,13 +176,13 @@ class FakeLibrary:
     kind = "fake"
     max_in_flight = 64
 
-    def __init__(self, world: World, instance: int, incarnation: int) -> None:
+    def __init__(self, world: World, instance: int) -> None:
         self._world = world
         self._instance = instance
-        self._name = f"{instance}.{incarnation}"
+        self._name = f"{instance}.{world.starts[instance]}"
 
     def endpoint(self) -> tuple[str, bytes]:
-        """Return a name of this incarnation's."""
+        """Return a name of this process's."""
         return self._name, b""
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -175,9 +193,9 @@ class FakeLibrary:
         return address.endpoint
 
     def reach(self, link: str) -> str:
-        """Return whether that incarnation runs."""
-        instance, _, incarnation = link.partition(".")
-        lives = self._world.incarnations.get(int(instance)) == int(incarnation)
+        """Return whether that process runs."""
+        instance, _, start = link.partition(".")
+        lives = self._world.starts.get(int(instance)) == int(start)
         return "" if lives and int(instance) in self._world.nodes else "it is gone"
 
     gone = reach
@@ -237,7 +255,7 @@ class Node:
         tiers = {m: RegionTier(m, Array(n)) for m, n in blocks.items()}
         self.regions = {m: tier.region for m, tier in tiers.items()}
         self.transport = BatchedTransport(
-            FakeLibrary(world, *self.me),
+            FakeLibrary(world, instance),
             clock=world.clock,
             grace_s=TRANSPORT_GRACE_S,
             threaded=False,

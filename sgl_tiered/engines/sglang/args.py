@@ -18,6 +18,10 @@ from sgl_tiered.engines.sglang.config import (
     TieredConfig,
     read_config,
 )
+from sgl_tiered.engines.sglang.disagg.settings import (
+    PD_FLAGS,
+    refuse_with_disaggregation,
+)
 from sgl_tiered.engines.sglang.layered.activations.settings import (
     refuse_with_activations,
 )
@@ -474,6 +478,8 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
         ConfigError: a setting is wrong, or does not go with another flag.
     """
     values = flag_values(server_args)
+    for name in PD_FLAGS:
+        del values[name]
     if server_args.radix_cache_backend != BACKEND_NAME:
         given = sorted(name for name, value in values.items() if value is not None)
         if given:
@@ -482,6 +488,7 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
                 "has no effect without the tiered cache",
                 f"add --radix-cache-backend {BACKEND_NAME}",
             )
+        refuse_with_disaggregation(server_args, None)
         return None
     for name, wanted in _NEEDED.items():
         value = getattr(server_args, name, wanted)
@@ -513,6 +520,7 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
         refuse_device(_device(server_args))
     if config.pool is not None:
         refuse_with_pool(server_args, config)
+    refuse_with_disaggregation(server_args, config)
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _refuse_for_one_rank(config)
     return config
@@ -578,7 +586,6 @@ _NEEDED: dict[str, object] = {
     "enable_session_radix_cache": False,
     "enable_streaming_session": False,
     "speculative_algorithm": None,
-    "disaggregation_mode": "null",
     "enable_dp_attention": False,
     "nnodes": 1,
     "pp_size": 1,

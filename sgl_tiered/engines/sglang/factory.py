@@ -82,14 +82,16 @@ def build_cache(ctx: Any) -> Any:
     refuse_unsupported(ctx)
     runtime = _build_runtime(ctx, config)
     strategy = _device_strategy(ctx, config, runtime)
-    tree = _tree_class(config)
+    tree = _tree_class(config, ctx.server_args.disaggregation_mode)
     if config.pool is not None:
         from sgl_tiered.engines.sglang.pooled.build import enter_pool
 
         tree = enter_pool(ctx, config, runtime, tree)
 
     def make(params: Any) -> TieredRadixCache:
-        return tree(params, runtime, strategy)
+        cache = tree(params, runtime, strategy)
+        cache.announce_tiers(runtime, params)
+        return cache
 
     cache = create_unified_radix_cache(ctx, cache_class=make)
     counter = runtime.counter
@@ -100,7 +102,7 @@ def build_cache(ctx: Any) -> Any:
     return cache
 
 
-def _tree_class(config: TieredConfig) -> type[TieredRadixCache]:
+def _tree_class(config: TieredConfig, mode: str) -> type[TieredRadixCache]:
     """Return the class of the tree that the settings ask for."""
     if config.layerkv is not None:
         from sgl_tiered.engines.sglang.layered.cache import LayeredRadixCache
@@ -110,6 +112,10 @@ def _tree_class(config: TieredConfig) -> type[TieredRadixCache]:
         from sgl_tiered.engines.sglang.sparse.cache import SparseRadixCache
 
         return SparseRadixCache
+    if mode == "decode":
+        from sgl_tiered.engines.sglang.disagg.decode import DecodeRadixCache
+
+        return DecodeRadixCache
     return TieredRadixCache
 
 

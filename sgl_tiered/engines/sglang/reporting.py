@@ -11,6 +11,7 @@ from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.agreement import ARRIVED
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
+from sgl_tiered.engines.sglang.disagg.backend import pd_state
 from sgl_tiered.engines.sglang.http import (
     DROP_KNOBS,
     EXPLAIN_KEY,
@@ -268,6 +269,8 @@ def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
     elif runtime is not None:
         pool = {} if runtime.pool is None else {"pool": runtime.pool.stats()}
         out.internal_state["tiered"] = {**runtime.stats(), **_errors(runtime), **pool}
+    if not question and (told := pd_state(controller.scheduler)) is not None:
+        out.internal_state["tiered_pd"] = told
     return out
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Optional
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.server_args import ServerArgs
 
+from sgl_tiered.engines.sglang.disagg.args import PdServerArgs
 from sgl_tiered.engines.sglang.pooled.settings import POOL_CHOICES
 
 __all__ = ["PoolServerArgs"]
@@ -14,7 +14,7 @@ __all__ = ["PoolServerArgs"]
 _NS = NS("tiered")
 
 
-class PoolServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
+class PoolServerArgs(PdServerArgs, dict=True):  # type: ignore[call-arg]
     """SGLang's arguments and those of pools; all None where they are not given."""
 
     tiered_pool: A[
