@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from sgl_tiered.core.plans import Int32s, UInt64s
+from sgl_tiered.pool.fetch import Fetch
 from sgl_tiered.pool.fetch import Search as NodeSearch
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.mempool import MemPool
 from sgl_tiered.pool.peers import Fetching, Hint, Search
+from sgl_tiered.transport.base import TransferStatus
 
 __all__ = ["InPool", "NodePeers"]
 
@@ -83,13 +85,15 @@ class NodePeers:
         timeout_s: float,
     ) -> Fetching:
         """Have pages written to blocks of ours, and checked."""
-        return self._node.pool.fetch(
-            instance,
-            tokens,
-            addresses,
-            namespace=digest,
-            first_page=first_page,
-            timeout_s=timeout_s,
+        return _Flight(
+            self._node.pool.fetch(
+                instance,
+                tokens,
+                addresses,
+                namespace=digest,
+                first_page=first_page,
+                timeout_s=timeout_s,
+            )
         )
 
 
@@ -108,3 +112,33 @@ class _Answers:
     def holders(self) -> Sequence[tuple[int, int]]:
         """Who holds how many pages."""
         return [(i, held.num_pages) for i, held in self._search.held.items()]
+
+
+class _Flight:
+    """A fetch as ``PeerPulls`` reads it."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    @property
+    def status(self) -> TransferStatus:
+        """RUNNING until it has ended."""
+        return self._fetch.status
+
+    @property
+    def error(self) -> str:
+        """Why it failed."""
+        return self._fetch.error
+
+    @property
+    def refused(self) -> bool:
+        """Whether the holder has said no."""
+        request = self._fetch.request
+        if self._fetch.status is not TransferStatus.FAILED or request is None:
+            return False
+        return request.answer is not None and bool(request.answer.refusal)
+
+    @property
+    def num_blocks(self) -> int:
+        """First blocks that have arrived and passed their checks."""
+        return self._fetch.num_blocks

@@ -45,6 +45,11 @@ class Fetching(Protocol):
         ...
 
     @property
+    def refused(self) -> bool:
+        """Whether the holder has said no, as where it has none of the pages."""
+        ...
+
+    @property
     def num_blocks(self) -> int:
         """First blocks that have arrived and passed their checks; final at the end."""
         ...

@@ -421,7 +421,10 @@ class PeerPulls:
         done = fetching.status is TransferStatus.DONE
         num_bytes = num * self._page_bytes
         reason = "" if done and num else fetching.error or "the peer had none of it"
-        self._breaker(pull.instance).record("" if done else fetching.error or "failed")
+        if not fetching.refused:
+            # A hint that was wrong says nothing about the peer.
+            error = "" if done else fetching.error or "failed"
+            self._breaker(pull.instance).record(error)
         num_kept = 0
         if num:
             tokens = pull.tokens[: (pull.first_page + num) * self._page_tokens]

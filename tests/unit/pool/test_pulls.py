@@ -66,6 +66,7 @@ class Flight:
     status: TransferStatus = TransferStatus.RUNNING
     error: str = ""
     num_blocks: int = 0
+    refused: bool = False
 
     def land(self, num_blocks: int | None = None) -> None:
         """Let pages arrive; all if no number is given."""
@@ -329,6 +330,18 @@ def test_a_peer_that_fails_again_and_again_rests(bench: Bench) -> None:
     bench.clock.advance(60.0)
     bench.arrive("again")
     assert len(bench.peers.flights) == 4
+
+
+def test_a_hint_that_was_wrong_is_no_failure(bench: Bench) -> None:
+    """A peer that has none of the pages any more is asked for others at once."""
+    for number in range(5):
+        bench.arrive(f"r{number}")
+        bench.peers.flights[-1].refused = True
+        bench.peers.flights[-1].fail("it has none of these pages")
+        bench.pulls.poll()
+    assert len(bench.peers.flights) == 5
+    assert bench.reason("r4") == "it has none of these pages"
+    assert bench.all_free()
 
 
 def test_who_lacks_the_same_pages_waits_for_the_same_pull(bench: Bench) -> None:
