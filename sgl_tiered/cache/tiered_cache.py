@@ -410,13 +410,7 @@ class TieredCache:
 
     def watch_rows(self, freed: Callable[[Int32s], None]) -> None:
         """Have ``freed`` called as well with the rows that the table gives back."""
-        others = self._table.on_rows_freed
-
-        def tell(rows: Int32s) -> None:
-            others(rows)
-            freed(rows)
-
-        self._table.on_rows_freed = tell
+        self._table.on_rows_freed.append(freed)
 
     def watch_copies(self, names: PageNames) -> CopyWatch:
         """Return what tells from now on which copies come and go; call it once."""

@@ -82,7 +82,7 @@ class ControlChannel:
             for member in view.members
             if CONTROL in member.endpoints
         }
-        self._courier.keep({endpoint for endpoint, _ in self._peers.values()})
+        self._courier.keep(set(self._peers.values()))
 
     def send(self, message: Envelope) -> None:
         """Send, without waiting and without a promise."""

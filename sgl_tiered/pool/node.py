@@ -312,6 +312,8 @@ class PoolNode:
         time.sleep(50e-6)
 
     def _see(self, view: View) -> None:
+        for lost in self._transport.take_lost():
+            _LOG.info("bytes do not reach %s: %s", lost.address.endpoint, lost.reason)
         self._view = view
         self._channel.see(view)
         self.pool.see(view)

@@ -129,6 +129,9 @@ class Sender:
         self, job: Job, sources: UInt64s, peer_info: PoolInfo | None
     ) -> Transfer:
         """Begin a transfer whose blocks are these, or copies of them."""
+        if peer_info is not None:
+            # With it the connections are found again when the peer is gone.
+            self._infos[job.peer] = peer_info
         transfer = self._transfer(job, peer_info)
         self._store.hold(job.sources)
         if job.sources is not sources:

@@ -69,10 +69,18 @@ class Rank:
     peers: dict[PeerAddress, Peer]
 
     def peer(self, address: PeerAddress) -> Peer:
-        """Return the connection to a rank of another instance, made once."""
-        if address not in self.peers:
-            self.peers[address] = self.transport.connect(address)
-        return self.peers[address]
+        """Return the connection to a rank of another instance, made once.
+
+        One that was lost is made anew: a peer that is a member still may have been
+        out of reach only for a while.
+        """
+        known = self.peers.get(address)
+        if known is not None and known.lost:
+            self.transport.disconnect(known)
+            known = None
+        if known is None:
+            known = self.peers[address] = self.transport.connect(address)
+        return known
 
 
 @dataclass(frozen=True, slots=True, eq=False)

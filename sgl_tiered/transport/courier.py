@@ -9,7 +9,7 @@ first message, and again by themselves whenever they break.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 import zmq
@@ -59,7 +59,8 @@ class Courier:
         self._keys = keys
         self._admitted = admitted
         self._context = zmq.Context()
-        self._lines: dict[str, _Line] = {}
+        # By endpoint and key: a server may come back with another one.
+        self._lines: dict[tuple[str, str], _Line] = {}
         self._refusals: dict[str, str] = {}
 
     def send(self, endpoint: str, server_key: str, message: Message) -> str:
@@ -70,7 +71,9 @@ class Courier:
             server_key: its public key; empty if it has none.
             message: goes out at once, or when there is a connection.
         """
-        line = self._lines.get(endpoint) or self._open(endpoint, server_key)
+        line: _Line | str | None = self._lines.get((endpoint, server_key))
+        if line is None:
+            line = self._open(endpoint, server_key)
         if isinstance(line, str):
             return self._refuse(endpoint, line)
         line.num_sent += 1
@@ -85,17 +88,18 @@ class Courier:
             return f"{_MAX_QUEUED} messages to {endpoint} wait already"
         return ""
 
-    def keep(self, endpoints: Container[str]) -> None:
-        """Let go of the connections to all other servers."""
-        for endpoint in [each for each in self._lines if each not in endpoints]:
-            _close(self._lines.pop(endpoint))
+    def keep(self, servers: Collection[tuple[str, str]]) -> None:
+        """Let go of the connections to all servers but these: endpoint and key."""
+        for server in [each for each in self._lines if each not in servers]:
+            _close(self._lines.pop(server))
+        endpoints = {endpoint for endpoint, _ in servers}
         for endpoint in [each for each in self._refusals if each not in endpoints]:
             del self._refusals[endpoint]
 
     def troubles(self) -> dict[str, str]:
         """Return what is known to be wrong, by endpoint; takes some us per line."""
         found = dict(self._refusals)
-        for endpoint, line in self._lines.items():
+        for (endpoint, _), line in self._lines.items():
             self._look_after(endpoint, line)
             if line.trouble:
                 found[endpoint] = line.trouble
@@ -136,7 +140,7 @@ class Courier:
         except zmq.ZMQError as error:
             _close(line)
             return f"the endpoint cannot be used: {error}"
-        self._lines[endpoint] = line
+        self._lines[endpoint, server_key] = line
         self._refusals.pop(endpoint, None)
         return line
 

@@ -17,6 +17,7 @@ from tests.e2e.e2e_support import (
     pinned,
     record_reference,
     settle,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
@@ -30,8 +31,8 @@ SHAPE = ChatShape(
     answer_tokens=20,
 )
 POOL_TOKENS = 1024
-"""Holds two requests at a time on either side: the decode server retracts, and the
-prefill server's tiers serve what its pool has lost."""
+"""Holds two requests at a time on either side: others wait, and the prefill server's
+tiers serve what its pool has lost."""
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,19 @@ def plain(servers, model):
 
 @pytest.fixture(scope="module")
 def pair(plain, model, tmp_path_factory):
-    """Mode 2: both keep what they have, and only what decode lacks is sent."""
+    """Mode 3: both keep what they have, only what decode lacks is sent, and answers go
+    back to the prefill server's host tier."""
     device = Device(model, POOL_TOKENS, PAGE)
-    flags = pair_flags(2, Tiers(64 * MB))
-    pair = start_pair(device, tmp_path_factory.mktemp("pair"), flags)
+    folder = tmp_path_factory.mktemp("pair")
+    flags = (
+        *pair_flags(3, Tiers(64 * MB)),
+        "--tiered-pool",
+        f"file:{folder / 'pool'}",
+        # The planner may find an answer of a page not worth a load.
+        "--tiered-load-policy",
+        "always",
+    )
+    pair = start_pair(device, folder, flags)
     yield pair
     pair.stop()
 
@@ -58,18 +68,24 @@ def prompt(seed, num_tokens=200):
 
 
 def test_a_second_turn_sends_only_what_decode_lacks(pair):
-    """Decode has the first turn whole, prefill the prompt of it."""
+    """Decode has the first turn whole; so has prefill, once the answer is back."""
     first = prompt(1)
     before = pair.transfers(pair.decode)
     _, answer = pair.ask(first, 20)
     # 200 tokens are 13 pages, the last one begun.
     told = pair.transfers(pair.decode)
     assert told["pages"] - before["pages"] == 13
-    # Of the answer's last token there is no KV.
+    wait_until(
+        lambda: pair.transfers(pair.decode)["returns"] == before["returns"] + 1,
+        "the answer is back at the prefill server",
+    )
+    # Of the answer's last token there is no KV; of the prompt prefill has 12 pages.
+    held = (200 + 20 - 1) // PAGE * PAGE
+    returned = pair.transfers(pair.decode)["pages_returned"]
+    assert returned - before["pages_returned"] == held // PAGE - 12
     second = first + answer["output_ids"] + prompt(2, 30)
     by_prefill, by_decode = pair.ask(second, 4)
-    assert by_prefill["meta_info"]["cached_tokens"] == 192
-    held = (200 + 20 - 1) // PAGE * PAGE
+    assert by_prefill["meta_info"]["cached_tokens"] == held
     assert by_decode["meta_info"]["cached_tokens"] == held
     after = pair.transfers(pair.decode)
     assert after["tokens_held_by_decode"] - told["tokens_held_by_decode"] == held
@@ -97,6 +113,7 @@ def test_sessions_at_once_equal_plain(pair, plain):
         assert edge(state, "device->host") > 0
         told = pair.transfers(server)
         assert (told["rooms_unsettled"], told["releases_held"]) == (0, 0)
+        assert told["returns_failed"] == 0
     # What its pool had lost came back to the prefill server from its host tier.
     assert edge(settle(pair.prefill), "host->device") > 0
     assert edge(settle(pair.decode), "host->device") == 0

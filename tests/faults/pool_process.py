@@ -3,7 +3,7 @@
     python tests/faults/pool_process.py NAME REGISTRY TRANSPORT GRACE_S PORT SEED
 
 Pages' bytes follow from their tokens, so whoever finds a page can tell whether it is
-the right one. It prints a line of JSON when it is in the pool, and one for each command:
+the right one. It prints a line of JSON when it is in the pool, and one per command:
 
     hold P N         compute and keep pages 0 .. N-1 of prompt P
     fetch I P N      have them written here by instance I; says what came of it

@@ -152,7 +152,7 @@ def test_pages_go_both_ways(start: Callable[..., Node]) -> None:
     assert one.ask(f"send {two.instance} 0 20") == {"error": "", "num_known": 0}
     assert one.ask(f"send {two.instance} 0 20") == {"error": "", "num_known": 20}
     assert two.ask("check")["wrong_kept"] == 0
-    refused = two.ask(f"fetch {one.instance} 1 24")
+    refused = two.ask(f"fetch {one.instance} 2 24")
     assert refused["error"]
     assert refused["num_pages"] == 0
     settle(one, two)
