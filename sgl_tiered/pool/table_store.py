@@ -269,6 +269,12 @@ class TableStore:
         assert found is not None, "a ready copy is in some medium"
         return found
 
+    def num_matching(self, namespace: bytes, tokens: npt.ArrayLike) -> int:
+        """Return how many of a prompt's first pages are here; only asks, no use."""
+        rows = self._index.rows_of(namespace, as_tokens(tokens).tobytes())
+        is_missing = self._table.flags[rows] == 0
+        return int(is_missing.argmax()) if is_missing.any() else len(rows)
+
     def delete(self, namespace: bytes, tokens: npt.ArrayLike) -> int:
         """Drop a prompt's pages from its end on; return how many."""
         if namespace not in self._index.digests:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -22,6 +23,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.routing.base import PLACES
 from sgl_tiered.router.attempt import is_refusal
+from sgl_tiered.router.board import LoadBoard
 from sgl_tiered.router.config import KINDS, InstanceConfig, RouterConfig
 from sgl_tiered.router.feed import EventFeed, FeedSource
 from sgl_tiered.router.instances import Instance, LoadReport
@@ -59,6 +61,11 @@ class Fleet:
         self._clock = clock
         self._context = zmq.asyncio.Context()
         self._instances: dict[str, Instance] = {}
+        max_age_s = _REPORTS_KEPT * config.load_interval_s
+        self.boards = {
+            kind: LoadBoard(tree, partial(self._of_kind, kind), self.load, max_age_s)
+            for kind, tree in self.trees.items()
+        }
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._instances.values()))
@@ -67,13 +74,9 @@ class Fleet:
         """Return the instance of this name."""
         return self._instances.get(name)
 
-    def available(self, kind: str) -> list[Instance]:
-        """Return the instances of a kind to which a request may go."""
-        return [
-            each
-            for each in self._instances.values()
-            if each.config.kind == kind and each.is_available
-        ]
+    def has(self, kind: str) -> bool:
+        """Return whether there is an instance of a kind to which a request may go."""
+        return bool(self.boards[kind].columns(self._clock.now()).instances)
 
     async def add(self, config: InstanceConfig) -> Instance:
         """Add an instance, probe it once, and follow it from then on.
@@ -86,6 +89,7 @@ class Fleet:
                 raise ConfigError("--instance", f"{config.name} is there", "rename it")
         instance = Instance(config)
         instance.on_load = self._metrics.under_way.labels(config.name).set
+        instance.on_change = self.boards[config.kind].note_load
         self._instances[config.name] = instance
         for source in config.sources:
             self._follow(instance, source)
@@ -108,11 +112,12 @@ class Fleet:
         """Forget an instance; requests that it still answers go on to their end."""
         instance.is_draining = True
         self._instances.pop(instance.name, None)
+        self.boards[instance.config.kind].changed()
         await _cancel(instance.tasks)
         for holder in instance.holders:
             self._tree(instance).remove_holder(holder)
         instance.holders.clear()
-        instance.on_load = None
+        instance.on_load = instance.on_change = None
         self._metrics.forget(instance.name, instance.config.kind)
 
     async def close(self) -> None:
@@ -133,9 +138,13 @@ class Fleet:
             self._down(instance, is_gone=True)
 
     def expire(self) -> None:
-        """End the assumptions that are too old; called about once a second."""
+        """End the assumptions that are too old; called about once a second.
+
+        Loads that are too old are given up as well, so that no request has to.
+        """
         for kind, tree in self.trees.items():
             tree.expire(self._clock.now())
+            self.boards[kind].columns(self._clock.now())
             self._metrics.nodes.labels(kind).set(len(tree))
 
     def load(self, instance: Instance) -> tuple[int, int]:
@@ -162,6 +171,9 @@ class Fleet:
 
     def _tree(self, instance: Instance) -> PromptTree:
         return self.trees[instance.config.kind]
+
+    def _of_kind(self, kind: str) -> Iterator[Instance]:
+        return (each for each in self._instances.values() if each.config.kind == kind)
 
     def _follow(self, instance: Instance, source: FeedSource) -> None:
         """Begin to follow a publisher of events."""
@@ -239,6 +251,7 @@ class Fleet:
         # A server without that path says 404 for ever; one that starts may say so once.
         instance.tells_load = report is not None or not instance.is_up
         instance.report = report
+        self.boards[instance.config.kind].note_report(instance)
 
     async def _discover(self, instance: Instance) -> None:
         """Ask a server where its events are; it may have none."""
@@ -262,6 +275,7 @@ class Fleet:
     def _show(self, instance: Instance) -> None:
         gauge = self._metrics.up.labels(instance.name, instance.config.kind)
         gauge.set(instance.is_available)
+        self.boards[instance.config.kind].changed()
 
 
 def sources_of(info: Any, host: str) -> tuple[FeedSource, ...]:

@@ -60,6 +60,8 @@ class Instance:
         tasks: that probe and follow it.
         report: the last load that it told, if it tells.
         tells_load: False once it said that it does not.
+        on_load: called with the requests under way as they change.
+        on_change: called when ``load`` changed for the sake of a request of ours.
     """
 
     config: InstanceConfig
@@ -72,6 +74,7 @@ class Instance:
     report: LoadReport | None = None
     tells_load: bool = True
     on_load: Callable[[int], None] | None = None
+    on_change: Callable[[Instance], None] | None = None
     _tickets: set[Ticket] = field(default_factory=set)
 
     @property
@@ -101,6 +104,12 @@ class Instance:
         ticket.is_waiting = False
         self._tickets.discard(ticket)
         self._tell()
+
+    def answered(self, ticket: Ticket) -> None:
+        """Count a request's prompt as computed: the first byte of its answer is here."""
+        ticket.is_waiting = False
+        if self.on_change is not None:
+            self.on_change(self)
 
     def give_up(self) -> None:
         """End the waits for an instance that is down: another one can serve them."""
@@ -139,3 +148,5 @@ class Instance:
     def _tell(self) -> None:
         if self.on_load is not None:
             self.on_load(len(self._tickets))
+        if self.on_change is not None:
+            self.on_change(self)

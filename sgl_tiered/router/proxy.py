@@ -187,7 +187,7 @@ class Proxy:
             )
 
         began_s = self._clock.now()
-        prefill = choose(PREFILL) if self._fleet.available(DECODE) else None
+        prefill = choose(PREFILL) if self._fleet.has(DECODE) else None
         decode = choose(DECODE) if prefill is not None else None
         route = None
         if prefill is not None and decode is not None:
@@ -243,8 +243,8 @@ class Proxy:
                 )
                 sent = msgspec.json.encode(paired)
                 answer = await open_pair(upstream, tickets[0], tickets[1], sent)
-            for _, ticket in tickets:
-                ticket.is_waiting = False
+            for instance, ticket in tickets:
+                instance.answered(ticket)
             if number == 1:
                 self._count_tokens(prompt, first)
             return await self._pass_on(request, answer, route, keys, number, began_s)

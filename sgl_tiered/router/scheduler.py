@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.plans import Int64s
 from sgl_tiered.policies.routing.base import (
     NUM_PLACES,
+    FleetFacts,
     InstanceFacts,
     RequestFacts,
     RoutingPolicy,
 )
 from sgl_tiered.policies.routing.holders import holders_of_more
-from sgl_tiered.router.fleet import Fleet
+from sgl_tiered.router.board import Columns, LoadBoard
 from sgl_tiered.router.instances import Instance
 from sgl_tiered.router.prompts import CHARACTERS_PER_TOKEN, TOKENS, Prompt
-from sgl_tiered.router.tree import Match, keys_of, root_key
+from sgl_tiered.router.tree import PromptTree, keys_of, root_key
 
-__all__ = ["Choice", "PromptKeys", "Scheduler"]
+__all__ = ["Boards", "Choice", "PromptKeys", "Scheduler"]
 
 
 class PromptKeys:
@@ -54,8 +59,8 @@ class PromptKeys:
             keys = self._keys[page] = keys_of(root, prompt.units, page)
         return keys
 
-    def num_tokens(self, num_pages: int, page: int) -> int:
-        """Return the tokens in so many pages; an estimate for characters."""
+    def num_tokens(self, num_pages: Int64s, page: int) -> Int64s:
+        """Return the tokens in so many pages each; an estimate for characters."""
         num_units = num_pages * page
         if self._prompt.alphabet == TOKENS:
             return num_units
@@ -77,6 +82,20 @@ class Choice:
     holders: str = ""
 
 
+class Boards(Protocol):
+    """What a scheduler sees of a fleet: a tree and a board per kind of instance."""
+
+    @property
+    def trees(self) -> Mapping[str, PromptTree]:
+        """Who holds which prefix."""
+        ...
+
+    @property
+    def boards(self) -> Mapping[str, LoadBoard]:
+        """Who can serve, and how much each has to do."""
+        ...
+
+
 class Scheduler:
     """Decides; sends nothing.
 
@@ -86,7 +105,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, fleet: Fleet, policy: RoutingPolicy, page_characters: int, clock: Clock
+        self, fleet: Boards, policy: RoutingPolicy, page_characters: int, clock: Clock
     ) -> None:
         self._fleet = fleet
         self._policy = policy
@@ -116,22 +135,25 @@ class Scheduler:
             session: of the client; empty for none.
             tried: names of the instances that failed on this request.
         """
-        instances = [
-            each for each in self._fleet.available(kind) if each.name not in tried
-        ]
+        columns = self._fleet.boards[kind].columns(self._clock.now())
+        instances = columns.instances
+        facts = self._facts(columns, keys, kind)
+        if tried:
+            left = [at for at, name in enumerate(columns.names) if name not in tried]
+            instances = [instances[at] for at in left]
+            facts = facts.take(np.array(left, np.int64))
         if not instances:
             return None
-        facts = self._facts(instances, keys, kind)
         request = RequestFacts(prompt.num_tokens, session, self._turn)
         self._turn += 1
-        best = self._policy.rank(request, facts)[0]
+        best = self._policy.best(request, facts)
         named = ", ".join(
             f"{instances[holder.position].name}="
             f"{instances[holder.position].config.url};tokens={holder.num_tokens}"
             f";tier={holder.slowest}"
             for holder in holders_of_more(facts, best)
         )
-        return Choice(instances[best], facts[best], named)
+        return Choice(instances[best], facts.instance(best), named)
 
     def assume(self, instance: Instance, keys: PromptKeys, ttl_s: float) -> None:
         """Assume from now on that an instance has this prompt."""
@@ -149,30 +171,55 @@ class Scheduler:
         for holder in instance.holders[:1]:
             tree.doubt(holder, keys.at(keys.page(holder.page_tokens)))
 
-    def _facts(
-        self, instances: Sequence[Instance], keys: PromptKeys, kind: str
-    ) -> list[InstanceFacts]:
+    def _facts(self, columns: Columns, keys: PromptKeys, kind: str) -> FleetFacts:
+        """Gather the facts; an instance of several ranks has what its best one has."""
         tree = self._fleet.trees[kind]
-        sizes = {h.page_tokens for each in instances for h in each.holders}
-        matches = {page: tree.match(keys.at(page)) for page in map(keys.page, sizes)}
-        facts = []
-        for instance in instances:
-            cached, confirmed = (0,) * NUM_PLACES, 0
-            for holder in instance.holders:
-                page = keys.page(holder.page_tokens)
-                match = matches[page].get(holder.number)
-                if match is not None:
-                    here = _tokens(keys, match, page)
-                    cached = max(cached, here, key=sum)
-                    confirmed = max(
-                        confirmed, keys.num_tokens(match.num_confirmed, page)
-                    )
-            waiting, running = self._fleet.load(instance)
-            facts.append(
-                InstanceFacts(instance.name, cached, confirmed, waiting, running)
+        found: list[tuple[Int64s, Int64s, Int64s]] = []
+        for page_tokens, positions in columns.positions.items():
+            page = keys.page(page_tokens)
+            matches = tree.find(keys.at(page))
+            at = positions[matches.numbers]
+            there = at >= 0
+            found.append(
+                (
+                    at[there],
+                    keys.num_tokens(matches.pages[there], page),
+                    keys.num_tokens(matches.confirmed[there], page),
+                )
             )
-        return facts
+        at, cached, confirmed = (
+            (np.concatenate(parts) for parts in zip(*found, strict=True))
+            if found
+            else (np.zeros(0, np.int64), np.zeros((0, NUM_PLACES), np.int64), _NONE)
+        )
+        holders, cached, confirmed = _best_ranks(at, cached, confirmed)
+        return FleetFacts(
+            columns.names,
+            columns.waiting_tokens,
+            columns.num_running,
+            holders,
+            cached,
+            confirmed,
+        )
 
 
-def _tokens(keys: PromptKeys, match: Match, page: int) -> tuple[int, ...]:
-    return tuple(keys.num_tokens(pages, page) for pages in match.pages)
+_NONE = np.zeros(0, np.int64)
+
+
+def _best_ranks(
+    at: Int64s, cached: Int64s, confirmed: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Return positions, each once and rising, with what one rank has: that of the most.
+
+    Tokens and what is confirmed of them are of the same rank; among equals of the one
+    of which more is confirmed.
+
+    Args:
+        at: positions, shape [num_holders]; ranks of one instance have the same.
+        cached: tokens per place, shape [num_holders, NUM_PLACES].
+        confirmed: tokens, shape [num_holders].
+    """
+    order = np.lexsort((-confirmed, -cached.sum(axis=1), at))
+    at, cached, confirmed = at[order], cached[order], confirmed[order]
+    firsts = np.flatnonzero(np.diff(at, prepend=-1))
+    return at[firsts], cached[firsts], confirmed[firsts]

@@ -12,8 +12,9 @@ events name blocks by hashes of its own, which mean nothing here but as names: `
 leads from them to nodes. A block whose parent has no name cannot be placed (its prefix
 was stored before we listened) and is counted as an orphan.
 
-Not thread-safe: the router's loop owns it. Storing, removing and looking up a page are
-O(number of its claims); a claim takes some 300 bytes.
+Not thread-safe: the router's loop owns it. To store or remove a chain of pages costs
+O(pages), plus O(holders) wherever the holders change along it; a lookup O(pages), plus
+vector work on the holders. What a claim takes: ``benchmarks/micro/routing.py``.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ import numpy as np
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace, as_tokens, page_keys
-from sgl_tiered.policies.routing.base import ASSUMED, NUM_PLACES
-
-__all__ = ["Holder", "Match", "PromptTree", "keys_of", "root_key"]
-
-_PLACE_BITS = 8
-_ASSUMED_BIT = 1 << ASSUMED
-_KNOWN_BITS = _ASSUMED_BIT - 1
-_PLACE_MASK = (1 << _PLACE_BITS) - 1
-_FASTEST = tuple(
-    (mask & -mask).bit_length() - 1 if mask else 0 for mask in range(1 << NUM_PLACES)
+from sgl_tiered.core.plans import Int64s
+from sgl_tiered.policies.routing.base import NUM_PLACES
+from sgl_tiered.router.claims import (
+    ASSUMED_BIT,
+    FASTEST,
+    KNOWN_BITS,
+    NOBODY,
+    PLACE_MASK,
+    Claims,
+    ClaimSets,
 )
-"""Per mask of places the fastest of them, the lowest bit."""
-assert NUM_PLACES <= _PLACE_BITS
+
+__all__ = ["Holder", "Match", "Matches", "PromptTree", "keys_of", "root_key"]
 
 
 def root_key(
@@ -112,21 +113,46 @@ class Match:
         return sum(self.pages)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Matches:
+    """What each holder has of a prompt; only those that have its first page.
+
+    Attributes:
+        numbers: of the holders, rising, shape [num_holders].
+        pages: as ``Match.pages``, shape [num_holders, NUM_PLACES].
+        confirmed: as ``Match.num_confirmed``, shape [num_holders].
+    """
+
+    numbers: Int64s
+    pages: Int64s
+    confirmed: Int64s
+
+
 class PromptTree:
     """Nodes with their claims; see the module.
 
     Args:
         max_assumed: assumptions per holder; beyond, the next to end goes first.
+
+    Attributes:
+        version: grows when holders come, go or change the size of their pages.
     """
 
     def __init__(self, max_assumed: int = 1_000_000) -> None:
+        self.version = 0
         self._max_assumed = max_assumed
-        self._claims: dict[bytes, tuple[int, ...]] = {}
+        self._nodes: dict[bytes, Claims] = {}
+        self._sets = ClaimSets()
         self._holders: dict[int, Holder] = {}
         self._next_number = 0
 
     def __len__(self) -> int:
-        return len(self._claims)
+        return len(self._nodes)
+
+    @property
+    def num_claim_sets(self) -> int:
+        """Different sets of claims that are in use."""
+        return len(self._sets)
 
     @property
     def holders(self) -> Iterable[Holder]:
@@ -138,12 +164,14 @@ class PromptTree:
         holder = Holder(self._next_number, instance, page_tokens)
         self._next_number += 1
         self._holders[holder.number] = holder
+        self.version += 1
         return holder
 
     def remove_holder(self, holder: Holder) -> None:
         """Forget a holder and its claims."""
         self.clear(holder)
         del self._holders[holder.number]
+        self.version += 1
 
     def clear(self, holder: Holder) -> None:
         """Forget what a holder holds; O(what it holds)."""
@@ -189,7 +217,9 @@ class PromptTree:
                 holder.num_orphans += len(block_hashes)
                 return len(block_hashes)
             parent = found
-        holder.page_tokens = block_tokens
+        if holder.page_tokens != block_tokens:
+            holder.page_tokens = block_tokens
+            self.version += 1
         bit = 1 << tier
         keys = keys_of(parent, tokens, block_tokens)
         for block_hash, key in zip(block_hashes, keys, strict=True):
@@ -205,7 +235,7 @@ class PromptTree:
             if key is None:
                 continue
             places = self._update(key, holder.number, keep=keep)
-            if not places & _KNOWN_BITS:
+            if not places & KNOWN_BITS:
                 del holder.names[block_hash]
                 if holder.assumed.pop(key, None) is not None:
                     self._update(key, holder.number, keep=0)
@@ -218,16 +248,16 @@ class PromptTree:
         for key in keys:
             holder.assumed[key] = until_s
             holder.assumed.move_to_end(key)
-            self._update(key, holder.number, add=_ASSUMED_BIT)
+            self._update(key, holder.number, add=ASSUMED_BIT)
         while len(holder.assumed) > self._max_assumed:
             key, _ = holder.assumed.popitem(last=False)
-            self._update(key, holder.number, keep=_KNOWN_BITS)
+            self._update(key, holder.number, keep=KNOWN_BITS)
 
     def doubt(self, holder: Holder, keys: Sequence[bytes]) -> None:
         """End the assumptions about a prompt: the holder failed on it."""
         for key in keys:
             if holder.assumed.pop(key, None) is not None:
-                self._update(key, holder.number, keep=_KNOWN_BITS)
+                self._update(key, holder.number, keep=KNOWN_BITS)
 
     def expire(self, now_s: float) -> int:
         """End the assumptions whose time is over; returns how many."""
@@ -238,53 +268,74 @@ class PromptTree:
                 if until_s > now_s:
                     break
                 del holder.assumed[key]
-                self._update(key, holder.number, keep=_KNOWN_BITS)
+                self._update(key, holder.number, keep=KNOWN_BITS)
                 num_ended += 1
         return num_ended
 
-    def match(self, keys: Sequence[bytes]) -> dict[int, Match]:
-        """Return what each holder has of a prompt: number -> match; none for nothing.
+    def find(self, keys: Sequence[bytes]) -> Matches:
+        """Return what each holder has of a prompt.
 
         Args:
             keys: names of the prompt's pages, shape [num_pages].
         """
-        alive: dict[int, list[int]] = {}
-        confirmed: dict[int, int] = {}
-        ended: dict[int, Match] = {}
-        run: tuple[int, ...] = ()
-        length = 0  # pages of the run: neighbours with the same claims
-
-        def close(claims: tuple[int, ...], num_pages: int, end: int) -> None:
-            """Add a run that ends in front of page ``end`` to those who hold it."""
-            for claim in claims:
-                pages = alive.get(claim >> _PLACE_BITS)
-                if pages is None:
-                    continue
-                number, places = claim >> _PLACE_BITS, claim & _PLACE_MASK
-                pages[_FASTEST[places]] += num_pages
-                if places & _KNOWN_BITS and confirmed[number] == end - num_pages:
-                    confirmed[number] = end
-
-        for place, key in enumerate(keys):
-            claims = self._claims.get(key, ())
-            if place == 0:
-                alive = {claim >> _PLACE_BITS: [0] * NUM_PLACES for claim in claims}
-                confirmed = dict.fromkeys(alive, 0)
-            if claims == run:
-                length += 1
-                continue
-            close(run, length, place)
-            run, length = claims, 1
-            here = {claim >> _PLACE_BITS for claim in claims}
-            for number in [number for number in alive if number not in here]:
-                ended[number] = Match(tuple(alive.pop(number)), confirmed[number])
-            if not alive:
+        runs = self._runs(keys)
+        if not runs:
+            return Matches(
+                np.zeros(0, np.int64),
+                np.zeros((0, NUM_PLACES), np.int64),
+                np.zeros(0, np.int64),
+            )
+        first, end = runs[0]
+        numbers, fastest, known = first.columns
+        pages = np.zeros((len(numbers), NUM_PLACES), np.int64)
+        alive = np.arange(len(numbers))
+        pages[alive, fastest] = end
+        confirmed = known * end
+        for claims, stop in runs[1:]:
+            here, fastest, known = claims.columns
+            wanted = numbers[alive]
+            at = np.minimum(np.searchsorted(here, wanted), len(here) - 1)
+            stays = here[at] == wanted
+            alive, at = alive[stays], at[stays]
+            if not len(alive):
                 break
-        else:
-            close(run, length, len(keys))
-        for number, pages in alive.items():
-            ended[number] = Match(tuple(pages), confirmed[number])
-        return ended
+            pages[alive, fastest[at]] += stop - end
+            # Confirmed goes on only where it had no hole so far.
+            on = (known[at] == 1) & (confirmed[alive] == end)
+            confirmed[alive[on]] = stop
+            end = stop
+        return Matches(numbers, pages, confirmed)
+
+    def match(self, keys: Sequence[bytes]) -> dict[int, Match]:
+        """Return what ``find`` does, by the holders' numbers; for a few of them."""
+        found = self.find(keys)
+        rows = zip(
+            found.numbers.tolist(),
+            found.pages.tolist(),
+            found.confirmed.tolist(),
+            strict=True,
+        )
+        return {
+            number: Match(tuple(pages), confirmed) for number, pages, confirmed in rows
+        }
+
+    def _runs(self, keys: Sequence[bytes]) -> list[tuple[Claims, int]]:
+        """Return the runs of pages with equal claims, each with its end."""
+        runs: list[tuple[Claims, int]] = []
+        get = self._nodes.get
+        last: Claims | None = None
+        for place, key in enumerate(keys):
+            claims = get(key)
+            if claims is not None and claims is last:
+                continue
+            if last is not None:
+                runs.append((last, place))
+            if claims is None:
+                return runs
+            last = claims
+        if last is not None:
+            runs.append((last, len(keys)))
+        return runs
 
     def count(self, holder: Holder) -> tuple[int, ...]:
         """Return the pages that a holder has per place, each at its fastest one.
@@ -293,37 +344,21 @@ class PromptTree:
         """
         counts = np.zeros(NUM_PLACES, dtype=np.int64)
         for key in {*holder.names.values(), *holder.assumed}:
-            places = self._places(key, holder.number)
+            places = self._nodes.get(key, NOBODY).places(holder.number)
             if places:
-                counts[_FASTEST[places]] += 1
+                counts[FASTEST[places]] += 1
         return tuple(int(count) for count in counts)
 
-    def _places(self, key: bytes, number: int) -> int:
-        for claim in self._claims.get(key, ()):
-            if claim >> _PLACE_BITS == number:
-                return claim & _PLACE_MASK
-        return 0
-
     def _update(
-        self, key: bytes, number: int, *, keep: int = _PLACE_MASK, add: int = 0
+        self, key: bytes, number: int, *, keep: int = PLACE_MASK, add: int = 0
     ) -> int:
         """Change the places of one claim; returns them, 0 where no claim is left."""
-        claims = self._claims.get(key, ())
-        places = self._places(key, number)
-        changed = (places & keep) | add
-        if changed == places:
-            return places
-        new = (number << _PLACE_BITS | changed,) if changed else ()
-        if places:
-            # In its old place, so that neighbours with equal claims compare equal.
-            at = next(
-                i for i, each in enumerate(claims) if each >> _PLACE_BITS == number
-            )
-            claims = (*claims[:at], *new, *claims[at + 1 :])
-        else:
-            claims = (*claims, *new)
-        if claims:
-            self._claims[key] = claims
-        else:
-            self._claims.pop(key, None)
-        return changed
+        old = self._nodes.get(key, NOBODY)
+        new, places = self._sets.changed(old, number, keep, add)
+        if new is not old:
+            self._sets.moved(old, new)
+            if new is NOBODY:
+                del self._nodes[key]
+            else:
+                self._nodes[key] = new
+        return places

@@ -14,6 +14,7 @@ import numpy as np
 
 from sgl_tiered.policies.routing.base import (
     NUM_PLACES,
+    FleetFacts,
     InstanceFacts,
     RequestFacts,
     RoutingPolicy,
@@ -66,6 +67,27 @@ class RoutingPolicyKit:
             request = RequestFacts(1000, f"s{draw % 3}" if draw % 2 else "", draw)
             ranked = self.make_routing().rank(request, random_instances(rng, num, 1000))
             assert sorted(ranked) == list(range(num))
+
+    def test_the_best_is_the_first_of_the_ranking(self) -> None:
+        """On columns as by the definition, ties included."""
+        rng = np.random.default_rng(3)
+        routing = self.make_routing()
+        for draw in range(4 * _NUM_DRAWS):
+            num = int(rng.integers(1, 9))
+            instances = random_instances(rng, num, 1000)
+            if draw % 2:  # few different loads and prefixes: ties
+                instances = [
+                    replace(
+                        instances[int(rng.integers(2)) % num],
+                        name=each.name,
+                        waiting_tokens=1000 * int(rng.integers(2)),
+                        num_running=0,
+                    )
+                    for each in instances
+                ]
+            request = RequestFacts(1000, f"s{draw % 3}" if draw % 4 < 2 else "", draw)
+            best = routing.best(request, FleetFacts.of(instances))
+            assert best == routing.rank(request, instances)[0]
 
     def test_equal_facts_give_equal_answers(self) -> None:
         """Replicas that know the same decide the same; nothing is remembered."""

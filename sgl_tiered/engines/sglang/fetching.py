@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_tiered.cache.device_prefetcher import DevicePrefetcher, Waiting
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.engines.sglang.tier_events import AnnouncingRadixCache
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.fetch import FetchTicket
@@ -34,7 +34,7 @@ from sgl_tiered.tiers.base import MemoryTier
 __all__ = ["DeviceFetcher", "LendingRadixCache", "make_fetcher"]
 
 
-class LendingRadixCache(UnifiedRadixCache):
+class LendingRadixCache(AnnouncingRadixCache):
     """SGLang's tree, some of whose slots are lent to copies under way."""
 
     # Set here, as the parent's constructor already asks for sizes.

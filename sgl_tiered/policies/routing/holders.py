@@ -6,10 +6,11 @@ what it lacks (papers: "MemServe", section 6). Whether a pull pays is decided th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_tiered.policies.routing.base import ASSUMED, PLACES, InstanceFacts
+import numpy as np
+
+from sgl_tiered.policies.routing.base import ASSUMED, PLACES, FleetFacts
 
 __all__ = ["Holder", "holders_of_more"]
 
@@ -30,27 +31,27 @@ class Holder:
 
 
 def holders_of_more(
-    instances: Sequence[InstanceFacts], chosen: int, limit: int = 4
+    fleet: FleetFacts, chosen: int, limit: int = 4
 ) -> tuple[Holder, ...]:
-    """Return who holds more than ``instances[chosen]``, the most first.
+    """Return who holds more than the chosen instance, the most first.
 
     Only what events confirmed counts: nobody should be asked for bytes that are merely
     assumed to be there. What the chosen one has in front counts in whatever way.
 
     Args:
-        instances: facts of all candidates.
+        fleet: facts of all candidates.
         chosen: position of the one that serves.
         limit: how many to name at most.
     """
-    own = instances[chosen].num_cached
-    found = [
-        Holder(position, each.confirmed_tokens, _slowest(each))
-        for position, each in enumerate(instances)
-        if position != chosen and each.confirmed_tokens > own
-    ]
-    found.sort(key=lambda holder: (-holder.num_tokens, holder.position))
-    return tuple(found[:limit])
+    own = fleet.instance(chosen).num_cached
+    confirmed, positions = fleet.confirmed_tokens, fleet.holders
+    more = np.flatnonzero((confirmed > own) & (positions != chosen))
+    order = np.lexsort((positions[more], -confirmed[more]))[:limit]
+    return tuple(
+        Holder(int(positions[at]), int(confirmed[at]), _slowest(fleet, int(at)))
+        for at in more[order]
+    )
 
 
-def _slowest(instance: InstanceFacts) -> str:
-    return PLACES[max(i for i, n in enumerate(instance.cached_tokens[:ASSUMED]) if n)]
+def _slowest(fleet: FleetFacts, at: int) -> str:
+    return PLACES[int(np.flatnonzero(fleet.cached_tokens[at, :ASSUMED])[-1])]

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sgl_tiered.policies.routing.base import InstanceFacts, RequestFacts, turned
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["LeastLoadRouting", "load_tokens"]
+from sgl_tiered.policies.routing.base import (
+    FleetFacts,
+    InstanceFacts,
+    RequestFacts,
+    least,
+    turned,
+)
+
+__all__ = ["LeastLoadRouting", "load_tokens", "loads_of"]
 
 
 def load_tokens(instance: InstanceFacts, running_cost_tokens: float) -> float:
@@ -18,6 +27,14 @@ def load_tokens(instance: InstanceFacts, running_cost_tokens: float) -> float:
             request under way does.
     """
     return instance.waiting_tokens + running_cost_tokens * instance.num_running
+
+
+def loads_of(fleet: FleetFacts, running_cost_tokens: float) -> npt.NDArray[np.float64]:
+    """Return ``load_tokens`` of all instances, to the last bit the same."""
+    loads: npt.NDArray[np.float64] = (
+        fleet.waiting_tokens + running_cost_tokens * fleet.num_running
+    )
+    return loads
 
 
 class LeastLoadRouting:
@@ -35,3 +52,7 @@ class LeastLoadRouting:
         places = turned(request.turn, len(instances))
         loads = [load_tokens(each, self._running_cost_tokens) for each in instances]
         return tuple(sorted(range(len(instances)), key=lambda i: (loads[i], places[i])))
+
+    def best(self, request: RequestFacts, fleet: FleetFacts) -> int:
+        """Return the position of the least load."""
+        return least(request.turn, loads_of(fleet, self._running_cost_tokens))

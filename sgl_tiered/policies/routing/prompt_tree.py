@@ -15,14 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.routing.base import (
     PLACES,
+    FleetFacts,
     InstanceFacts,
     RequestFacts,
+    least,
     turned,
 )
-from sgl_tiered.policies.routing.least_load import load_tokens
+from sgl_tiered.policies.routing.least_load import load_tokens, loads_of
 
 __all__ = ["DEFAULT_CREDITS", "PromptTreeRouting"]
 
@@ -69,12 +73,10 @@ class PromptTreeRouting:
 
     def cost_tokens(self, request: RequestFacts, instance: InstanceFacts) -> float:
         """Return the prompt tokens to be computed before this request's first one."""
-        saved = sum(
-            credit * cached
-            for credit, cached in zip(
-                self._credits, instance.cached_tokens, strict=True
-            )
-        )
+        saved = 0.0
+        # Added up one by one, in the same order as ``best`` does it for all at once.
+        for credit, cached in zip(self._credits, instance.cached_tokens, strict=True):
+            saved += credit * cached
         own = max(request.num_tokens - saved, 0.0)
         return load_tokens(instance, self._running_cost_tokens) + own
 
@@ -93,3 +95,19 @@ class PromptTreeRouting:
             for position, each in enumerate(instances)
         ]
         return tuple(sorted(range(len(instances)), key=keys.__getitem__))
+
+    def best(self, request: RequestFacts, fleet: FleetFacts) -> int:
+        """Return the position of the least cost."""
+        loads = loads_of(fleet, self._running_cost_tokens)
+        costs = loads + float(request.num_tokens)
+        num_cached = np.zeros(len(fleet), np.int64)
+        if len(fleet.holders):
+            saved = np.zeros(len(fleet.holders))
+            for credit, cached in zip(
+                self._credits, fleet.cached_tokens.T, strict=True
+            ):
+                saved += credit * cached
+            own = np.maximum(request.num_tokens - saved, 0.0)
+            costs[fleet.holders] = loads[fleet.holders] + own
+            num_cached[fleet.holders] = fleet.cached_tokens.sum(axis=1)
+        return least(request.turn, costs, -num_cached, loads)

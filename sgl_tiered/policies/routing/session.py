@@ -11,7 +11,11 @@ from collections.abc import Sequence
 
 import xxhash
 
-from sgl_tiered.policies.routing.base import InstanceFacts, RequestFacts
+from sgl_tiered.policies.routing.base import (
+    FleetFacts,
+    InstanceFacts,
+    RequestFacts,
+)
 from sgl_tiered.policies.routing.least_load import LeastLoadRouting
 
 __all__ = ["SessionRouting"]
@@ -31,9 +35,19 @@ class SessionRouting:
         """Return the positions by falling weight; the load plays no part."""
         if not request.session:
             return self._otherwise.rank(request, instances)
-        # Of one length, so that ("ab", "c") and ("a", "bc") differ.
-        session = xxhash.xxh3_64_digest(request.session.encode())
-        weights = [
-            xxhash.xxh3_64_intdigest(session + each.name.encode()) for each in instances
-        ]
+        weights = _weights(request.session, [each.name for each in instances])
         return tuple(sorted(range(len(instances)), key=lambda i: (-weights[i], i)))
+
+    def best(self, request: RequestFacts, fleet: FleetFacts) -> int:
+        """Return the position of the greatest weight."""
+        if not request.session:
+            return self._otherwise.best(request, fleet)
+        weights = _weights(request.session, fleet.names)
+        return weights.index(max(weights))
+
+
+def _weights(session: str, names: Sequence[str]) -> list[int]:
+    # Of one length, so that ("ab", "c") and ("a", "bc") differ.
+    prefix = xxhash.xxh3_64_digest(session.encode())
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(prefix + name.encode()) for name in names]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.routing.base import (
     PLACES,
+    FleetFacts,
     InstanceFacts,
     RequestFacts,
 )
@@ -132,9 +134,24 @@ def test_holders_of_more_are_named_most_first() -> None:
         instance("d", device=100),
         instance("e", device=50, assumed=900),
     ]
-    assert holders_of_more(instances, 0) == (
+    fleet = FleetFacts.of(instances)
+    assert holders_of_more(fleet, 0) == (
         Holder(2, 500, "device"),
         Holder(1, 310, "disk"),
     )
-    assert holders_of_more(instances, 0, limit=1) == (Holder(2, 500, "device"),)
-    assert holders_of_more(instances, 2) == ()
+    assert holders_of_more(fleet, 0, limit=1) == (Holder(2, 500, "device"),)
+    assert holders_of_more(fleet, 2) == ()
+
+
+def test_facts_are_the_same_by_columns_and_one_by_one() -> None:
+    """Back and forth, and for some of them."""
+    instances = [
+        instance("a", waiting=5),
+        instance("b", running=2, device=30, disk=10),
+        instance("c", assumed=7),
+        instance("d"),
+    ]
+    fleet = FleetFacts.of(instances)
+    assert [fleet.instance(at) for at in range(4)] == instances
+    some = fleet.take(np.array([0, 2, 3]))
+    assert [some.instance(at) for at in range(3)] == [instances[i] for i in (0, 2, 3)]

@@ -1,0 +1,201 @@
+"""KV events of the tiers below the device, in the stream of SGLang's own.
+
+With ``--kv-events-config`` SGLang publishes which pages its tree stores and removes.
+Here the tiers add theirs: the same two events with the medium of the tier, in the same
+batches, so that numbers and replay are SGLang's. The names are those of the device's
+events: a page that the device gives up and host memory keeps stays one name for those
+who listen, held elsewhere. Without a publisher nothing of this exists.
+
+SGLang takes the events of a step at its end, on the scheduler's thread. A call tells a
+bounded number of pages, more where nothing runs; the rest waits for the next.
+
+Pages under an ``extra_key`` are told only if it belongs to an adapter with a public
+name: events cannot say such a key, and a router would think them anybody's. That leaves
+out the KV that was altered (``lossy.py``), which is kept under such a key.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.kv_events import (
+    BlockRemoved,
+    BlockStored,
+    StorageMedium,
+    kv_event_namespace_seed,
+    namespaced_block_hash,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import compute_node_event_hash_values
+
+from sgl_tiered.cache.copy_watch import STATE_BYTES, Gained
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.runtime import TieredRuntime
+
+__all__ = ["AnnouncingRadixCache", "TierEvents"]
+
+MEDIA: dict[TierId, str] = {
+    TierId.HOST: StorageMedium.CPU.value,
+    TierId.CXL: "CXL",  # SGLang has no word for it
+    TierId.DISK: StorageMedium.DISK.value,
+}
+_PAGES_PER_STEP = 128
+"""Named and told between two passes: about 0.3 ms at 16 tokens a page."""
+_PAGES_IDLE = 2048
+"""The same where nothing runs: what a disk kept over a restart is told so."""
+
+
+class _Run:
+    """Looks like a node of SGLang's tree to what derives the names of its pages."""
+
+    __slots__ = ("event_hash_value", "hash_value", "key", "parent")
+
+    def __init__(
+        self, key: RadixKey, parent: _Run | None, hashes: list[str] | None
+    ) -> None:
+        self.key = key
+        self.parent = parent
+        self.hash_value = hashes
+        self.event_hash_value = hashes
+
+
+class _EventNames:
+    """Names of pages as SGLang's recorder has them, by SGLang's own functions."""
+
+    def __init__(self, runtime: TieredRuntime, params: Any, page_size: int) -> None:
+        self._runtime = runtime
+        self._lora_names = params.kv_event_lora_names
+        self._is_dynamo = params.dynamo_kv_event_format
+        self._page_size = page_size
+        self._keys: dict[bytes, tuple[str | None, str | None]] = {}
+        # A namespace without adapter and salt is there before any request.
+        runtime.namespace(None, None)
+
+    def refresh(self) -> bool:
+        """Look which namespaces are open; returns whether there are new ones."""
+        if len(self._runtime.namespaces) == len(self._keys):
+            return False
+        self._keys = {
+            digest: (extra_key or None, salt or None)
+            for (extra_key, salt), digest in self._runtime.namespaces.items()
+        }
+        return True
+
+    def lora_name(self, digest: bytes) -> str | None:
+        """Return the public name of a namespace's adapter."""
+        extra_key, _ = self._keys[digest]
+        if self._is_dynamo:
+            name: str | None = self._lora_names.resolve(extra_key)
+        else:
+            name = self._lora_names.get(extra_key)
+        return name
+
+    def salt(self, digest: bytes) -> str | None:
+        """Return the tenant's salt of a namespace."""
+        return self._keys[digest][1]
+
+    def chain(self, digest: bytes, before: bytes | None, raw: bytes) -> bytes | None:
+        """Return the SHA-256 of each page, all in front of it included."""
+        names = self._keys.get(digest)
+        if names is None:
+            return None
+        extra_key, salt = names
+        if extra_key is not None and self.lora_name(digest) is None:
+            return None
+        tokens = array("q", np.frombuffer(raw, np.int32).astype(np.int64).tobytes())
+        # SGLang tells a root by its empty key, and any other node by a key that is not.
+        front = tokens[:1] if before is not None else tokens[:0]
+        hashes = [before.hex()] if before is not None else []
+        parent = _Run(RadixKey(front, extra_key, cache_salt=salt), None, hashes)
+        node = _Run(RadixKey(tokens, extra_key, cache_salt=salt), parent, None)
+        return bytes.fromhex(
+            "".join(compute_node_event_hash_values(node, self._page_size))
+        )
+
+    def names(self, digest: bytes, states: bytes) -> list[int]:
+        """Return the first 64 bits of each, and SGLang's seed over them, if any."""
+        extra_key, salt = self._keys[digest]
+        if self._is_dynamo:
+            seed = kv_event_namespace_seed(extra_key=extra_key, cache_salt=salt)
+        else:
+            seed = kv_event_namespace_seed(extra_key=extra_key, cache_salt=None)
+        words = np.frombuffer(states, ">i8").reshape(-1, STATE_BYTES // 8)[:, 0]
+        if seed is None:
+            return [int(word) for word in words]
+        return [namespaced_block_hash(int(w), namespace_seed=seed) for w in words]
+
+
+class TierEvents:
+    """The tiers' events of one rank.
+
+    Args:
+        runtime: whose tiers.
+        params: SGLang's construction facts of the tree above them.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, runtime: TieredRuntime, params: Any, page_size: int) -> None:
+        self._runtime = runtime
+        self._page_size = page_size
+        self._names = _EventNames(runtime, params, page_size)
+        self._names.refresh()
+        self._watch = runtime.cache.watch_copies(self._names)
+
+    def take(self) -> list[Any]:
+        """Return the events since the last call, as many as one step may tell."""
+        if self._names.refresh():
+            self._watch.retell()
+        limit = _PAGES_IDLE if self._runtime.engine_idle() else _PAGES_PER_STEP
+        return [
+            self._stored(change)
+            if isinstance(change, Gained)
+            else BlockRemoved(list(change.names), medium=MEDIA[change.tier])
+            for change in self._watch.take(limit)
+        ]
+
+    def clear(self) -> None:
+        """Begin anew after SGLang's own event that everything is gone."""
+        self._watch.clear()
+
+    def _stored(self, change: Gained) -> BlockStored:
+        return BlockStored(
+            block_hashes=list(change.names),
+            parent_block_hash=change.parent,
+            token_ids=np.frombuffer(change.raw, np.int32).tolist(),
+            block_size=self._page_size,
+            lora_id=None,
+            medium=MEDIA[change.tier],
+            cache_salt=self._names.salt(change.digest),
+            lora_name=self._names.lora_name(change.digest),
+        )
+
+
+class AnnouncingRadixCache(UnifiedRadixCache):
+    """SGLang's tree, whose events tell of the tiers below as well."""
+
+    # Set here, as the parent's constructor already resets.
+    tier_events: TierEvents | None = None
+
+    def announce_tiers(self, runtime: TieredRuntime, params: Any) -> None:
+        """Tell of the tiers from now on, if this server has a publisher of events."""
+        if params.enable_kv_cache_events:
+            self.tier_events = TierEvents(runtime, params, int(self.page_size))
+
+    def take_events(self) -> list[Any]:
+        """Return the device's events and then the tiers'.
+
+        In this order a page below has heard of the device's page in front of it.
+        """
+        events = list(super().take_events())
+        if self.tier_events is not None:
+            events += self.tier_events.take()
+        return events
+
+    def reset(self) -> None:
+        """Forget every page; the device's tree says so for all."""
+        super().reset()
+        if self.tier_events is not None:
+            self.tier_events.clear()
