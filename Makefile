@@ -33,6 +33,11 @@ serve: install ## leave a tiered server running; prints a curl line and its flag
 	@$(SAY) serve "starting a tiered server; stop it with Ctrl-C"
 	@exec $(PY) benchmarks/serving/serve.py $(ARGS)
 
+.PHONY: cluster
+cluster: install ## a prefill, a decode and a colocated server with a router: who holds what
+	@$(SAY) cluster "three servers and a router; ARGS=--stay leaves them running"
+	@exec $(PY) benchmarks/cluster/show.py $(ARGS)
+
 .PHONY: model
 model: install ## train the demo model on 2 cores (at most 90 minutes; goes on if stopped)
 	@$(SAY) model "training in out/model: stop it with Ctrl-C, run it again to go on"
@@ -61,6 +66,10 @@ test-full: install ## everything, with the full cross product of configurations
 .PHONY: test-faults
 test-faults: install ## every fault of every tier under real servers, full disks, kills
 	@$(TEST) faults --faults-long $(ARGS)
+
+.PHONY: test-cluster
+test-cluster: install ## clusters of real servers under kills, stops and cut paths (45 minutes)
+	@$(TEST) cluster $(ARGS)
 
 .PHONY: test-cxl
 test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest
@@ -127,6 +136,11 @@ bench-sparsity: install ## dropping and encoding KV: quality, and TTFT (emulated
 .PHONY: bench-pool
 bench-pool: install ## calls of the memory pool, and transfers against their transport
 	@exec $(PY) benchmarks/pool/bench_pool.py $(ARGS)
+
+.PHONY: bench-cluster
+bench-cluster: install ## routers, and prefill/decode pairs, ours and SGLang's (45 minutes)
+	@bash scripts/peers.sh "$(VENV)"
+	@exec $(PY) benchmarks/cluster/bench_cluster.py $(ARGS)
 
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server

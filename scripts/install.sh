@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the virtual environment $1 (default .venv) with SGLang, the plugin, its CPU
 # platform and the development tools, from a Python 3.11+ and the package index alone.
+# The transports come along, with libraries of the system where they can be installed.
 #
 # Safe to run again: it returns at once when nothing has changed, and a second run at the
 # same time waits for the first. PYTHON names the interpreter to use.
@@ -12,8 +13,8 @@ cd -- "$root"
 venv=${1:-.venv}
 tools="$root/.cache/install"   # our own copy of uv, where the machine has none
 need_gb=15                     # 10 GB of packages, and their downloads while they unpack
-extras=".[sglang,bench,dev]"
-sources=(pyproject.toml platform_dist/pyproject.toml scripts/install.sh)
+sources=(pyproject.toml platform_dist/pyproject.toml scripts/install.sh
+  scripts/install-system.sh)
 
 tell() { say install "$@"; }
 fail() { say install "FAILED: $*" >&2; exit 1; }
@@ -33,8 +34,18 @@ find_python() { # prints the real path: a shim would follow us to another versio
     "install one and set PYTHON=/path/to/python3"
 }
 
+choose_mooncake() { # three packages have one module: for a CUDA, or for none
+  local cuda
+  cuda=$(nvidia-smi 2>/dev/null | sed -nE 's/.*CUDA Version: ([0-9]+).*/\1/p' | head -n 1) || true
+  case ${cuda:-0} in
+    0) mooncake=mooncake ;;
+    1[0-2]) mooncake=mooncake-cuda12 ;;
+    *) mooncake=mooncake-cuda13 ;;
+  esac
+}
+
 fingerprint() { # what the environment was made from; a moved one has wrong paths in it
-  { cat -- "${sources[@]}"; printf '%s\n' "$root" "$venv"; } | "$python" -c \
+  { cat -- "${sources[@]}"; printf '%s\n' "$root" "$venv" "$extras"; } | "$python" -c \
     'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
@@ -80,6 +91,8 @@ install_packages() {
 }
 
 python=$(find_python)
+choose_mooncake
+extras=".[sglang,bench,dev,etcd,nixl,$mooncake]"
 wanted=$(fingerprint)
 if is_current; then exit 0; fi
 
@@ -118,6 +131,7 @@ if ! install_packages; then
   install_packages || fail "the packages could not be installed; the reason is above." \
     "Free disk: $(df -Ph -- "$venv" | awk 'NR == 2 {print $4}')"
 fi
+bash scripts/install-system.sh
 printf '%s\n' "$wanted" >"$venv/.installed.new"
 mv -- "$venv/.installed.new" "$venv/.installed"
 tell "done: $venv"

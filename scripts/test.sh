@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# test.sh VENV PARTS [PYTEST ARGUMENTS...]: runs the parts (of: lint fast e2e faults) in
+# test.sh VENV PARTS [PYTEST ARGUMENTS...]: runs the parts (of: lint fast e2e faults cluster) in
 # order, the later ones even if an earlier one failed, and fails if any did.
 #
 # Each part is a process of its own: e2e and faults start servers, which inherit the
@@ -44,6 +44,7 @@ for part in $parts; do
     fast) run_pytest fast 300 "${fast_folders[@]}" ;;
     e2e) run_pytest e2e 900 e2e ;;
     faults) run_pytest faults 900 faults ;;
+    cluster) run_pytest cluster 1800 cluster ;;
     *) say test "unknown part: $part"; exit 2 ;;
   esac
 done

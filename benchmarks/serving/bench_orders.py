@@ -37,17 +37,11 @@ from sgl_tiered_workloads.arrivals import ClosedLoop
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.driver import run_sessions
 from sgl_tiered_workloads.gate import (
-    Spread,
     check_equality,
     measure_spread,
-    negative_control,
     widest_spread,
 )
-from sgl_tiered_workloads.harness.control import (
-    answer_in_parts,
-    answer_with_swapped_pages,
-    swappable,
-)
+from sgl_tiered_workloads.harness.control import rounding_spread
 from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord
@@ -75,8 +69,6 @@ ON_DEVICE, ON_HOST, ON_DISK = 8, 32, 132
 """Prefixes that each place has room for; a disk tier keeps a 64th part free."""
 OWN_TOKENS = 192
 """Of a text analysis: body, answer and what page sizes round up."""
-NUM_ROUNDED = 6
-"""Prompts of a load that are computed whole and in parts, for the gate's spread."""
 NEW_ONLY = ("--tiered-write-policy=selective",)
 """Bodies never come again: only what was seen twice goes below the device."""
 
@@ -189,7 +181,7 @@ class Bench:
     ) -> None:
         """Demand equal answers, up to what batches and parts of prompts round to."""
         base = records[BASE]
-        rounding = await self._rounding(server, base)
+        rounding = await rounding_spread(server, base, PAGE)
         spread = widest_spread([measure_spread(base, records[AGAIN]), rounding])
         result = check_equality(
             base,
@@ -201,30 +193,6 @@ class Bench:
         self.say(f"  {result.summary()}")
         if not result.passed:
             self.problems.append(f"{label}: {result.summary()}")
-
-    async def _rounding(
-        self, server: SglangServer, base: Sequence[RequestRecord]
-    ) -> Spread:
-        """Measure how a prompt computed in parts differs; a wrong page must show."""
-        whole, parts = [], []
-        async with StreamingClient(server.url) as client:
-            for record in base[:: -(-len(base) // NUM_ROUNDED)]:
-                await asyncio.to_thread(server.flush_cache)
-                request = PlannedRequest(record.key, record.prompt, len(record.output))
-                whole.append(await client.send(request, record.order))
-                await asyncio.to_thread(server.flush_cache)
-                parts.append(await answer_in_parts(client, record, PAGE))
-            spread = measure_spread(whole, parts)
-            pair = swappable(whole, PAGE)
-            assert pair is not None, "prompts of a load differ"
-            await asyncio.to_thread(server.flush_cache)
-            first, second, page = pair
-            wrong = await answer_with_swapped_pages(client, first, second, page, PAGE)
-        caught = check_equality(
-            [first, second], wrong, page_size=PAGE, spread=spread, forced=False
-        )
-        negative_control({"another prompt's page": caught})
-        return spread
 
     # -- Text analysis ---------------------------------------------------------
 

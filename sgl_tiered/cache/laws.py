@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +16,19 @@ from sgl_tiered.cache.table import FREE, IN_FLIGHT, LOADING, READY
 from sgl_tiered.core.ids import Representation
 from sgl_tiered.core.plans import Int64s
 
-__all__ = ["check_laws", "state_digest"]
+__all__ = ["Tenant", "check_laws", "state_digest"]
+
+
+class Tenant(Protocol):
+    """Who uses slots and copies of the table beside the cache."""
+
+    def num_active(self, tier: int) -> int:
+        """Return how many of a tier's slots in use hold no copy."""
+        ...
+
+    def held(self) -> Int64s:
+        """Return the entries that it has pinned, each as often as it has."""
+        ...
 
 
 def check_laws(
@@ -24,6 +37,7 @@ def check_laws(
     demotions: Sequence[Demotion],
     offloads: Sequence[Int64s],
     promoter: Promoter,
+    tenant: Tenant | None = None,
 ) -> None:
     """Assert that table, index, slots and plans agree.
 
@@ -33,9 +47,10 @@ def check_laws(
         demotions: batches under way.
         offloads: entries that offloads under way write.
         promoter: promotions and fetches under way.
+        tenant: who else uses slots and copies, if anybody does.
     """
     promotions = promoter.under_way
-    _check_slots(store)
+    _check_slots(store, tenant)
     _check_edges(store, demotions, offloads)
     _check_promotions(store, promotions)
     reads = [demotion.reads for demotion in demotions]
@@ -43,11 +58,12 @@ def check_laws(
     reads += promoter.fetches.under_way
     writes = [*offloads, *(demotion.writes for demotion in demotions)]
     writes += [promotion.writes for promotion in promotions]
-    _check_entries(store, loads, reads, writes)
+    held = np.zeros(0, np.int64) if tenant is None else tenant.held()
+    _check_entries(store, loads, reads, writes, held)
     _check_index(store)
 
 
-def _check_slots(store: PageStore) -> None:
+def _check_slots(store: PageStore, tenant: Tenant | None) -> None:
     table = store.table
     live = np.flatnonzero(table.state != FREE)
     for number, slots in enumerate(table.slots):
@@ -55,8 +71,10 @@ def _check_slots(store: PageStore) -> None:
         assert slots.used_slots + slots.free_slots == slots.capacity, name
         addresses = table.address[live[table.tier[live] == number]]
         assert len(np.unique(addresses)) == len(addresses), f"{name}: a shared slot"
-        assert len(addresses) == slots.used_slots, (
-            f"{name}: {len(addresses)} copies in {slots.used_slots} used slots"
+        num_active = 0 if tenant is None else tenant.num_active(number)
+        assert len(addresses) + num_active == slots.used_slots, (
+            f"{name}: {len(addresses)} copies and {num_active} active blocks in "
+            f"{slots.used_slots} used slots"
         )
         assert not slots.is_free(addresses).any(), f"{name}: a copy in a free slot"
         everywhere = slots.is_free(np.arange(slots.capacity))
@@ -105,6 +123,7 @@ def _check_entries(
     loads: Sequence[Int64s],
     demote_reads: Sequence[Int64s],
     writes: Sequence[Int64s],
+    held: Int64s,
 ) -> None:
     table = store.table
     live = np.flatnonzero(table.state != FREE)
@@ -113,6 +132,7 @@ def _check_entries(
     pins = np.zeros(table.entries.capacity, np.int64)
     for entries in [*loads, *demote_reads]:
         pins[entries] += 1
+    np.add.at(pins, held, 1)
     assert (pins == table.pins).all(), f"{pins.sum()} pins, table {table.pins.sum()}"
     is_act = table.representation[live] == Representation.ACT
     assert table.act_page_bytes or not is_act.any(), "activations where there are none"

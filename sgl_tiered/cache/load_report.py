@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,6 +14,14 @@ from sgl_tiered.core.plans import Bools, Decision, LoadPlan, UInt8s, count_act
 __all__ = ["LoadReport", "with_rebuilds"]
 
 _MICRO = 6
+
+
+class Told(Protocol):
+    """A part of the report that somebody else fills in."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a JSON-able value; times in seconds."""
+        ...
 
 
 @dataclass(slots=True)
@@ -35,6 +43,7 @@ class LoadReport:
         waited_s: time that the request could have been admitted but for its pages.
         is_split: its front was computed in passes of its own while pages behind were
             read, so that what was cached is not the beginning of the prompt.
+        peer: what became of the wish for a peer's pages; None where there was none.
     """
 
     decision: Decision | None = None
@@ -49,6 +58,7 @@ class LoadReport:
     stall_s: float = 0.0
     waited_s: float = 0.0
     is_split: bool = False
+    peer: Told | None = None
 
     def add_copies(self, seconds: Mapping[TierId, float]) -> None:
         """Add the time of copies to the device, by the tier copied from."""
@@ -91,6 +101,8 @@ class LoadReport:
                     "total_without_load_s": round(decision.alternative_s, _MICRO),
                 },
             }
+        if self.peer is not None:
+            made["peer"] = self.peer.as_dict()
         made["split"] = self.is_split
         made["replans"] = list(self.replans)
         made["actual"] = {

@@ -117,6 +117,9 @@ class SlotAllocator:
         self._find_runs()
         return taken
 
+    def bind(self, slots: Int64s, entries: Int64s) -> None:
+        """Take note of the table's entries that have these slots: nothing here."""
+
     def is_free(self, slots: Int64s) -> Bools:
         """Return for each slot whether it can be allocated."""
         return self._is_free[slots]

@@ -54,7 +54,7 @@ class CacheTable:
         keys, key_known: page key per row, once derived.
         entry_of: per tier, int32 per row, -1 for none.
         version: grows with every change that can make a decision stale.
-        on_rows_freed: called with rows that are given back.
+        on_rows_freed: each is called with rows that are given back.
         on_copies: called with rows of which a copy came into sight or went out of it.
     """
 
@@ -73,7 +73,7 @@ class CacheTable:
         self.act_page_bytes = act_page_bytes
         self.whole_encoding = encoding
         self.version = 0
-        self.on_rows_freed: Callable[[Int32s], None] = _ignore
+        self.on_rows_freed: list[Callable[[Int32s], None]] = []
         self.on_copies: Callable[[Int32s], None] = _ignore
         self.slots = [SlotAllocator(n) for n in num_slots]
         # Bounded by the capacity, unlike a list that nobody may ever take.
@@ -123,7 +123,8 @@ class CacheTable:
         self.bind(rows, None)
         self.flags[rows] = 0
         self.version += 1
-        self.on_rows_freed(rows)
+        for tell in self.on_rows_freed:
+            tell(rows)
         self.rows.free(rows.astype(np.int64))
 
     def bind(self, rows: Int32s | Int64s, node: object) -> None:
@@ -188,6 +189,7 @@ class CacheTable:
         # The new copy's record replaces the old one: nothing is left to forget.
         self._num_forgotten[tier] -= int(np.count_nonzero(forgotten[addresses]))
         forgotten[addresses] = False
+        self.slots[tier].bind(addresses, new)
         self.version += 1
         return new
 

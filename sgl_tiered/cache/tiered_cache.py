@@ -24,7 +24,7 @@ from sgl_tiered.cache.config import LOAD_POLICIES, CacheConfig, TierConfig, chec
 from sgl_tiered.cache.copy_watch import CopyWatch, PageNames
 from sgl_tiered.cache.holes import lacking_copies
 from sgl_tiered.cache.index import concat_rows
-from sgl_tiered.cache.laws import check_laws, state_digest
+from sgl_tiered.cache.laws import Tenant, check_laws, state_digest
 from sgl_tiered.cache.load_report import with_rebuilds
 from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.misses import MissReader
@@ -103,7 +103,11 @@ class TieredCache:
             act_page_bytes=config.act_page_bytes,
         )
         self._store = PageStore(
-            config, eviction, clock, lookahead, reload_costs(self._planner, self._tiers)
+            config,
+            eviction,
+            clock,
+            lookahead,
+            reload_costs(self._planner, self._tiers, lambda: self._store.table),
         )
         self._table = self._store.table
         self._index = self._store.index
@@ -115,6 +119,7 @@ class TieredCache:
         # Plan id -> the entries that it reads (load) or writes (offload).
         self._loads: dict[int, Int64s] = {}
         self._offloads: dict[int, Int64s] = {}
+        self._tenant: Tenant | None = None
 
     @property
     def config(self) -> CacheConfig:
@@ -393,19 +398,19 @@ class TieredCache:
         self._offloads[plan.plan_id] = entries
         return plan
 
+    def share(self, tenant: Tenant) -> tuple[PageStore, Chain]:
+        """Return the pages and the edges, for one who keeps blocks among the copies."""
+        assert self._tenant is None, "somebody shares this cache already"
+        self._tenant = tenant
+        return self._store, self._chain
+
     def known_pages(self, digest: bytes, tokens: Int32s) -> Int32s:
         """Return the table's rows of a prompt's leading pages, as far as it has any."""
         return concat_rows(self._index.walk(self._index.root(digest), _raw(tokens)))
 
     def watch_rows(self, freed: Callable[[Int32s], None]) -> None:
         """Have ``freed`` called as well with the rows that the table gives back."""
-        others = self._table.on_rows_freed
-
-        def tell(rows: Int32s) -> None:
-            others(rows)
-            freed(rows)
-
-        self._table.on_rows_freed = tell
+        self._table.on_rows_freed.append(freed)
 
     def watch_copies(self, names: PageNames) -> CopyWatch:
         """Return what tells from now on which copies come and go; call it once."""
@@ -548,6 +553,7 @@ class TieredCache:
             self._chain.under_way,
             list(self._offloads.values()),
             self.promoter,
+            self._tenant,
         )
 
     def state_digest(self) -> bytes:

@@ -30,7 +30,10 @@ from sgl_tiered.cli.machine import cpu_facts, memory_facts
 from sgl_tiered.cli.measure import Edge, Limits, Measured, Measurer, Server
 from sgl_tiered.cli.measure_rebuild import measure_rebuild
 from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.cost.caching_fitting import CachingSample, fit_caching
 from sgl_tiered.cost.calibration import (
+    CachingFit,
     Calibration,
     FitQuality,
     LinkFit,
@@ -39,6 +42,7 @@ from sgl_tiered.cost.calibration import (
     PrefillFit,
     write_calibration,
 )
+from sgl_tiered.cost.context_caching import ContextCaching
 from sgl_tiered.cost.fitting import (
     LinkSample,
     fit_decode,
@@ -60,6 +64,8 @@ _BUDGET_S = 170.0
 _QUICK_BUDGET_S = 45.0
 _POOR_R2 = 0.9
 _POOR_RESIDUAL = 0.25
+_EXAMPLE_TOKENS = 1024
+"""Length of the prompts for which the table says from where on reuse pays."""
 
 
 def register(subparsers: Any) -> None:
@@ -76,6 +82,10 @@ def register(subparsers: Any) -> None:
     source.add_argument("--url", help="address of a running tiered server")
     source.add_argument(
         "--model", type=Path, metavar="DIR", help="folder of a model; no server"
+    )
+    parser.add_argument(
+        "--peer-url",
+        help="with --url: another server of its pool, to measure KV pulled from there",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
     parser.add_argument(
@@ -102,8 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
         rng = np.random.default_rng(arguments.seed)
         budget_s = _QUICK_BUDGET_S if arguments.quick else _BUDGET_S
         server = LiveServer(arguments.url)
+        peer = LiveServer(arguments.peer_url) if arguments.peer_url else None
         print(f"measuring {arguments.url}; about {budget_s:.0f} s", flush=True)
-        calibration, notes = calibrate_server(server, rng, budget_s, created)
+        calibration, notes = calibrate_server(server, rng, budget_s, created, peer)
     else:
         model = read_model_config(
             arguments.model, arguments.page_size, arguments.kv_dtype
@@ -119,9 +130,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def calibrate_server(
-    server: Server, rng: np.random.Generator, budget_s: float, created: str
+    server: Server,
+    rng: np.random.Generator,
+    budget_s: float,
+    created: str,
+    peer: Server | None = None,
 ) -> tuple[Calibration, list[str]]:
-    """Measure a server; return the figures and what to know about them."""
+    """Measure a server; return the figures and what to know about them.
+
+    Args:
+        server: what is measured.
+        rng: for the prompts.
+        budget_s: time that it may take.
+        created: time of the file.
+        peer: another server of the same pool, or None.
+    """
     stats = server.stats()
     served = stats["served"]
     try:
@@ -140,7 +163,7 @@ def calibrate_server(
         page_tokens=model.page_tokens,
         chunk_tokens=model.chunk_tokens,
     )
-    measured = Measurer(server, limits, rng, budget_s).run()
+    measured = Measurer(server, limits, rng, budget_s, peer).run()
     decode = fit_decode(measured.decode)
     prefill, overhead_s = _prefill(measured, model, stats["probe"], decode)
     emulated = {name for name, tier in stats["media"].items() if tier["emulated"]}
@@ -162,6 +185,7 @@ def calibrate_server(
         request_overhead_s=overhead_s,
         links=_links(measured.links, emulated, stats["probe"]),
         rebuild=rebuild,
+        caching=_caching(measured, model),
     )
     return calibration, measured.notes + notes
 
@@ -250,6 +274,23 @@ def _prefill(
     return fit, max(measured.tiny_s - fit.seconds(0, measured.tiny_tokens), 0.0)
 
 
+def _caching(measured: Measured, model: ModelFacts) -> CachingFit | None:
+    """Fit the context-caching model, to the prefill points as well."""
+    here = [
+        CachingSample(
+            point.context_tokens + point.new_tokens,
+            point.context_tokens,
+            TierId.DEVICE,
+            point.seconds,
+            model.page_tokens,
+            point.num_requests,
+            model.chunk_tokens,
+        )
+        for point in measured.prefill
+    ]
+    return fit_caching(here + measured.caching, model.num_layers)
+
+
 def _links(
     samples: Mapping[Edge, Sequence[LinkSample]],
     emulated: set[str] | frozenset[str],
@@ -310,6 +351,8 @@ def render(calibration: Calibration, notes: Sequence[str]) -> list[str]:
         ):
             text = f"{_time(fit.overhead_s)} + {_time(fit.token_s)}/token"
             rows.append((name, text, fit.quality))
+    if calibration.caching is not None:
+        rows += _caching_rows(calibration)
     width = max([len(text) for _, text, _ in rows], default=0)
     lines = [f"{'':16} {'fitted':{width}} points     R2  median   worst"]
     for name, text, quality in rows:
@@ -323,6 +366,31 @@ def render(calibration: Calibration, notes: Sequence[str]) -> list[str]:
         lines.append(line.rstrip())
     lines += [f"warning: {text}" for text in _warnings(rows)]
     return lines + [f"note: {note}" for note in notes]
+
+
+def _caching_rows(
+    calibration: Calibration,
+) -> list[tuple[str, str, FitQuality | None]]:
+    """Return a row for batches on the device, and one for each place below it."""
+    fit, model = calibration.caching, ContextCaching.calibrated(calibration)
+    assert fit is not None
+    assert model is not None
+    text = (
+        f"{_time(fit.message_s)} + {_time(fit.pass_s)}/pass + "
+        f"{_time(fit.request_s)}/request + {_time(fit.token_s)}/token"
+    )
+    rows: list[tuple[str, str, FitQuality | None]] = [("batch", text, fit.quality)]
+    tiers = {tier.label: tier for tier in TierId}
+    for place in fit.locations:
+        ratio = model.break_even_ratio(_EXAMPLE_TOKENS, tiers[place.location])
+        pays = "never pays" if ratio is None else f"pays from {ratio:.0%} on"
+        text = (
+            f"+ {_time(place.request_s)}/request + {_time(place.token_s)}/token"
+            f"{' under the pass' if place.overlaps else ''}"
+            f"  ({pays}, of {_EXAMPLE_TOKENS:,} tokens)"
+        )
+        rows.append((f"cached in {place.location}", text, place.quality))
+    return rows
 
 
 def _warnings(rows: Sequence[tuple[str, str, FitQuality | None]]) -> list[str]:

@@ -13,6 +13,7 @@ from sgl_tiered.cli import (
     calibrate,
     doctor,
     explain,
+    pool,
     profile,
     router,
     simulate,
@@ -38,6 +39,7 @@ COMMANDS: tuple[Command, ...] = (
     simulate,
     explain,
     router,
+    pool,
 )
 
 

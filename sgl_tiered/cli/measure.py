@@ -1,4 +1,4 @@
-"""Measures a running server by sending it requests: prefill, decode, links.
+"""Measures a running server by sending it requests: prefill, decode, links, caching.
 
 Prompts are random, so that nothing is cached but what a point needs. Each part has a
 share of the time; what does not fit into it is left out and said. Every point waits
@@ -18,6 +18,8 @@ import numpy as np
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens
 
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.cost.caching_fitting import CachingSample
 from sgl_tiered.cost.fitting import DecodeSample, LinkSample, PrefillSample
 from sgl_tiered.errors import ConfigError
 
@@ -35,6 +37,11 @@ _DECODE_POINTS = (
 """Requests and tokens of each: the first few alone tell all three coefficients."""
 _DECODE_TOKENS = 17
 _LINK_PAGES = (4, 16, 48, 96)
+_CACHED_POINTS = (
+    *((1, 1024, 0.5), (1, 512, 0.9), (4, 256, 0.5), (1, 1536, 0.9), (1, 256, 0.25)),
+    *((4, 256, 0.9), (1, 1536, 0.25), (1, 512, 0.5), (2, 512, 0.75)),
+)
+"""Requests, tokens of each, share of them that is cached."""
 _REPEATS = 3
 _MANY_REPEATS = 7
 _LINK_REPEATS = 5
@@ -42,7 +49,7 @@ _SLOW_POINT_S = 1.0
 _QUIET_POLLS = 3
 _POLL_S = 0.03
 _QUIET_TIMEOUT_S = 10.0
-_SHARES = {"prefill": 0.5, "decode": 0.25, "links": 0.25}
+_SHARES = {"prefill": 0.45, "decode": 0.2, "links": 0.2, "caching": 0.15}
 _FOREIGN_SHARE = 0.02
 _FIRST_TOKEN_GUESS_S = 1e-3
 _LONGER = 1.5
@@ -103,6 +110,7 @@ class Measured:
     prefill: list[PrefillSample] = field(default_factory=list)
     decode: list[DecodeSample] = field(default_factory=list)
     links: dict[Edge, list[LinkSample]] = field(default_factory=dict)
+    caching: list[CachingSample] = field(default_factory=list)
     tiny_s: float | None = None
     tiny_tokens: int = _TINY_TOKENS
     notes: list[str] = field(default_factory=list)
@@ -116,12 +124,19 @@ class Measurer:
         limits: of its prompts.
         rng: for the prompts.
         budget_s: time that the whole may take; a single point may overrun it.
+        peer: another server of the same pool, whose KV this one may pull; or None.
     """
 
     def __init__(
-        self, server: Server, limits: Limits, rng: np.random.Generator, budget_s: float
+        self,
+        server: Server,
+        limits: Limits,
+        rng: np.random.Generator,
+        budget_s: float,
+        peer: Server | None = None,
     ) -> None:
         self._server = server
+        self._peer = peer
         self._limits = limits
         self._rng = rng
         self._budget_s = budget_s
@@ -140,6 +155,7 @@ class Measurer:
         self._prefill(self._deadline("prefill"))
         self._decode(self._deadline("decode"))
         self._links(self._deadline("links"))
+        self._caching(self._deadline("caching"))
         seen = self._tokens_seen() - before
         if seen > self._sent_tokens * (1 + _FOREIGN_SHARE):
             self._measured.notes.append(
@@ -219,8 +235,7 @@ class Measurer:
         for _ in range(_REPEATS):
             self._quiet()
             records = self._send([self._fresh(new) for _ in range(batch)], 1)
-            started_s = min(record.started_s for record in records)
-            times.append(max(r.started_s + r.ttft_s for r in records) - started_s)
+            times.append(_last_first_token_s(records))
         num_passes = self._limits.num_passes(batch * new)
         self._measured.prefill.append(
             PrefillSample(0, new, num_passes, statistics.median(times), batch)
@@ -313,6 +328,57 @@ class Measurer:
                 samples = self._measured.links.setdefault((source, target), [])
                 samples.append(LinkSample(num_bytes / ops, seconds / ops))
 
+    def _caching(self, deadline_s: float) -> None:
+        """Prefill prompts whose beginnings lie in one place below the device each."""
+        media = self._server.stats()["media"]
+        lower = [name for name in ("host", "cxl", "disk") if name in media]
+        places = [(tier, ("device", *lower[:i])) for i, tier in enumerate(lower)]
+        if self._peer is not None:
+            places.append(("peer", ("device", *lower)))
+        page, left_out = self._limits.page_tokens, []
+        for batch, num_tokens, share in _CACHED_POINTS:
+            cached = int(share * num_tokens) // page * page
+            if not cached or batch * num_tokens > self._limits.most_tokens:
+                continue
+            for tier, drops in places:
+                expected_s = self._expected_s(2 * batch * num_tokens)
+                if self._server.now_s() + expected_s > deadline_s:
+                    left_out.append(f"{batch} of {num_tokens} tokens ({tier})")
+                    continue
+                self._cached_point(tier, drops, batch, num_tokens, cached)
+        if left_out:
+            self._measured.notes.append(f"Caching: no time for {', '.join(left_out)}.")
+
+    def _cached_point(
+        self, tier: str, drops: Sequence[str], batch: int, num_tokens: int, cached: int
+    ) -> None:
+        """Take the median of a few messages; what was not all found there is none."""
+        # One token more, so that the last page is cached whole.
+        beginnings = [self._fresh(cached + 1) for _ in range(batch)]
+        self._send(beginnings, 1, self._peer if tier == "peer" else None)
+        times = []
+        for _ in range(_REPEATS):
+            self._quiet()
+            for dropped in drops:
+                self._drop(dropped)
+            rests = [self._fresh(num_tokens - cached) for _ in beginnings]
+            prompts = [a[:cached] + b for a, b in zip(beginnings, rests, strict=True)]
+            records = self._send(prompts, 1)
+            if all(r.cached_by_tier == {tier: cached} for r in records):
+                times.append(_last_first_token_s(records))
+        if 2 * len(times) > _REPEATS:
+            self._measured.caching.append(
+                CachingSample(
+                    num_tokens,
+                    cached,
+                    TierId[tier.upper()],
+                    statistics.median(times),
+                    self._limits.page_tokens,
+                    batch,
+                    self._limits.chunk_tokens,
+                )
+            )
+
     def _drop(self, tier: str) -> None:
         give_up_at_s = self._server.now_s() + _QUIET_TIMEOUT_S
         while not self._server.drop(tier):
@@ -352,11 +418,16 @@ class Measurer:
         return self._send([prompt], 1)[0]
 
     def _send(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        max_new_tokens: int,
+        peer: Server | None = None,
     ) -> list[RequestRecord]:
-        self._sent_tokens += sum(len(prompt) for prompt in prompts)
+        """Send one message to the server, or to its peer."""
         requests = [PlannedRequest("calibrate", p, max_new_tokens) for p in prompts]
-        records = self._server.send(requests)
+        if peer is None:
+            self._sent_tokens += sum(len(prompt) for prompt in prompts)
+        records = (peer or self._server).send(requests)
         for record in records:
             if record.error is not None:
                 raise ConfigError(
@@ -371,6 +442,12 @@ class Measurer:
 
     def _tokens_seen(self) -> float:
         return float(self._server.stats()["counters"].get("tokens_total", 0))
+
+
+def _last_first_token_s(records: Sequence[RequestRecord]) -> float:
+    """Return the time from sending a message to its last request's first token."""
+    started_s = min(record.started_s for record in records)
+    return max(record.started_s + record.ttft_s for record in records) - started_s
 
 
 def _medians(points: Sequence[LinkSample]) -> list[LinkSample]:

@@ -20,9 +20,11 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Int64s, UInt8s, UInt64s
 
 __all__ = [
+    "GENERATION_BITS",
     "MAX_GENERATION",
     "MAX_INSTANCE",
     "MAX_SLOT",
+    "NEXT_GENERATION",
     "Addresses",
     "generations_of",
     "instances_of",
@@ -45,6 +47,11 @@ _GENERATION_SHIFT = np.uint64(32)
 _MEDIUM_MASK = np.uint64(_MAX_MEDIUM)
 _GENERATION_MASK = np.uint64(MAX_GENERATION)
 _SLOT_MASK = np.uint64(MAX_SLOT)
+
+NEXT_GENERATION = np.uint64(1 << 32)
+"""What an address and that of the slot's next generation differ by, within
+``GENERATION_BITS``."""
+GENERATION_BITS = np.uint64(MAX_GENERATION << 32)
 
 UInt16s = npt.NDArray[np.uint16]
 

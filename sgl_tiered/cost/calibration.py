@@ -21,10 +21,12 @@ from sgl_tiered.errors import ConfigError
 
 __all__ = [
     "CALIBRATION_VERSION",
+    "CachingFit",
     "Calibration",
     "DecodeFit",
     "FitQuality",
     "LinkFit",
+    "LocationFit",
     "MachineFacts",
     "ModelFacts",
     "PrefillFit",
@@ -226,6 +228,55 @@ class RebuildFit:
 
 
 @dataclass(frozen=True, slots=True)
+class LocationFit:
+    """What cached KV at one place adds to a time to first token.
+
+    ``request_s * requests + token_s * tokens + page_s * pages``, of what is brought
+    from there.
+
+    Attributes:
+        location: label of a ``TierId`` other than the device.
+        request_s, token_s: per request that reuses KV from there, per token of it.
+        page_s: per page; 0 where only one page size was measured, for then it is in
+            ``token_s``.
+        overlaps: it comes layer by layer under the pass, instead of before it.
+        quality: of whole times to first token.
+    """
+
+    location: str
+    request_s: float
+    token_s: float
+    page_s: float
+    overlaps: bool
+    quality: FitQuality
+
+
+@dataclass(frozen=True, slots=True)
+class CachingFit:
+    """Time to first token of a batch whose prompts are cached in part.
+
+    MemServe's context-caching cost model; the equations are in
+    ``cost/context_caching.py``.
+
+    Attributes:
+        message_s, pass_s, request_s: per batch, per forward pass, per request.
+        token_s, pair_s: per token computed, per pair of query and key.
+        context_token_s: per token of reused context that a pass reads.
+        locations: each place at most once, without the device.
+        quality: of batches that reused nothing, or KV on the device.
+    """
+
+    message_s: float
+    pass_s: float
+    request_s: float
+    token_s: float
+    pair_s: float
+    context_token_s: float
+    locations: tuple[LocationFit, ...]
+    quality: FitQuality
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Everything that was measured.
 
@@ -238,7 +289,7 @@ class Calibration:
         request_overhead_s: from the arrival of a tiny prompt to its first token,
             beyond its prefill pass; None where it was not measured.
         links: each edge at most once.
-        rebuild: None where it was not measured, as in all older files.
+        rebuild, caching: None where not measured, as in all older files.
     """
 
     created: str
@@ -251,6 +302,7 @@ class Calibration:
     request_overhead_s: float | None
     links: tuple[LinkFit, ...]
     rebuild: RebuildFit | None = None
+    caching: CachingFit | None = None
 
     def link(self, source: str, target: str) -> LinkFit | None:
         """Return one edge, or None where it was not measured."""
@@ -305,6 +357,14 @@ def calibration_from_dict(raw: object) -> Calibration:
             raise _wrong(f"{link.source} to {link.target} is no link between tiers")
         if link.bytes_per_s == 0:
             raise _wrong(f"the link {link.source} to {link.target} has no bandwidth")
+    places = (
+        [p.location for p in calibration.caching.locations]
+        if calibration.caching
+        else []
+    )
+    for place in places:
+        if place not in labels - {TierId.DEVICE.label} or places.count(place) > 1:
+            raise _wrong(f"caching.locations has {place}, which is no place of its own")
     if calibration.model.page_tokens == 0 or calibration.model.num_layers == 0:
         raise _wrong("model.page_tokens and model.num_layers must be positive")
     return calibration

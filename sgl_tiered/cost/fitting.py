@@ -28,6 +28,7 @@ __all__ = [
     "fit_nonnegative",
     "fit_prefill",
     "fit_tokens",
+    "quality_of",
 ]
 
 _WORTH_A_TERM = 1e-9
@@ -108,30 +109,34 @@ def fit_nonnegative(
     features: Sequence[Sequence[float]],
     seconds: Sequence[float],
     needed: frozenset[int] = frozenset(),
+    known: Sequence[float] | None = None,
 ) -> tuple[list[float], FitQuality]:
-    """Fit ``seconds = features @ coefficients`` with coefficients >= 0.
+    """Fit ``seconds = known + features @ coefficients`` with coefficients >= 0.
 
-    Tries every set of columns (there are at most five), so the result is the best one
+    Tries every set of columns (there are at most six), so the result is the best one
     and not where an iteration stopped; of equally good ones it has the fewest terms.
 
     Args:
         features: [points, columns], not negative.
         seconds: [points], positive.
         needed: columns that must have a coefficient above zero.
+        known: [points], the part of each time that something else explains; None for
+            nothing.
     """
     matrix = np.asarray(features, dtype=np.float64)
     target = np.asarray(seconds, dtype=np.float64)
     assert matrix.ndim == 2, matrix.shape
     assert len(matrix) == len(target) > 0, (matrix.shape, target.shape)
     assert (target > 0).all(), target
+    base = np.zeros(len(target)) if known is None else np.asarray(known, np.float64)
     yardstick = np.full(len(target), target.mean())
     coefficients = np.zeros(matrix.shape[1])
     for _ in range(_ROUNDS):
-        coefficients = _best_subset(matrix, target, yardstick, needed)
+        coefficients = _best_subset(matrix, target - base, yardstick, needed)
         # The larger of both, so that a time that is far too short (two answers read
         # at once) is off by its whole, and not by a hundred times itself.
-        yardstick = np.maximum(matrix @ coefficients, target)
-    return coefficients.tolist(), _quality(matrix @ coefficients, target)
+        yardstick = np.maximum(base + matrix @ coefficients, target)
+    return coefficients.tolist(), quality_of(base + matrix @ coefficients, target)
 
 
 def _best_subset(
@@ -146,7 +151,7 @@ def _best_subset(
     rows = rows / scale
     num_columns = matrix.shape[1]
     best = np.zeros(num_columns)
-    best_error = np.inf
+    best_error = np.inf if needed else float(np.mean(wanted**2))
     for size in range(1, num_columns + 1):
         for chosen in itertools.combinations(range(num_columns), size):
             if not needed <= set(chosen):
@@ -247,9 +252,10 @@ def fit_tokens(samples: Sequence[TokensSample]) -> TokensFit | None:
     return TokensFit(overhead_s, token_s, quality)
 
 
-def _quality(
+def quality_of(
     fitted: npt.NDArray[np.float64], measured: npt.NDArray[np.float64]
 ) -> FitQuality:
+    """Return how well predicted times meet measured ones, both [points]."""
     residuals = fitted - measured
     relative = np.abs(residuals) / measured
     squares = float((residuals**2).sum())

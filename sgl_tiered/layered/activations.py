@@ -80,6 +80,20 @@ class Activations:
             kinds.is_act, kinds.row, kinds.act, kinds.position, halves
         )
 
+    def num_rowless(self, num_pages: int) -> int:
+        """Return how many of so many new full pages would have no host row."""
+        kv_rows, act_rows = self._kinds.num_free_rows
+        if num_pages <= kv_rows:
+            return 0
+        fits = min(self._room.num_acts() // self._num_passing, act_rows)
+        return max(num_pages - kv_rows - fits, 0)
+
+    @property
+    def _num_passing(self) -> int:
+        """Places that a new full page takes, layer by layer on their way down."""
+        num_layers = self._binding.num_layers
+        return num_layers if self._mover.to_host.lasts else min(2, num_layers)
+
     def choose(self, batch: Batch) -> Choice:
         """Choose kinds, make room for them in the act area, and note positions.
 
@@ -179,8 +193,7 @@ class Activations:
         """
         is_full = batch.is_full[batch.new]
         num_layers = self._binding.num_layers
-        passing = num_layers if self._mover.to_host.lasts else min(2, num_layers)
-        cost = np.where(is_full, passing, num_layers)
+        cost = np.where(is_full, self._num_passing, num_layers)
         # The cheap ones first.
         order = np.argsort(~is_full, kind="stable")
         kv_rows, act_rows = self._kinds.num_free_rows

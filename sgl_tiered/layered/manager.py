@@ -280,6 +280,11 @@ class LayerManager(RestingLayers):
         self.rebuild_s += stream.rebuild_s
         self.rebuild_exposed_s += stream.rebuild_exposed_s
         self.num_rebuilt += stream.num_rebuilt
+        if self.on_measured is not None:
+            self.on_measured(
+                stream.rebuilds.mean(self._page_tokens),
+                stream.loads.mean(self._page_tokens),
+            )
         failed = stream.failed if ok else {}
         ok = ok and not failed
         self._leave(batch)

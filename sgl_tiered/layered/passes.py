@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from sgl_tiered.layered.base import PassPlan, PassRequest
 from sgl_tiered.layered.binding import LayerBinding
-from sgl_tiered.layered.mover import UnitStream
 from sgl_tiered.layered.requests import RequestRecord
+from sgl_tiered.layered.unit_stream import UnitStream
 from sgl_tiered.layered.units import ActSource, ReadPlan
 
 __all__ = ["Batch", "Forward", "LostRows", "Needs"]

@@ -5,7 +5,7 @@ One thread, the engine's. Pages are logical unless called physical.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ __all__ = ["RestingLayers"]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Sample = tuple[int, float]
 
 
 class RestingLayers:
@@ -47,6 +48,8 @@ class RestingLayers:
         rebuild_s: seconds of computing KV for their reads from activations.
         rebuild_exposed_s: of these, after all that a unit loads had landed.
         num_rebuilt: layer-pages that this made.
+        on_measured: told at the end of each forward of a rebuild and of a load of KV of
+            a layer, in the mean: tokens and seconds, or None where there was none.
 
     Raises:
         ValueError: no room is left beside the staging ones; the mover and the binding
@@ -100,6 +103,7 @@ class RestingLayers:
         self.rebuild_s = 0.0
         self.rebuild_exposed_s = 0.0
         self.num_rebuilt = 0
+        self.on_measured: Callable[[Sample | None, Sample | None], None] | None = None
 
     @property
     def binding(self) -> LayerBinding:
@@ -144,6 +148,16 @@ class RestingLayers:
         if retained is None:
             retained = np.ones(self._binding.num_layers, np.bool_)
         return layer_pages_needed(num_context, num_new, retained, self._page_tokens)
+
+    def num_rowless(self, num_pages: int) -> int:
+        """Return how many of so many new pages would stay on the device, in all layers.
+
+        They lack a row of KV, and a row or the places to be activations.
+
+        Args:
+            num_pages: that the next forward begins, all requests together; full ones.
+        """
+        return 0 if self._acts is None else self._acts.num_rowless(num_pages)
 
     def poll(self) -> None:
         """Take note of copies that have ended; start again what failed."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from sgl_tiered.pipelines.base import Arrival
 from sgl_tiered.pipelines.stream_layers import LayerCopyOps, StreamLayerCopier
+from sgl_tiered.pipelines.stream_weights import WeightSlots
 from sgl_tiered.pipelines.streams import BufferRing, Event, Stream, StreamArrival
 
 __all__ = ["ActOps", "StreamActCopier", "act_layout_token_bytes"]
@@ -52,7 +53,9 @@ class ActOps(LayerCopyOps, Protocol):
     one layer after the other.
     """
 
-    def rebuild(self, stream: Stream, layer: int, numbers: Any, count: int) -> object:
+    def rebuild(
+        self, stream: Stream, layer: int, numbers: Any, count: int, slot: int | None
+    ) -> object:
         """Queue the rebuild of ``count`` tokens.
 
         Args:
@@ -61,6 +64,8 @@ class ActOps(LayerCopyOps, Protocol):
             numbers: int64 [3 * count] on the device: rows of the act area, slots of K
                 and V, and positions.
             count: tokens.
+            slot: of ``WeightSlots`` that has the projection; None where it is on the
+                device anyway.
 
         Returns:
             What has to live until it has run.
@@ -76,6 +81,7 @@ class StreamActCopier:
         region: uint8 [num_act_rows, >= page_bytes], the host region of activations.
         num_places: of the act area, that of padding included.
         ahead: as of ``StreamLayerCopier``.
+        weights: brings projections that are in host memory; None where none are.
         breaks_staging: for tests: leave one page in four of what is rebuilt as it was.
     """
 
@@ -86,9 +92,11 @@ class StreamActCopier:
         num_places: int,
         *,
         ahead: bool = True,
+        weights: WeightSlots | None = None,
         breaks_staging: bool = False,
     ) -> None:
         self._ops = ops
+        self._weights = weights
         self._copies = StreamLayerCopier(ops, region)
         self._ahead = ahead
         # Beside the forward, whose kernels go no later for it.
@@ -154,15 +162,21 @@ class StreamActCopier:
                 numbers = self._upload(acts, physical, positions)
                 for event in (*_events(after), *_some(self._landed, acts)):
                     stream.wait_event(event)
+                slot = None
+                if self._weights is not None and len(acts):
+                    slot = self._weights.use(layer, stream)
                 stream.record_event(begin)
                 if len(acts):
                     count = len(acts) * len(self._offsets)
-                    keep = (numbers, ops.rebuild(stream, layer, numbers, count))
+                    read = ops.rebuild(stream, layer, numbers, count, slot)
+                    keep = (numbers, read)
             except BaseException:
                 # What is queued reads places that the caller will give to others.
                 stream.synchronize()
                 raise
             stream.record_event(end)
+            if self._weights is not None and slot is not None:
+                self._weights.read(slot, end)
             for place in acts.tolist():
                 self._read[place] = end
         return StreamArrival(begin, end, ops.current_stream, ops.new_event, keep)

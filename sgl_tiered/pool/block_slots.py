@@ -18,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.slots import SlotAllocator
-from sgl_tiered.core.addresses import MAX_GENERATION, MAX_SLOT, pack
+from sgl_tiered.core.addresses import (
+    GENERATION_BITS,
+    MAX_GENERATION,
+    MAX_SLOT,
+    NEXT_GENERATION,
+    pack,
+)
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt64s
 
@@ -109,10 +115,11 @@ class BlockSlots(RunSlots):
             so that addresses of this one do not fit there by chance.
 
     Attributes:
-        generations: uint16 [num_blocks].
+        names: uint64 [num_blocks], the address of each slot as it is now.
         entry_at: int32 [num_blocks], the table's entry of each slot, -1 for none.
         holds: uint16 [num_blocks], how often each slot is held.
         dying: bool [num_blocks], freed while held.
+        num_holds, num_dying: sums of these two.
     """
 
     def __init__(
@@ -120,14 +127,18 @@ class BlockSlots(RunSlots):
     ) -> None:
         assert num_blocks <= MAX_SLOT + 1, f"{num_blocks} slots have no 32 bits"
         super().__init__(num_blocks)
-        self._instance = instance
-        self._medium = medium
-        self.generations: npt.NDArray[np.uint16] = np.full(
-            num_blocks, incarnation * _STRIDE & MAX_GENERATION, np.uint16
+        # Whole addresses, so that one comparison tells a stale one or a foreign one.
+        self.names: UInt64s = pack(
+            instance,
+            medium,
+            incarnation * _STRIDE & MAX_GENERATION,
+            np.arange(num_blocks),
         )
         self.entry_at: Int32s = np.full(num_blocks, -1, np.int32)
         self.holds: npt.NDArray[np.uint16] = np.zeros(num_blocks, np.uint16)
         self.dying: Bools = np.zeros(num_blocks, np.bool_)
+        self.num_holds = 0
+        self.num_dying = 0
         self._open_addresses = NO_ADDRESSES
 
     def alloc_addresses(self, num_blocks: int) -> UInt64s | None:
@@ -149,7 +160,9 @@ class BlockSlots(RunSlots):
     def free(self, slots: Int64s) -> None:
         """Give slots back; their addresses are dead from now on."""
         super().free(slots)
-        self.generations[slots] = (self.generations[slots] + 1) & MAX_GENERATION
+        former = self.names[slots]
+        later = (former + NEXT_GENERATION) & GENERATION_BITS
+        self.names[slots] = (former & ~GENERATION_BITS) | later
         self.entry_at[slots] = -1
 
     def grow(self, capacity: int) -> None:
@@ -158,7 +171,24 @@ class BlockSlots(RunSlots):
 
     def addresses_of(self, slots: Int64s) -> UInt64s:
         """Return the addresses of slots as they are now."""
-        return pack(self._instance, self._medium, self.generations[slots], slots)
+        return self.names.take(slots)
+
+    def are_in_use(self, slots: Int64s, addresses: UInt64s) -> bool:
+        """Return whether these are the addresses of slots that are all in use.
+
+        Args:
+            slots: of the addresses, at least one.
+            addresses: of any medium of any instance.
+        """
+        last = int(slots.max())
+        if last >= self.capacity or not (self.names.take(slots) == addresses).all():
+            return False
+        if self.num_dying and self.dying[slots].any():
+            return False
+        if self._next < self._num_open and last >= self._open[self._next]:
+            return not self.is_free(slots).any()
+        # None is in the open run.
+        return not SlotAllocator.is_free(self, slots).any()
 
     def _open_run(self, num_slots: int) -> bool:
         if not super()._open_run(num_slots):

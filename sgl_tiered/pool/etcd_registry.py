@@ -46,7 +46,8 @@ class EtcdRegistry:
     """A ``Registry`` in etcd.
 
     Args:
-        url: of the gateway, such as ``http://127.0.0.1:2379``.
+        urls: of the gateways of one etcd, such as ``http://127.0.0.1:2379``; another
+            one is asked when one does not answer.
         pool: name of the pool: pools of one etcd do not see each other.
         ttl_s: seconds from one renewal of a lease to its end, at least 2.
         timeout_s: for one request.
@@ -59,8 +60,7 @@ class EtcdRegistry:
 
     def __init__(
         self,
-        url: str,
-        *,
+        *urls: str,
         pool: str = "default",
         ttl_s: float = 3.0,
         timeout_s: float = 2.0,
@@ -73,7 +73,8 @@ class EtcdRegistry:
             raise ConfigError(
                 "lease", f"etcd grants none of {ttl_s} s", "ask for 2 s at least"
             )
-        self._url = url.rstrip("/") + "/v3"
+        self._urls = tuple(url.rstrip("/") + "/v3" for url in urls)
+        self._url = self._urls[0]
         self._prefix = f"/sgl-tiered/{pool}/"
         self._ttl_s = math.ceil(ttl_s)
         self._timeout_s = timeout_s
@@ -123,7 +124,9 @@ class EtcdRegistry:
             if fields["incarnation"] != lease.incarnation:
                 return False
             same = _compare(self._key(key), "MOD", found["mod_revision"])
-            put = self._put(key, json.dumps({**fields, "draining": True}), lease.token)
+            # The entry's own lease: who drains may be somebody else.
+            token = fields.get("lease", lease.token)
+            put = self._put(key, json.dumps({**fields, "draining": True}), token)
             return self._transact([same], [put])
         except _NO_ANSWER:
             return False
@@ -165,6 +168,7 @@ class EtcdRegistry:
             except httpx.TimeoutException:
                 continue
             except _NO_ANSWER as error:
+                self._turn()
                 _LOG.warning("a watch of etcd has ended: %s", error)
                 self._pause(min(left_s, self._timeout_s))
         return None
@@ -286,10 +290,19 @@ class EtcdRegistry:
         return bool(answer.get("succeeded", False))
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        answer = self._client.post(f"{self._url}/{path}", json=body)
-        answer.raise_for_status()
+        try:
+            answer = self._client.post(f"{self._url}/{path}", json=body)
+            answer.raise_for_status()
+        except httpx.HTTPError:
+            self._turn()
+            raise
         found: dict[str, Any] = answer.json()
         return found
+
+    def _turn(self) -> None:
+        """Ask another gateway from now on."""
+        at = self._urls.index(self._url)
+        self._url = self._urls[(at + 1) % len(self._urls)]
 
 
 def _compare(key: str, target: str, value: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.json_file import JsonFile
-from sgl_tiered.errors import ConfigError, TransportUnavailableError
+from sgl_tiered.errors import ConfigError, TieredError, TransportUnavailableError
 from sgl_tiered.pool.membership import (
     InstanceKind,
     Lease,
@@ -123,13 +123,18 @@ class LocalRegistry:
         return self._last_view
 
     def watch(self, version: int, timeout_s: float) -> View | None:
-        """Wait for a view newer than ``version``; None if none came in time."""
+        """Wait for a view newer than ``version``; None if none came in time.
+
+        It looks without the lock, which belongs to those that have something to change.
+        """
         until_s = self._clock.now() + timeout_s
         while True:
-            view = self.view()
-            if view.version > version:
-                return view
-            left_s = until_s - self._clock.now()
+            now_s = self._clock.now()
+            if self._has_changed(version, now_s):
+                view = self.view()
+                if view.version > version:
+                    return view
+            left_s = until_s - now_s
             if left_s <= 0:
                 return None
             self._pause(min(left_s, _LOOK_S))
@@ -152,6 +157,18 @@ class LocalRegistry:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+    def _has_changed(self, version: int, now_s: float) -> bool:
+        """Return whether there is something newer, or a lease that is over.
+
+        The file is replaced whole, so it can be read at any time.
+        """
+        try:
+            state = self._read()
+        except TieredError:
+            return False
+        ends_s = state["ends_s"].values()
+        return state["version"] > version or any(end_s <= now_s for end_s in ends_s)
 
     @contextlib.contextmanager
     def _state(self) -> Iterator[_State]:

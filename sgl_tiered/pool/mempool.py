@@ -11,40 +11,48 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
-import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.core.addresses import instances_of, mediums_of
+from sgl_tiered.core.addresses import instances_of
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.keys import as_tokens
-from sgl_tiered.core.plans import UInt64s
+from sgl_tiered.core.plans import UInt8s, UInt64s
 from sgl_tiered.pool.base import BlockStore, BlockType, Inserted, allocator
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
+from sgl_tiered.pool.fetch import Fetch, Fetches, Search
 from sgl_tiered.pool.guests import Guests
-from sgl_tiered.pool.layouts import Way
+from sgl_tiered.pool.layouts import MemoryForm, Way
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.messages import (
     Answer,
     AskBlocks,
+    AskHeld,
+    AskPages,
     Channel,
     Finish,
-    FreeBlocks,
     Incarnation,
     PoolInfo,
     from_wire,
     to_wire,
+    tokens_to_wire,
 )
 from sgl_tiered.pool.receiver import Arrival, Receiver
 from sgl_tiered.pool.requests import Requests
-from sgl_tiered.pool.transfer import Ending, Job, Rank, Step, Transfer
+from sgl_tiered.pool.sender import Sender
+from sgl_tiered.pool.serving import Servings
+from sgl_tiered.pool.sums import SumsOf
+from sgl_tiered.pool.transfer import Job, Rank, Transfer
+from sgl_tiered.transport.batched import DEFAULT_GRACE_S
 
 __all__ = ["MemPool", "PoolConfig", "PoolUsage"]
 
 _PAUSE_S = 50e-6
 """Between two polls of a call that waits: a twentieth of a message's way."""
+_MAX_ASKED = 16
+"""Instances that one ``locate`` asks, where the caller does not say which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +63,15 @@ class PoolConfig:
         timeout_s: of a transfer or a remote allocation, unless the call says another.
         retry_s: pause before a request is sent again.
         grace_s: how long blocks that an instance held here stay unused after its
-            incarnation is over; longer than what it had handed to the network lives.
+            incarnation is over; longer than what it had handed to the network lives,
+            so the same as the transport's.
+        locate_s: how long ``locate`` waits for answers.
     """
 
     timeout_s: float = 10.0
     retry_s: float = 0.5
-    grace_s: float = 30.0
+    grace_s: float = DEFAULT_GRACE_S
+    locate_s: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,9 @@ class PoolUsage:
         num_transfers: transfers that have not ended.
         num_endings: ended ones whose blocks a peer or the network may still touch.
         num_requests: requests without an answer.
+        num_fetches: fetches that have not ended.
+        num_lent_blocks: blocks here that holders write to, or may still write to.
+        num_served: fetches of others from here.
     """
 
     num_guest_blocks: int
@@ -80,6 +94,9 @@ class PoolUsage:
     num_transfers: int
     num_endings: int
     num_requests: int
+    num_fetches: int = 0
+    num_lent_blocks: int = 0
+    num_served: int = 0
 
 
 class MemPool:
@@ -94,6 +111,12 @@ class MemPool:
         clock: for deadlines and grace times.
         config: times.
         pause: waits a moment, in calls that wait.
+        executor: sums up fetched pages; None: this thread does.
+        wake: called when the executor has done something.
+
+    Attributes:
+        lease_ends_s: until when this instance may write to others; any thread may
+            set it.
     """
 
     def __init__(
@@ -106,6 +129,8 @@ class MemPool:
         clock: Clock,
         config: PoolConfig | None = None,
         pause: Callable[[], None] = lambda: time.sleep(_PAUSE_S),
+        executor: Executor | None = None,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._instance = store.instance
@@ -113,7 +138,6 @@ class MemPool:
         self._allocators = [allocator(store, type) for type in BlockType]
         self._me: Incarnation = (store.instance, incarnation)
         self._info = info
-        self._ranks = tuple(ranks)
         self._channel = channel
         self._clock = clock
         self._config = config or PoolConfig()
@@ -121,15 +145,51 @@ class MemPool:
         self._view = View(0)
         self._guests = Guests(store, clock, self._config.grace_s)
         self._requests = Requests(self._me, channel, clock, self._config.retry_s)
-        self._receiver = Receiver(self._me, store, self._guests, info, channel)
-        self._infos: dict[Incarnation, PoolInfo] = {}
-        self._transfers: list[Transfer] = []
-        self._endings: list[tuple[Transfer, Ending]] = []
-        # Blocks at others that are ours.
-        self._at_others: dict[Incarnation, set[int]] = {}
-        # And those that we are done with, until nothing of ours writes to them.
-        self._to_free: list[tuple[Incarnation, UInt64s]] = []
+        self._sender = Sender(
+            store, info, ranks, self._requests, clock, self._may_write, self._pump
+        )
+        self._sums = sums = SumsOf(info.shape, self._memories(), executor, wake)
+        self._fetches = Fetches(store, clock, self._config.grace_s, sums)
+        self._servings = Servings(
+            store,
+            sums,
+            self._sender.in_memory,
+            self._sender.launch,
+            self._config.timeout_s,
+        )
+        self._receiver = Receiver(
+            self._me, store, self._guests, info, channel, self._servings, sums
+        )
+        self._searches: list[Search] = []
+        self._num_searches = 0
         self.lease_ends_s = math.inf
+
+    @property
+    def incarnation(self) -> int:
+        """Number of this instance's start, as others know it."""
+        return self._me[1]
+
+    @property
+    def is_talking(self) -> bool:
+        """Whether something is under way that a message or a moment may end."""
+        return bool(
+            self._sender.num_transfers
+            or self._searches
+            or self._requests.num_under_way
+            or self._fetches.num_running
+            or self._servings.num_under_way
+            or self._receiver.num_checks
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ``poll`` has nothing to do until a message comes; any thread asks."""
+        return not (
+            self.is_talking
+            or self._sender.num_endings
+            or self._fetches.num_lent
+            or self._guests.num_quarantined
+        )
 
     # Memory blocks.
 
@@ -159,8 +219,7 @@ class MemPool:
         if answer.refusal or answer.info is None:
             return None
         addresses = from_wire(answer.addresses)
-        self._infos[peer] = answer.info
-        self._at_others.setdefault(peer, set()).update(addresses.tolist())
+        self._sender.own(peer, addresses, answer.info)
         return addresses
 
     def free_mem(self, addrList: UInt64s) -> str:  # noqa: N803 - the paper's name
@@ -176,7 +235,9 @@ class MemPool:
         others = set(instances.tolist()) - {self._instance}
         away = {i: addrList[instances == i] for i in others}
         for instance, addresses in away.items():
-            refusal = self._refusal_there(self._peer(instance), instance, addresses)
+            refusal = self._sender.refusal_there(
+                self._peer(instance), instance, addresses
+            )
             if refusal:
                 return refusal
         refusal = self._store.free(addrList[instances == self._instance])
@@ -185,9 +246,8 @@ class MemPool:
         for instance, addresses in away.items():
             peer = self._peer(instance)
             assert peer is not None, f"instance {instance} has no block of ours"
-            self._at_others[peer].difference_update(addresses.tolist())
-            self._to_free.append((peer, addresses))
-        self._free_there()
+            self._sender.free(peer, addresses)
+        self._sender.advance(self._view.has)
         return ""
 
     def swap_out(self, num_blocks: int) -> UInt64s:
@@ -291,18 +351,113 @@ class MemPool:
         private: bytes = b"",
         way: Way = Way.BY_REQUEST_AGG,
         layers: tuple[int, int] | None = None,
+        only_missing: bool = False,
+        checked: bool = False,
         timeout_s: float | None = None,
     ) -> Transfer:
         """Send a prompt's blocks to another instance, which enters them into its index.
 
         Args as for ``transfer`` and ``insert``. Blocks of pages that the receiver has
-        already are freed there.
+        already are freed there, or with ``only_missing`` not even sent: then it is
+        asked first, and no destinations are given. It may evict those pages meanwhile,
+        which fails the transfer. With ``checked`` it enters them only if what arrived
+        sums to what was sent; the blocks are in memory, and one rank has all of each.
         """
-        tokens = as_tokens(tokenList).astype("<i4").tobytes()
+        assert dstAddrList is None or not only_missing, "which blocks are they for?"
+        tokens = tokens_to_wire(tokenList)
         finish = Finish(b"", type, private, True, namespace, tokens, first_page)
         return self._send(
-            id, srcAddrList, dstAddrList, type, way, layers, finish, timeout_s
+            id,
+            srcAddrList,
+            dstAddrList,
+            type,
+            way,
+            layers,
+            finish,
+            timeout_s,
+            only_missing,
+            self._sums if checked else None,
         )
+
+    # Peer reads.
+
+    def locate(
+        self,
+        tokenList: npt.ArrayLike,  # noqa: N803
+        *,
+        namespace: bytes = b"",
+        ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Search:
+        """Ask other instances how many first pages of a prompt they hold.
+
+        Args:
+            tokenList: token ids from the prompt's start on.
+            namespace: digest of a ``Namespace``.
+            ids: whom; None for up to 16 of those that are there.
+            timeout_s: how long to wait for answers; None for the pool's.
+        """
+        search = Search(self._pump)
+        others = [m.instance for m in self._view.members if m.instance != self._me[0]]
+        if ids is None and len(others) > _MAX_ASKED:
+            # Others each time.
+            first = self._num_searches * _MAX_ASKED % len(others)
+            others = (others[first:] + others[:first])[:_MAX_ASKED]
+        self._num_searches += 1
+        wanted = others if ids is None else [i for i in ids if i in others]
+        peers = [peer for peer in map(self._peer, wanted) if peer is not None]
+        body = AskHeld(namespace, tokens_to_wire(tokenList))
+        wait_s = self._config.locate_s if timeout_s is None else timeout_s
+        search.ask(self._requests, peers, body, wait_s)
+        if peers:
+            self._searches.append(search)
+        return search
+
+    def fetch(
+        self,
+        id: int,
+        tokenList: npt.ArrayLike,  # noqa: N803
+        dstAddrList: UInt64s,  # noqa: N803
+        *,
+        namespace: bytes = b"",
+        first_page: int = 0,
+        timeout_s: float | None = None,
+    ) -> Fetch:
+        """Let another instance write a prompt's pages to blocks of this one.
+
+        Args:
+            id: the holder.
+            tokenList: token ids from the prompt's start on.
+            dstAddrList: blocks for pages ``first_page`` and on, which nobody else
+                reads or writes; they stay the caller's. Freed after a failure they
+                are used again when nobody may write to them any more.
+            namespace: digest of a ``Namespace``.
+            first_page: the first page that is wanted.
+            timeout_s: for all of it; None for the pool's.
+        """
+        peer = self._peer(id)
+        fetch = Fetch(peer or (id, 0), dstAddrList, self._pump)
+        refusal = self._fetches.refusal(dstAddrList)
+        if peer is None:
+            refusal = f"instance {id} is not in the pool"
+        elif id == self._instance:
+            refusal = "the holder is this instance"
+        elif len(self._info.ranks) > 1:
+            refusal = "pages cannot be fetched to several ranks"
+        if refusal:
+            fetch.fail(refusal)
+            return fetch
+        wait_s = self._config.timeout_s if timeout_s is None else timeout_s
+        body = AskPages(
+            to_wire(dstAddrList),
+            namespace,
+            tokens_to_wire(tokenList),
+            first_page,
+            self._info,
+            wait_s,
+        )
+        self._fetches.begin(fetch, self._requests, body, wait_s)
+        return fetch
 
     # Upkeep.
 
@@ -324,12 +479,34 @@ class MemPool:
             else:
                 self._receiver.handle(envelope)
         self._requests.poll()
-        for transfer in self._transfers:
-            transfer.advance()
-        self._end_transfers()
-        self._settle_endings()
-        self._free_there()
+        self._sender.advance(self._view.has)
+        self._receiver.advance()
+        self._fetches.advance(self._requests, self._view.has)
+        for search in self._searches:
+            search.advance()
+        self._searches = [search for search in self._searches if not search.is_over]
         self._guests.poll()
+
+    def begin_anew(self, incarnation: int) -> None:
+        """Go on as a new incarnation, as the lease of the last one is over.
+
+        Blocks here stay as they are. All that is under way with others ends; what they
+        may still write to is set aside for a grace time.
+        """
+        self.stop("the lease of this instance was over")
+        self._me = (self._instance, incarnation)
+        self._requests.begin_anew(self._me)
+        self._receiver.begin_anew(self._me)
+
+    def stop(self, reason: str) -> None:
+        """End all that is under way with others; the reason is one clause."""
+        self._sender.stop(reason)
+        self._fetches.end_all(reason)
+        for member in self._view.members:
+            self._requests.lose((member.instance, member.incarnation), reason)
+        for search in self._searches:
+            search.advance()
+        self._searches.clear()
 
     def take_arrivals(self) -> list[Arrival]:
         """Return what others have sent since the last call."""
@@ -341,28 +518,32 @@ class MemPool:
         return PoolUsage(
             self._guests.num_blocks,
             self._guests.num_quarantined,
-            len(self._transfers),
-            len(self._endings) + len(self._to_free),
+            self._sender.num_transfers,
+            self._sender.num_endings,
             self._requests.num_under_way,
+            self._fetches.num_running,
+            self._fetches.num_lent,
+            self._servings.num_under_way,
         )
 
     def _peer(self, instance: int) -> Incarnation | None:
         member = self._view.member(instance)
         return None if member is None else (instance, member.incarnation)
 
-    def _refusal_there(
-        self, peer: Incarnation | None, instance: int, addresses: UInt64s
-    ) -> str:
-        """Return why these are not blocks of ours at a peer; else an empty text."""
-        if peer is None:
-            return f"instance {instance} is not in the pool"
-        if self._at_others.get(peer, set()).issuperset(addresses.tolist()):
-            return ""
-        return f"a block at instance {instance} is not, or no longer, ours"
-
     def _pump(self) -> None:
-        self.poll()
+        # First the pause: who is there may have changed since the last poll.
         self._pause()
+        self.poll()
+
+    def _memories(self) -> dict[int, tuple[UInt8s, MemoryForm]]:
+        """Return by medium the memory of our only rank, and how pages lie there."""
+        found = {}
+        if len(self._info.ranks) == 1:
+            for place in self._info.ranks[0].places:
+                memory = self._store.memory(TierId(place.medium))
+                if memory is not None:
+                    found[place.medium] = (memory, place.form)
+        return found
 
     def _may_write(self) -> bool:
         return self._clock.now() < self.lease_ends_s and self._view.has(*self._me)
@@ -377,8 +558,12 @@ class MemPool:
         layers: tuple[int, int] | None,
         finish: Finish | None,
         timeout_s: float | None,
+        only_missing: bool = False,
+        sums: SumsOf | None = None,
     ) -> Transfer:
         refusal = self._store.refusal(sources)
+        if sums is not None and not refusal and not sums.reaches(sources).all():
+            refusal = "blocks that are not in memory cannot be summed up"
         peer = self._peer(instance)
         if peer is None:
             refusal = f"instance {instance} is not in the pool"
@@ -386,111 +571,23 @@ class MemPool:
         elif instance == self._instance:
             refusal = "the receiver is this instance"
         elif targets is not None and not refusal:
-            refusal = self._refusal_there(peer, instance, targets)
-        staged = sources if refusal else self._in_memory(sources)
-        if staged is None:
-            refusal = "there is no room in the host for blocks that lie on disk"
-            staged = sources
+            refusal = self._sender.refusal_there(peer, instance, targets)
         job = Job(
             peer,
-            staged,
-            NO_ADDRESSES if refusal else targets,
+            sources,
+            targets,
             type,
             way,
             layers,
             finish,
             self._config.timeout_s if timeout_s is None else timeout_s,
+            only_missing,
+            sums,
         )
-        transfer = Transfer(
-            job,
-            self._info,
-            self._ranks,
-            self._requests,
-            self._clock,
-            self._may_write,
-            self._pump,
-            self._infos.get(peer),
-        )
-        if refusal:
-            transfer.fail(refusal)
-            return transfer
-        self._store.hold(staged)
-        if staged is not sources:
-            # Copies of ours: free as soon as nothing reads them.
-            copies = staged[staged != sources]
-            self._store.free(copies)
-        self._transfers.append(transfer)
-        return transfer
-
-    def _in_memory(self, sources: UInt64s) -> UInt64s | None:
-        """Return these blocks, with copies in the host of those that lie on a disk."""
-        places = {place.medium for rank in self._info.ranks for place in rank.places}
-        media = mediums_of(sources)
-        away = np.isin(media, sorted(places), invert=True)
-        if not away.any():
-            return sources
-        copies = self._store.duplicate(sources[away], TierId.HOST)
-        if copies is None:
-            return None
-        staged = sources.copy()
-        staged[away] = copies
-        return staged
-
-    def _end_transfers(self) -> None:
-        for transfer in [t for t in self._transfers if t.step is Step.OVER]:
-            self._transfers.remove(transfer)
-            job, ending = transfer.job, transfer.ending()
-            self._endings.append((transfer, ending))
-            if job.targets is None:
-                if transfer.error and len(ending.targets):
-                    self._to_free.append((job.peer, ending.targets))
-            elif job.finish is not None and not transfer.error:
-                ours = self._at_others.get(job.peer, set())
-                ours.difference_update(job.targets.tolist())
-
-    def _settle_endings(self) -> None:
-        left = []
-        for transfer, ending in self._endings:
-            gone = not self._view.has(*ending.peer)
-            if transfer.is_pushing or not ending.is_over(is_peer_gone=gone):
-                left.append((transfer, ending))
-            else:
-                self._store.release(ending.sources)
-        self._endings = left
-
-    def _free_there(self) -> None:
-        """Let others free blocks of ours, once nothing of ours writes to them."""
-        if not self._to_free:
-            return
-        touched: dict[Incarnation, set[int]] = {}
-        for _, ending in self._endings:
-            touched.setdefault(ending.peer, set()).update(ending.targets.tolist())
-        for transfer in self._transfers:
-            if transfer.targets is not None:
-                blocks = touched.setdefault(transfer.job.peer, set())
-                blocks.update(transfer.targets.tolist())
-        left = []
-        for peer, addresses in self._to_free:
-            if not self._view.has(*peer):
-                continue
-            if touched.get(peer, set()).isdisjoint(addresses.tolist()):
-                self._requests.ask(peer, FreeBlocks(to_wire(addresses)))
-            else:
-                left.append((peer, addresses))
-        self._to_free = left
+        return self._sender.send(job, refusal)
 
     def _lose(self, peer: Incarnation) -> None:
         """End everything with an incarnation that is over."""
         text = f"instance {peer[0]} is gone"
         self._requests.lose(peer, text)
-        for transfer in self._transfers:
-            if transfer.job.peer == peer:
-                transfer.fail(text)
-        self._at_others.pop(peer, None)
-        info = self._infos.pop(peer, None)
-        if info is not None:
-            for rank in self._ranks:
-                for other in info.ranks:
-                    connection = rank.peers.pop(other.address, None)
-                    if connection is not None:
-                        rank.transport.disconnect(connection)
+        self._sender.lose(peer, text)

@@ -1,9 +1,9 @@
 """What instances say to each other: requests and one kind of answer.
 
-Frozen values of plain types, so that any codec can carry them; arrays are bytes, little
-endian. Messages may be lost, doubled, or come late: a request is sent again until it is
-answered, has a number, and is carried out once. It names both incarnations; one for an
-incarnation that is over is refused.
+Typed structs (``transport/messages.py``); arrays are bytes, little endian. Messages may
+be lost, doubled, or come late: a request is sent again until it is answered, has a
+number, and is carried out once. It names both incarnations; one for an incarnation that
+is over is refused.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from sgl_tiered.core.plans import UInt64s
+from sgl_tiered.core.keys import as_tokens
+from sgl_tiered.core.plans import Int32s, UInt64s
 from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.layouts import KVShape, MemoryForm
 from sgl_tiered.transport.base import PeerAddress
+from sgl_tiered.transport.messages import Message
 
 __all__ = [
     "Answer",
     "AskBlocks",
+    "AskHeld",
+    "AskPages",
     "Body",
     "Cancel",
     "Channel",
@@ -33,6 +38,8 @@ __all__ = [
     "RankInfo",
     "from_wire",
     "to_wire",
+    "tokens_from_wire",
+    "tokens_to_wire",
 ]
 
 Incarnation = tuple[int, int]
@@ -68,24 +75,34 @@ class PoolInfo:
     ranks: tuple[RankInfo, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AskBlocks:
-    """Allocate blocks that belong to the sender until it frees or finishes them."""
+class AskBlocks(Message, frozen=True):
+    """Allocate blocks that belong to the sender until it frees or finishes them.
+
+    Attributes:
+        num_blocks: of the prompt's pages from ``first_page`` on, or of anything.
+        type: where.
+        shape: of the sender's KV.
+        only_missing: none for pages that the receiver's index has; the next three say
+            of which prompt, as in ``BlockStore.insert``.
+        namespace, tokens, first_page: tokens are int32.
+    """
 
     num_blocks: int
     type: BlockType
     shape: KVShape
+    only_missing: bool = False
+    namespace: bytes = b""
+    tokens: bytes = b""
+    first_page: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FreeBlocks:
+class FreeBlocks(Message, frozen=True):
     """Free blocks that belong to the sender."""
 
     addresses: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Message, frozen=True):
     """All bytes have arrived: the blocks are the receiver's from now on.
 
     Attributes:
@@ -94,6 +111,7 @@ class Finish:
         private: the sender's own data, for whoever takes the arrival.
         insert: enter them into the index; then the next three say as what.
         namespace, tokens, first_page: as in ``BlockStore.insert``; tokens are int32.
+        sums: uint64, xxh3-64 of each page as it was sent; empty: nobody checks.
     """
 
     addresses: bytes
@@ -103,11 +121,43 @@ class Finish:
     namespace: bytes = b""
     tokens: bytes = b""
     first_page: int = 0
+    sums: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class AskHeld(Message, frozen=True):
+    """Say how many first pages of a prompt you hold, and in which media.
+
+    Attributes:
+        namespace, tokens: as in ``BlockStore.match``; tokens are int32.
+    """
+
+    namespace: bytes
+    tokens: bytes
+
+
+class AskPages(Message, frozen=True):
+    """Write pages of a prompt to blocks of the sender, and say what they sum to.
+
+    Attributes:
+        addresses: the sender's blocks, for pages ``first_page`` and on; those that you
+            do not have are left out from the end.
+        namespace, tokens, first_page: as in ``BlockStore.insert``; tokens are int32.
+        info: how the sender is built.
+        timeout_s: how long it waits.
+    """
+
+    addresses: bytes
+    namespace: bytes
+    tokens: bytes
+    first_page: int
+    info: PoolInfo
+    timeout_s: float
+
+
+class Cancel(Message, frozen=True):
     """A former request is not to be carried out any more, if it was not yet.
+
+    It is answered when nothing is written for that request any more.
 
     Attributes:
         request: its number. What it allocated is freed.
@@ -118,8 +168,7 @@ class Cancel:
     addresses: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Message, frozen=True):
     """What came of a request.
 
     Attributes:
@@ -127,19 +176,25 @@ class Answer:
         addresses: blocks allocated.
         num_inserted: blocks entered into the index.
         info: with blocks: how the receiver is built.
+        num_pages: first pages of the prompt that its index has, or pages that were
+            written.
+        media: (medium, pages) for those of ``AskHeld``.
+        sums: uint64, xxh3-64 of each page that was written.
     """
 
     refusal: str = ""
     addresses: bytes = b""
     num_inserted: int = 0
     info: PoolInfo | None = None
+    num_pages: int = 0
+    media: tuple[tuple[int, int], ...] = ()
+    sums: bytes = b""
 
 
-Body = AskBlocks | FreeBlocks | Finish | Cancel | Answer
+Body = AskBlocks | FreeBlocks | Finish | AskHeld | AskPages | Cancel | Answer
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(Message, frozen=True):
     """A message with its sender, its receiver and its number.
 
     Attributes:
@@ -176,3 +231,14 @@ def to_wire(addresses: UInt64s) -> bytes:
 def from_wire(raw: bytes) -> UInt64s:
     """Return addresses from bytes; a last partial one is left out."""
     return np.frombuffer(raw, "<u8", len(raw) // 8).astype(np.uint64)
+
+
+def tokens_to_wire(tokens: npt.ArrayLike) -> bytes:
+    """Return token ids as bytes."""
+    return as_tokens(tokens).astype("<i4", copy=False).tobytes()
+
+
+def tokens_from_wire(raw: bytes) -> Int32s:
+    """Return token ids from bytes; a last partial one is left out."""
+    tokens: Int32s = np.frombuffer(raw, "<i4", len(raw) // 4)
+    return tokens

@@ -3,7 +3,7 @@
 A request is carried out once: what was answered is kept until the sender says that it
 asks no more about it, or is gone. Requests from an incarnation that is over, or for one
 of ours that is, are refused; those of an instance that the view does not show yet are
-dropped, and come again.
+dropped, and come again. What takes its time is answered when it is done.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sgl_tiered.core.addresses import mediums_of
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import Int32s, UInt64s
+from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.base import BlockStore, BlockType, allocator
 from sgl_tiered.pool.guests import Guests
+from sgl_tiered.pool.layouts import KVShape
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.messages import (
     Answer,
     AskBlocks,
+    AskHeld,
+    AskPages,
     Body,
     Cancel,
     Channel,
@@ -32,12 +36,18 @@ from sgl_tiered.pool.messages import (
     PoolInfo,
     from_wire,
     to_wire,
+    tokens_from_wire,
 )
+from sgl_tiered.pool.serving import Servings
+from sgl_tiered.pool.sums import Sums, SumsOf
 
 __all__ = ["Arrival", "Receiver"]
 
 _LOG = logging.getLogger(__name__)
 _NOT_YOURS = "these blocks are not, or no longer, the sender's"
+_SPOILED = Answer("the bytes that arrived are not those that were sent")
+_OVER = Answer("over")
+"""Stands for the answer to a request that nobody waits for any more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +68,22 @@ class Arrival:
     num_inserted: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Check:
+    """Blocks that are summed up before they are taken over.
+
+    Attributes:
+        sender, number: whose request, and which.
+        body: what it wants.
+        sums: of the blocks, which are held meanwhile.
+    """
+
+    sender: Incarnation
+    number: int
+    body: Finish
+    sums: Sums
+
+
 class Receiver:
     """Carries out the requests of others. One thread calls it.
 
@@ -67,6 +93,8 @@ class Receiver:
         guests: which of them belong to others.
         info: how this instance is built.
         channel: carries the answers.
+        servings: what others fetch from here.
+        sums: sums up what has arrived, where the sender says what it sums to.
     """
 
     def __init__(
@@ -76,6 +104,8 @@ class Receiver:
         guests: Guests,
         info: PoolInfo,
         channel: Channel,
+        servings: Servings,
+        sums: SumsOf,
     ) -> None:
         self._me = me
         self._store = store
@@ -83,8 +113,13 @@ class Receiver:
         self._guests = guests
         self._info = info
         self._channel = channel
+        self._servings = servings
+        self._sums = sums
+        self._checks: list[_Check] = []
         self._view = View(0)
-        self._answers: dict[Incarnation, dict[int, Answer]] = {}
+        self._is_draining = False
+        # None: it is being carried out.
+        self._answers: dict[Incarnation, dict[int, Answer | None]] = {}
         self._settled: dict[Incarnation, int] = {}
         self.arrivals: list[Arrival] = []
 
@@ -96,6 +131,8 @@ class Receiver:
     def see(self, view: View) -> None:
         """Act on a new view: blocks of incarnations that are over are taken back."""
         self._view = view
+        member = view.member(self._me[0])
+        self._is_draining = member is not None and member.draining
         for peer in self._guests.peers:
             if not view.has(*peer):
                 self._guests.lose(peer)
@@ -124,40 +161,124 @@ class Receiver:
         if envelope.request < settled:
             return
         if envelope.request not in kept:
-            kept[envelope.request] = self._carry_out(sender, envelope.body)
-        self._answer(envelope, kept[envelope.request])
+            kept[envelope.request] = self._carry_out(
+                sender, envelope.request, envelope.body
+            )
+        answer = kept[envelope.request]
+        if answer is not None:
+            self._answer(envelope, answer)
+
+    def begin_anew(self, me: Incarnation) -> None:
+        """Go on as another incarnation: nothing of before is answered any more."""
+        self._me = me
+        self._answers.clear()
+        self._settled.clear()
+        for peer in self._guests.peers:
+            self._guests.lose(peer)
+
+    def advance(self) -> None:
+        """Answer what is done by now."""
+        self._servings.advance(self._settle)
+        for check in [check for check in self._checks if check.sums.done()]:
+            self._checks.remove(check)
+            self._store.release(from_wire(check.body.addresses))
+            # Else it was cancelled, or its sender is gone.
+            if self._answers.get(check.sender, {}).get(check.number, _OVER) is None:
+                same = to_wire(check.sums.result()) == check.body.sums
+                answer = self._finish(check.sender, check.body) if same else _SPOILED
+                self._settle(check.sender, check.number, answer)
+
+    @property
+    def num_checks(self) -> int:
+        """Arrivals that are being summed up."""
+        return len(self._checks)
+
+    def _settle(self, peer: Incarnation, request: int, answer: Answer) -> None:
+        kept = self._answers.get(peer, {})
+        if request in kept:
+            kept[request] = answer
+            self._channel.send(Envelope(self._me, peer, request, 0, answer))
 
     def _answer(self, envelope: Envelope, answer: Answer) -> None:
         self._channel.send(
             Envelope(self._me, envelope.sender, envelope.request, 0, answer)
         )
 
-    def _carry_out(self, sender: Incarnation, body: Body) -> Answer:
+    def _carry_out(self, sender: Incarnation, number: int, body: Body) -> Answer | None:
+        """Do what is asked; None if it is answered later."""
         if isinstance(body, AskBlocks):
             return self._lend(sender, body)
+        if isinstance(body, AskHeld):
+            return self._say(body)
+        if isinstance(body, AskPages):
+            refusal = self._refusal(sender, body.info.shape)
+            return Answer(refusal) if refusal else self._serve(sender, number, body)
         if isinstance(body, FreeBlocks):
             self._guests.free(sender, from_wire(body.addresses))
             return Answer()
         if isinstance(body, Finish):
-            return self._finish(sender, body)
+            return self._check(sender, number, body)
         if isinstance(body, Cancel):
+            if self._servings.cancel(sender, body.request, number):
+                return None
             return self._cancel(sender, body)
         return Answer("an answer is no request")
 
-    def _lend(self, sender: Incarnation, body: AskBlocks) -> Answer:
+    def _refusal(self, sender: Incarnation, shape: KVShape) -> str:
+        """Return why pages cannot be exchanged with a peer; else an empty text."""
         try:
-            self._info.shape.check_same(body.shape, sender[0])
+            self._info.shape.check_same(shape, sender[0])
         except ConfigError as error:
-            return Answer(str(error))
-        if body.num_blocks < 1:
-            return Answer(f"{body.num_blocks} blocks are none")
+            return str(error)
+        return ""
+
+    def _say(self, body: AskHeld) -> Answer:
+        found = self._store.match(body.namespace, tokens_from_wire(body.tokens))
+        media, counts = np.unique(mediums_of(found), return_counts=True)
+        by_medium = tuple(zip(media.tolist(), counts.tolist(), strict=True))
+        return Answer(num_pages=len(found), media=by_medium)
+
+    def _serve(self, sender: Incarnation, number: int, body: AskPages) -> Answer | None:
+        if len(self._info.ranks) > 1 or len(body.info.ranks) > 1:
+            return Answer("pages of several ranks cannot be fetched")
+        return self._servings.begin(sender, number, body)
+
+    def _lend(self, sender: Incarnation, body: AskBlocks) -> Answer:
+        refusal = self._refusal(sender, body.shape)
+        if refusal:
+            return Answer(refusal)
+        if self._is_draining:
+            return Answer(f"instance {self._me[0]} is draining")
+        num_blocks, num_known = body.num_blocks, 0
+        if num_blocks < 1:
+            return Answer(f"{num_blocks} blocks are none")
+        if body.only_missing:
+            tokens = tokens_from_wire(body.tokens)
+            num_known = len(self._store.match(body.namespace, tokens))
+            num_blocks -= min(max(num_known - body.first_page, 0), num_blocks)
+            if not num_blocks:
+                return Answer(info=self._info, num_pages=num_known)
         # Bytes cannot arrive on a disk: they land in the host, ``_finish`` moves them.
         landing = BlockType.HOST if body.type is BlockType.DISK else body.type
-        addresses = self._allocators[landing](body.num_blocks)
+        addresses = self._allocators[landing](num_blocks)
         if addresses is None:
-            return Answer(f"there is no room for {body.num_blocks} blocks")
+            return Answer(f"there is no room for {num_blocks} blocks")
         self._guests.lend(sender, addresses)
-        return Answer(addresses=to_wire(addresses), info=self._info)
+        return Answer("", to_wire(addresses), 0, self._info, num_known)
+
+    def _check(self, sender: Incarnation, number: int, body: Finish) -> Answer | None:
+        """Take blocks over, after they were summed up if the sender has done so."""
+        if not body.sums:
+            return self._finish(sender, body)
+        addresses = from_wire(body.addresses)
+        if not self._guests.has(sender, addresses):
+            return Answer(_NOT_YOURS)
+        if not self._sums.reaches(addresses).all():
+            return Answer("blocks that are not in memory cannot be summed up")
+        self._store.hold(addresses)
+        sums = self._sums.of(addresses)
+        self._checks.append(_Check(sender, number, body, sums))
+        return None
 
     def _finish(self, sender: Incarnation, body: Finish) -> Answer:
         addresses = from_wire(body.addresses)
@@ -166,8 +287,7 @@ class Receiver:
         self._guests.take_back(sender, addresses)
         num_inserted = 0
         if body.insert:
-            num_tokens = len(body.tokens) // 4
-            tokens: Int32s = np.frombuffer(body.tokens, "<i4", num_tokens)
+            tokens = tokens_from_wire(body.tokens)
             done = self._store.insert(
                 body.namespace, tokens, addresses, body.first_page
             )

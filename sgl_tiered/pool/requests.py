@@ -28,14 +28,25 @@ NO_ANSWER = "no answer came in time"
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request; ``answer`` is None while it is under way."""
+    """One request.
+
+    Attributes:
+        number, peer, body: which, to whom, what.
+        deadline_s: until when an answer is waited for.
+        due_s: when it is sent again.
+        is_question: the peer does nothing for it, so that nothing has to be undone.
+        answer: None while it is under way.
+        cancel: what was sent when it was given up, if anything was.
+    """
 
     number: int
     peer: Incarnation
     body: Body
     deadline_s: float
     due_s: float
+    is_question: bool = False
     answer: Answer | None = None
+    cancel: Request | None = None
 
 
 class Requests:
@@ -64,11 +75,17 @@ class Requests:
         return len(self._under_way)
 
     def ask(
-        self, peer: Incarnation, body: Body, timeout_s: float = math.inf
+        self,
+        peer: Incarnation,
+        body: Body,
+        timeout_s: float = math.inf,
+        *,
+        is_question: bool = False,
     ) -> Request:
         """Send a request; without a timeout it goes on until the peer is gone."""
         now_s = self._clock.now()
-        request = Request(self._next, peer, body, now_s + timeout_s, now_s)
+        until_s = now_s + timeout_s
+        request = Request(self._next, peer, body, until_s, now_s, is_question)
         self._next += 1
         self._under_way[request.number] = request
         self._send(request)
@@ -79,15 +96,25 @@ class Requests:
         if self._under_way.pop(request.number, None) is None:
             return
         request.answer = Answer(refusal=reason)
+        if not request.is_question:
+            request.cancel = self.cancel(request)
+
+    def cancel(self, request: Request) -> Request:
+        """Let the peer undo what it did for a request, or stop doing it."""
         body = request.body
         addresses = body.addresses if isinstance(body, Finish) else b""
-        self.ask(request.peer, Cancel(request.number, addresses))
+        return self.ask(request.peer, Cancel(request.number, addresses))
 
     def lose(self, peer: Incarnation, reason: str) -> None:
         """End all requests to a peer whose incarnation is over."""
         for request in [r for r in self._under_way.values() if r.peer == peer]:
             del self._under_way[request.number]
             request.answer = Answer(refusal=reason)
+
+    def begin_anew(self, me: Incarnation) -> None:
+        """Go on as another incarnation; nobody waits for what was asked before."""
+        self._me = me
+        self._under_way.clear()
 
     def take(self, envelope: Envelope) -> None:
         """Take note of an answer; one that nobody waits for is dropped."""

@@ -32,6 +32,7 @@ from sgl_tiered.pool.messages import (
     to_wire,
 )
 from sgl_tiered.pool.requests import NO_ANSWER, Request, Requests
+from sgl_tiered.pool.sums import Sums, SumsOf
 from sgl_tiered.transport.base import (
     Peer,
     PeerAddress,
@@ -68,10 +69,18 @@ class Rank:
     peers: dict[PeerAddress, Peer]
 
     def peer(self, address: PeerAddress) -> Peer:
-        """Return the connection to a rank of another instance, made once."""
-        if address not in self.peers:
-            self.peers[address] = self.transport.connect(address)
-        return self.peers[address]
+        """Return the connection to a rank of another instance, made once.
+
+        One that was lost is made anew: a peer that is a member still may have been
+        out of reach only for a while.
+        """
+        known = self.peers.get(address)
+        if known is not None and known.lost:
+            self.transport.disconnect(known)
+            known = None
+        if known is None:
+            known = self.peers[address] = self.transport.connect(address)
+        return known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,6 +97,10 @@ class Job:
         finish: what the receiver is told in the end; None: more is to follow. Its
             addresses and type are filled in.
         timeout_s: for all steps together.
+        only_missing: leave out pages that the receiver's index has; with ``finish``,
+            which says of which prompt.
+        sums: sums blocks up, for the receiver to check before it uses any; None: it
+            takes what has arrived.
     """
 
     peer: Incarnation
@@ -98,6 +111,8 @@ class Job:
     layers: tuple[int, int] | None
     finish: Finish | None
     timeout_s: float
+    only_missing: bool = False
+    sums: SumsOf | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +167,8 @@ class Transfer:
         error: why it failed, in one clause; else empty.
         targets: uint64, the blocks at the receiver, once known.
         num_inserted: blocks that entered the receiver's index.
+        num_known: first blocks that were not sent, as the receiver had their pages.
+        is_settled: it is over, and nobody touches its blocks any more.
     """
 
     def __init__(
@@ -169,6 +186,8 @@ class Transfer:
         self.error = ""
         self.targets = job.targets
         self.num_inserted = 0
+        self.num_known = 0
+        self.is_settled = False
         self._info = info
         self._ranks = ranks
         self._requests = requests
@@ -178,11 +197,22 @@ class Transfer:
         self._peer_info = peer_info
         self._deadline_s = clock.now() + job.timeout_s
         self._pushes: list[tuple[Transport, Peer, Push]] = []
+        self._sums: Sums | None = None
         self._request: Request | None = None
         self._timed_out = False
         self.step = Step.ALLOCATE
         if job.targets is None:
             ask = AskBlocks(len(job.sources), job.type, info.shape)
+            if job.only_missing and job.finish is not None:
+                ask = AskBlocks(
+                    len(job.sources),
+                    job.type,
+                    info.shape,
+                    True,
+                    job.finish.namespace,
+                    job.finish.tokens,
+                    job.finish.first_page,
+                )
             self._request = requests.ask(job.peer, ask, job.timeout_s)
 
     @property
@@ -253,10 +283,17 @@ class Transfer:
                 return
             self.targets = from_wire(answer.addresses)
             self._peer_info = answer.info
+            if self.job.only_missing and self.job.finish is not None:
+                num_known = max(answer.num_pages - self.job.finish.first_page, 0)
+                self.num_known = min(num_known, len(self.job.sources))
+                if self.num_known == len(self.job.sources):
+                    self.step = Step.OVER
+                    return
         if self._peer_info is None or self.targets is None:
             self.fail("the receiver did not say how it is built")
-        elif len(self.targets) != len(self.job.sources):
-            self.fail(f"{len(self.targets)} blocks for {len(self.job.sources)}")
+        elif len(self.targets) != len(self.job.sources) - self.num_known:
+            wanted = len(self.job.sources) - self.num_known
+            self.fail(f"{len(self.targets)} blocks for {wanted}")
         elif not self._may_write():
             # Others may have been told that we are gone, and use the blocks again.
             self.fail("this instance's own lease is over")
@@ -270,7 +307,7 @@ class Transfer:
             self._info,
             self._peer_info,
             [rank.number for rank in self._ranks],
-            self.job.sources,
+            self.job.sources[self.num_known :],
             self.targets,
             self.job.way,
             self.job.layers,
@@ -290,6 +327,8 @@ class Transfer:
             # Another kind of transport, or memory that the peer does not have.
             self.fail(str(error))
             return
+        if self.job.sums is not None:
+            self._sums = self.job.sums.of(self.job.sources[self.num_known :])
         self.step = Step.TRANSMIT
 
     def _transmit(self) -> None:
@@ -301,7 +340,7 @@ class Transfer:
                 self._timed_out = status is TransferStatus.TIMED_OUT
                 self.fail(push.error or "the transport failed")
                 return
-        if is_running:
+        if is_running or (self._sums is not None and not self._sums.done()):
             return
         finish, targets = self.job.finish, self.targets
         if finish is None:
@@ -315,7 +354,8 @@ class Transfer:
             finish.insert,
             finish.namespace,
             finish.tokens,
-            finish.first_page,
+            finish.first_page + self.num_known,
+            b"" if self._sums is None else to_wire(self._sums.result()),
         )
         left_s = self._deadline_s - self._clock.now()
         self._request = self._requests.ask(self.job.peer, body, left_s)

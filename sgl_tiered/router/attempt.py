@@ -2,7 +2,9 @@
 
 ``open_answer`` returns once there is something to pass on: the first piece of a stream,
 or a whole answer. Until then nothing has reached the client, and any failure is an
-``AttemptError`` after which another instance can be tried.
+``AttemptError`` after which another instance can be tried. A stream whose first event
+is the server's own failure counts as one: SGLang has said 200 by then, and a decode
+instance finds out later than that that its prefill instance is gone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 
 from sgl_tiered.router.config import Timeouts
 from sgl_tiered.router.instances import Instance, Ticket
@@ -166,6 +169,9 @@ async def open_answer(
         )
         if response.status in RETRIED:
             raise AttemptError(instance, "status", str(response.status), answer)
+        if streams and (failure := _failure(first)) is not None:
+            answer.close()
+            raise AttemptError(instance, "status", str(failure.status), failure)
         return answer
     except AttemptError:
         raise
@@ -235,6 +241,39 @@ async def _prefill(
         raise AttemptError(prefill, "broken", repr(error)) from error
     finally:
         answer.close()
+
+
+def _failure(first: bytes) -> Answer | None:
+    """Return what a stream's first event says, where it is a failure of the server.
+
+    In ``/generate`` a request is aborted with a status, in the OpenAI paths it is an
+    error with a code. Aborts without a status are somebody's wish and no failure.
+    """
+    event, end, _ = first.partition(b"\n\n")
+    # Looked for first: events with tokens in them are not worth parsing.
+    if not end or (b'"abort"' not in event and b'"error"' not in event):
+        return None
+    try:
+        told = msgspec.json.decode(event.removeprefix(b"data:"))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    fields = told if isinstance(told, dict) else {}
+    meta, error = fields.get("meta_info"), fields.get("error")
+    if isinstance(error, dict):
+        status, message = error.get("code"), error.get("message")
+    elif isinstance(meta, dict) and not meta.get("completion_tokens"):
+        reason = meta.get("finish_reason")
+        if not isinstance(reason, dict) or reason.get("type") != "abort":
+            return None
+        status, message = reason.get("status_code"), reason.get("message")
+    else:
+        return None
+    if status not in RETRIED:
+        return None
+    body = {"object": "error", "error": {"message": str(message), "code": status}}
+    headers = {"Content-Type": "application/json"}
+    whole = msgspec.json.encode(body)
+    return Answer(status, headers, whole, None, Timeouts())
 
 
 def _ender(bound: asyncio.Timeout) -> Callable[[], None]:

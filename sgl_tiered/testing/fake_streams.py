@@ -29,6 +29,8 @@ __all__ = [
     "fake_kv",
 ]
 
+_WEIGHT_STEPS = 16
+
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
@@ -383,6 +385,8 @@ class FakeActOps(FakeLayerOps):
 
     Attributes:
         fail_rebuild: rebuilds fail on the device while True.
+        refuse_weights: copies of weights cannot even be queued while True.
+        slots: int64 [2], the layer whose weights are in each slot; -1 for none's.
     """
 
     def __init__(
@@ -395,11 +399,32 @@ class FakeActOps(FakeLayerOps):
         super().__init__(device, layout, num_places)
         self._kv = kv
         self.fail_rebuild = False
+        self.refuse_weights = False
+        self.slots: Int64s = np.full(2, -1, np.int64)
+
+    def bring_weights(self, stream: FakeStream, layer: int, slot: int) -> int:
+        """Copy a layer's weights, which are its number, piece by piece."""
+        if self.refuse_weights:
+            raise RuntimeError(f"the weights of layer {layer} were refused")
+
+        def work(number: int) -> None:
+            self.slots[slot] = number
+
+        # While it is under way a slot holds nobody's; and weights are large.
+        for _ in range(_WEIGHT_STEPS):
+            stream.run(lambda: work(-1))
+        stream.run(lambda: work(layer), cost_ms=0.5)
+        return self.slots.itemsize
 
     def rebuild(
-        self, stream: FakeStream, layer: int, numbers: Int64s, count: int
+        self,
+        stream: FakeStream,
+        layer: int,
+        numbers: Int64s,
+        count: int,
+        slot: int | None,
     ) -> None:
-        """Rebuild; places and numbers are read when the device comes to it."""
+        """Rebuild; places, numbers and weights are read when the device comes to it."""
         page_tokens, size = self.layout.page_tokens, self._kv.layout.token_bytes
         tensor = self._kv.tensor.reshape(-1, 2, page_tokens, size)
 
@@ -409,7 +434,8 @@ class FakeActOps(FakeLayerOps):
             rows, slots, positions = numbers.reshape(3, count)
             acts = self.tensor.reshape(-1, 2 * self.layout.token_bytes)[rows]
             pages, tokens = slots // page_tokens, slots % page_tokens
-            keys, values = fake_kv(acts, layer, positions, size)
+            number = layer if slot is None else int(self.slots[slot])
+            keys, values = fake_kv(acts, number, positions, size)
             tensor[pages, 0, tokens], tensor[pages, 1, tokens] = keys, values
 
         stream.run(work, cost_ms=1.0)

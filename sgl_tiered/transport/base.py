@@ -18,6 +18,7 @@ instance can read and write what it registered. Data ports belong on a private n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -258,6 +259,14 @@ class Transport(Protocol):
         self, peer: Peer, pieces: Pieces, *, timeout_s: float | None = None
     ) -> Transfer:
         """Begin to read the peer's pieces into local memory; as ``push`` otherwise."""
+        ...
+
+    def notify(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have something called whenever a transfer has ended, by any thread.
+
+        Returns:
+            What ends this; after it returns, there are no more calls.
+        """
         ...
 
     def take_lost(self) -> list[PeerLost]:

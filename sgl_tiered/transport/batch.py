@@ -47,6 +47,8 @@ class _Owner(Protocol):
 
     def expire(self, transfer: BatchedTransfer) -> None: ...
 
+    def has_ended(self) -> None: ...
+
     def wait_for(
         self, transfer: BatchedTransfer, ended: threading.Event, timeout_s: float | None
     ) -> None: ...
@@ -145,6 +147,7 @@ class BatchedTransfer:
             self._hold()
         self.status = status
         self._ended.set()
+        self._transport.has_ended()
 
     def pass_fence(self) -> None:
         """Begin the grace of what is held, if the library has nothing left of it."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,7 @@ class BatchedTransport:
         self._memories: list[tuple[Region, UInt8s]] = []
         self._peers: list[PeerLink] = []
         self._lost: list[PeerLost] = []
+        self._listeners: list[Callable[[], None]] = []
         self._num_pumps = 0
         self._is_closed = False
         self._threaded = threaded
@@ -161,6 +163,22 @@ class BatchedTransport:
     ) -> BatchedTransfer:
         """Begin to read the peer's pieces into local memory."""
         return self._begin(peer, pieces, False, timeout_s)
+
+    def notify(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Have something called whenever a transfer has ended, by any thread."""
+
+        def end() -> None:
+            with self._lock:
+                self._listeners.remove(call)
+
+        with self._lock:
+            self._listeners.append(call)
+        return end
+
+    def has_ended(self) -> None:
+        """Tell those who want to know; the lock is held."""
+        for call in self._listeners:
+            call()
 
     def take_lost(self) -> list[PeerLost]:
         """Return the peers lost since the last call, each once."""

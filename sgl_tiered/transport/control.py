@@ -52,7 +52,7 @@ from sgl_tiered.transport.messages import (
     Times,
 )
 
-__all__ = ["ControlClient", "ControlServer", "Handler", "Request"]
+__all__ = ["ControlClient", "ControlServer", "Handler", "Request", "set_limits"]
 
 R = TypeVar("R", bound=Message)
 
@@ -93,10 +93,14 @@ class Request:
         """Send the reply; a second one is dropped."""
         self.server.send_reply(self, message)
 
+    def drop(self) -> None:
+        """Let go of a request that is a message only: there will be no reply."""
+        self.server.forget(self)
+
 
 Handler = Callable[[Request], "Message | None"]
-"""Returns the reply, or None when ``Request.reply`` will be called later. It runs on
-the server's thread, so it must not wait."""
+"""Returns the reply, or None when ``Request.reply`` will be called later, or after
+``Request.drop``. It runs on the server's thread, so it must not wait."""
 
 
 class ControlServer:
@@ -145,7 +149,7 @@ class ControlServer:
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.bind(_ZAP)
         self._socket = self._context.socket(zmq.ROUTER)
-        _set_limits(self._socket, endpoint, messages.max_bytes)
+        set_limits(self._socket, endpoint, messages.max_bytes)
         if keys is not None:
             self._socket.curve_server = True
             self._socket.curve_secretkey = keys.secret.encode()
@@ -176,6 +180,12 @@ class ControlServer:
                 return
             self._outbox.append((request.route, data))
             self._signal()
+
+    def forget(self, request: Request) -> None:
+        """Let go of a request without a reply; what ``Request.drop`` calls."""
+        with self._lock:
+            request.answered = True
+            self._waiting.pop((request.route, request.request_id), None)
 
     def close(self) -> None:
         """Stop answering; may be called twice, but not by the handler."""
@@ -380,7 +390,7 @@ class ControlClient:
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._socket = self._context.socket(zmq.DEALER)
-        _set_limits(self._socket, endpoint, messages.max_bytes)
+        set_limits(self._socket, endpoint, messages.max_bytes)
         # What waits for a connection waits here, where its deadline is known.
         self._socket.immediate = True
         self._socket.reconnect_ivl = _RECONNECT_MS
@@ -552,7 +562,8 @@ class ControlClient:
                     pending.sent = True
 
 
-def _set_limits(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None:
+def set_limits(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None:
+    """Set what both ends of a connection agree on: lengths, heartbeats."""
     # With IPv6 on, an IPv4 endpoint would come back as ::ffff:127.0.0.1.
     socket.ipv6 = "[" in endpoint
     # A longer message closes the connection that it comes over, before it is read.

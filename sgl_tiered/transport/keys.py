@@ -17,7 +17,14 @@ import zmq
 
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["KeyPair", "is_loopback", "load_keys", "make_keys"]
+__all__ = [
+    "KeyPair",
+    "Keyring",
+    "is_loopback",
+    "load_keyring",
+    "load_keys",
+    "make_keys",
+]
 
 _Z85_CHARS = 40
 
@@ -82,7 +89,47 @@ def load_keys(path: Path) -> KeyPair:
     return keys
 
 
-_MAKE = "make one with sgl_tiered.transport.keys.make_keys"
+@dataclass(frozen=True, slots=True)
+class Keyring:
+    """An instance's own pair, and whom it talks to.
+
+    Attributes:
+        keys: its pair.
+        admitted: public keys of all instances, its own included.
+    """
+
+    keys: KeyPair
+    admitted: frozenset[str]
+
+
+def load_keyring(folder: Path) -> Keyring:
+    """Read ``pool.key`` of a folder, and ``admitted`` if it is there.
+
+    ``admitted`` has a public key per line. Without it only instances with this very
+    pair, a copy of the file, are talked to.
+
+    Raises:
+        ConfigError: a file is missing, is none of ours, or others may read the pair.
+    """
+    keys = load_keys(folder / "pool.key")
+    listed = folder / "admitted"
+    try:
+        found = listed.read_text().split() if listed.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            str(listed), str(error), "write a public key per line"
+        ) from None
+    wrong = [each for each in found if len(each) != _Z85_CHARS]
+    if wrong:
+        raise ConfigError(
+            str(listed),
+            f"{wrong[0][:_Z85_CHARS]!r} is no public key of {_Z85_CHARS} characters",
+            "write a public key per line",
+        )
+    return Keyring(keys, frozenset({keys.public, *found}))
+
+
+_MAKE = "make one with sgl-tiered pool keys DIR, or transport.keys.make_keys"
 
 
 def is_loopback(endpoint: str) -> bool:

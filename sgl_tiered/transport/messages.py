@@ -42,7 +42,13 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+class Message(
+    msgspec.Struct,
+    frozen=True,
+    tag=True,
+    tag_field="message",
+    forbid_unknown_fields=True,
+):
     """Base of all messages; the name of the class is what the wire says.
 
     Fields are what msgspec knows: numbers, strings, bytes, tuples, dataclasses. Arrays

@@ -63,6 +63,11 @@ class Quarantine:
         self._holds: dict[int, _Hold] = {}
         self._next_ticket = 0
 
+    @property
+    def grace_s(self) -> float:
+        """How long a range is held after its fence, in seconds."""
+        return self._grace_s
+
     def hold(self, region: int, offsets: Int64s, lengths: Int64s) -> int:
         """Hold ranges until their fence and grace; returns a ticket for the fence.
 

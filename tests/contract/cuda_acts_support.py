@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,15 +53,35 @@ class Projections:
         """Return what captures are hooked to."""
         return self._modules[layer]
 
+    def truth(self, layer: int) -> KVProjection:
+        """Return what K and V are made of."""
+        return self[layer]
 
-def chosen() -> Any:
-    """Return a choice of half of all pages."""
+    def run(self, layer: int, inputs: torch.Tensor) -> None:
+        """Call a layer."""
+        self._modules[layer](inputs)
+
+
+def chosen(offload_bytes: int | None = None) -> Any:
+    """Return a choice of half of all pages.
+
+    Args:
+        offload_bytes: of layers that SGLang is to keep in host memory; None for no
+            offloader.
+    """
     from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen
     from sgl_tiered.policies.activations.base import PageLine
 
     line = PageLine(0.0, 1e-6)
-    projections: Any = Projections()
-    return Chosen(0.5, "a test", None, line, line, projections)
+    if offload_bytes is None:
+        projections: Any = Projections()
+        return Chosen(0.5, "a test", None, line, line, projections)
+    from cuda_offload_support import OffloadedProjections
+
+    moved: Any = OffloadedProjections(offload_bytes)
+    lines = (line, line)
+    away = moved.offloaded if moved.offloaded.away else None
+    return Chosen(0.5, "a test", None, *lines, moved, None, away)
 
 
 class Inputs:
@@ -71,11 +92,13 @@ class Inputs:
 
     Attributes:
         seen: inputs of each token, by request and layer.
+        ready: waits until a layer may be called.
     """
 
-    def __init__(self, projections: Projections) -> None:
+    def __init__(self, projections: Any) -> None:
         self._projections = projections
         self.seen: dict[str, list[list[torch.Tensor]]] = {}
+        self.ready: Callable[[int], None] = lambda layer: None
 
     def __call__(
         self, layer: int, batch: list[tuple[str, int]], lens: list[int]
@@ -83,12 +106,13 @@ class Inputs:
         """Return K and V, [tokens, HEADS, DIM], of the new tokens of a batch."""
         total = sum(new for _, new in batch)
         inputs = torch.randn(total, HIDDEN)
-        self._projections.module(layer)(inputs)
+        self.ready(layer)
+        self._projections.run(layer, inputs)
         spans = zip(batch, lens, strict=True)
         positions = torch.cat([torch.arange(kv - new, kv) for (_, new), kv in spans])
         keys, values = (torch.empty(total, HEADS, DIM) for _ in "kv")
         rows = torch.arange(total)
-        made = self._projections[layer]
+        made = self._projections.truth(layer)
         rebuild_kv(inputs, rows, made, keys, values, rows, positions)
         begin = 0
         for rid, new in batch:

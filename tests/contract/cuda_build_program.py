@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +36,11 @@ warnings.simplefilter("ignore")
 
 NUM_PAGES, NUM_PHYSICAL, HALF = 40, 100, 10
 NUM_ROWS = 12
+OFFLOADED = (1 << 30, 5_700)
+"""Everything, or one layer and a part of another."""
 
 
-def plan(*, acts: bool = False) -> Any:
+def plan(*, acts: bool = False, offload_bytes: int | None = None) -> Any:
     from sgl_tiered.core.layout import PageLayout
     from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
     from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
@@ -45,7 +48,7 @@ def plan(*, acts: bool = False) -> Any:
     layout = PageLayout(LAYERS, PAGE, HEADS * DIM * 4)
     sizes = (layout, NUM_PAGES, NUM_PHYSICAL, HALF, LayerKvSettings())
     if acts:
-        return LayerPlan(*sizes, act_plan(), chosen())
+        return LayerPlan(*sizes, act_plan(), chosen(offload_bytes))
     return LayerPlan(*sizes)
 
 
@@ -60,6 +63,7 @@ class Server:
         guard: Any = None,
         breaks: bool = False,
         acts: bool = False,
+        offload_bytes: int | None = None,
     ) -> None:
         from sglang.srt.platforms.cuda import CudaSRTPlatform
 
@@ -74,7 +78,10 @@ class Server:
         cuda.CudaLayerOps = self.played.ops_class()
         cuda.CudaActOps = self.played.act_ops_class()
         platform = CudaSRTPlatform()
-        self.plan = plan(acts=acts)
+        self.plan = plan(acts=acts, offload_bytes=offload_bytes)
+        self.home: list[int] = []
+        if offload_bytes is not None:
+            self.home = self.plan.chosen.projections.addresses()
         capacity._planned[:] = [self.plan]
         size = NUM_PAGES * PAGE
         self.pool = platform.get_kv_pool_cls(kind="mha")(
@@ -120,9 +127,23 @@ class Server:
         if acts:
             self.inputs = Inputs(self.plan.chosen.projections)
             self.forwards.project = self.inputs
+            if self.home:
+                self.inputs.ready = self.await_unit
         self.num_acts = 0
         self.region = np.zeros((NUM_ROWS, plan().layout.slot_bytes), np.uint8)
         self.played.pinned.add(self.region.ctypes.data)
+
+    def await_unit(self, layer: int) -> None:
+        """Wait for a layer's first unit to be queued, if it has begun to be.
+
+        Its weights are then in a slot: what is lent does not depend on who is quicker.
+        """
+        forward = self.driver.manager._forward
+        if forward is None:
+            return
+        index, stream = int(forward.reads.unit_of[layer, 0]), forward.stream
+        while 0 <= index < stream._num_started and not stream._is_settled[index]:
+            time.sleep(1e-3)
 
     def take_page(self) -> int:
         return int(self.allocator.alloc(PAGE)[0]) // PAGE
@@ -257,7 +278,13 @@ def story(seed: int, **how: Any) -> dict[str, Any]:
     server.decode("b", "d", "c")
     for rid in "bcd":
         server.free(rid)
+    offload = None
+    if server.home:
+        told = server.driver.stats()["activations"]
+        found = server.plan.chosen.projections.told(server.home)
+        offload = {**found, "weight_bytes": told.get("weight_bytes")}
     return {
+        "offload": offload,
         "stored": stored,
         "mixed": server.mixed,
         "ahead": server.copier._ahead,
@@ -319,6 +346,9 @@ def main() -> None:
     told["activations pageable"] = story(3, pins=False, acts=True)
     told["broken with activations"] = broken(1, acts=True)
     told["activations guarded"] = story(4, guard=Guard(), acts=True)
+    for number, num_bytes in enumerate(OFFLOADED):
+        story_of = story(5 + number, acts=True, offload_bytes=num_bytes)
+        told[f"activations offloaded {num_bytes}"] = story_of
     print(json.dumps(told))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,8 +96,9 @@ class PlayedCuda:
         played, streams = self, self._streams_class()
 
         class PlayedActOps(streams, CudaActOps):  # type: ignore[misc, valid-type]
-            def __init__(self, *args: Any) -> None:
-                super().__init__(*args, engines=CopyEngines(None, played.copy))
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                engines = CopyEngines(None, played.copy)
+                super().__init__(*args, engines=engines, **kwargs)
 
             def _on(self, stream: Any) -> Any:
                 return contextlib.nullcontext()
@@ -108,6 +110,16 @@ class PlayedCuda:
 
                 stream.run(work, cost_ms=0.01)
                 return None
+
+            def _copy_all(self, stream: Any, pairs: Any) -> None:
+                def work() -> None:
+                    for to, frm in pairs:
+                        to.copy_(frm)
+
+                for to, _ in pairs:
+                    # While it is under way a slot holds nobody's weights.
+                    stream.run(partial(to.fill_, float("nan")))
+                stream.run(work, cost_ms=0.01)
 
         return PlayedActOps
 

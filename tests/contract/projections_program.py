@@ -143,7 +143,8 @@ def found(make: Callable[[int], Any], kv_dtype: torch.dtype = torch.float32) -> 
     gen = torch.Generator().manual_seed(5)
     model = Model(make)
     for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=gen) * 0.2
+        if not parameter.is_meta:
+            parameter.data = torch.randn(parameter.shape, generator=gen) * 0.2
     try:
         layers = find_projections(model, LAYERS, kv_dtype)
     except EngineCompatibilityError as error:
@@ -176,6 +177,80 @@ def attentions(model: Model) -> list[Any]:
     return [around.self_attn for around in model.layers]
 
 
+def offloaded(make: Callable[[int], Any]) -> Any:
+    """Return what is known of a model of which a part is in host memory."""
+    from offload_support import offload
+
+    from sgl_tiered.engines.sglang.layered.activations import offloaded as ours
+    from sgl_tiered.engines.sglang.layered.activations.projections import (
+        find_projections,
+    )
+
+    gen = torch.Generator().manual_seed(7)
+    model = Model(make)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=gen) * 0.2
+    layers = list(model.layers)
+    first = sum(one.nbytes for one in layers[0].parameters())
+    is_away = ours.is_away
+    try:
+        num_moved = offload(layers, first)
+        before = [one.data_ptr() for one in model.parameters()]
+        found = find_projections(model, LAYERS, torch.float32, "cpu")
+        assert found.offloaded is not None
+        return {
+            "moved": num_moved,
+            "away": {str(n): sorted(one) for n, one in found.offloaded.away.items()},
+            "slot_bytes": found.offloaded.slot_bytes,
+            "layer_bytes": found.offloaded.layer_bytes * LAYERS,
+            "bytes": first,
+            "at_home": before == [one.data_ptr() for one in model.parameters()],
+            "kept": [one is not None for one in found._made],
+        }
+    finally:
+        module: Any = ours
+        module.is_away = is_away
+
+
+def set_aside(layer: int) -> Any:
+    """Return an attention whose weights are nowhere that we know of."""
+    module = llama(4)(layer)
+    module.qkv_proj.weight = torch.nn.Parameter(
+        module.qkv_proj.weight.data.to("meta"), requires_grad=False
+    )
+    return module
+
+
+def second_offloader() -> str:
+    """Return what SGLang's other offloader says to a model that names no experts."""
+    from sglang.srt.utils.offloader import OffloaderV2
+
+    offloader = object.__new__(OffloaderV2)
+    offloader.group_size = offloader.num_in_group = 1
+    offloader.offloaders = []
+    theirs = OffloaderV2.wrap_modules.__globals__
+    there = theirs["get_stream"]
+    theirs["get_stream"] = lambda name: None
+    try:
+        offloader.wrap_modules(iter([torch.nn.Linear(2, 2)]))
+    except TypeError as error:
+        return f"TypeError: {error}"
+    finally:
+        theirs["get_stream"] = there
+    return "taken"
+
+
+def untouched() -> bool:
+    """Return whether the first offloader leaves a layer on a CPU as it is."""
+    from sglang.srt.utils.offloader import OffloaderV1
+
+    layer = torch.nn.Linear(2, 2)
+    before = [one.data_ptr() for one in layer.parameters()]
+    (same,) = OffloaderV1(1 << 30).wrap_modules(iter([layer]))
+    after = [one.data_ptr() for one in same.parameters()]
+    return same is layer and before == after and "forward" not in vars(layer)
+
+
 def chosen(make: Callable[[int], Any], kv_heads: int, **settings: Any) -> Any:
     """Return how activations are used for a model, or the sentence that refuses it."""
     from sgl_tiered.core.layout import PageLayout
@@ -187,6 +262,7 @@ def chosen(make: Callable[[int], Any], kv_heads: int, **settings: Any) -> Any:
     configurator = SimpleNamespace(
         model=Model(make),
         kv_cache_dtype=torch.float32,
+        device="cpu",
         server_args=SimpleNamespace(resolved_dict=lambda: args),
         model_config=SimpleNamespace(context_len=1024),
     )
@@ -221,9 +297,13 @@ def main() -> None:
         "scaled keys": scaled_keys,
         "packed": packed,
         "quantised": quantised,
+        "set aside": set_aside,
         "other": lambda layer: torch.nn.Linear(2, 2),
     }
     told = {name: found(make) for name, make in cases.items()}
+    told["offloaded"] = {"llama": offloaded(llama(4)), "opt": offloaded(opt)}
+    told["other offloader"] = second_offloader()
+    told["untouched on a CPU"] = untouched()
     told["kv dtype"] = found(llama(4), torch.bfloat16)
     slow = {"emulate": "host:bandwidth=1MB"}
     told["chosen"] = {

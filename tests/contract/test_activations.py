@@ -67,6 +67,7 @@ def test_plain_projections_are_found(told, name, kv_heads, bias, rotary):
         ("scaled keys", "keys that its projection's input does not give"),
         ("packed", "packed for AMX"),
         ("quantised", "quantised"),
+        ("set aside", "keeps elsewhere (--offload-mode)"),
         ("other", "0 layers of Model"),
         ("kv dtype", "KV of torch.bfloat16"),
     ],
@@ -76,6 +77,30 @@ def test_anything_else_is_refused(told, name, why):
     assert told[name].startswith(REFUSED), told[name]
     assert why in told[name]
     assert told[name].endswith("leave --tiered-activations out.")
+
+
+@pytest.mark.parametrize(
+    ("name", "names"), [("llama", ["weight"]), ("opt", ["bias", "weight"])]
+)
+def test_layers_that_sglang_keeps_on_the_host_are_tried_as_well(told, name, names):
+    """Of each layer what is away is known; the trial leaves everything where it was."""
+    found = told["offloaded"][name]
+    assert found["moved"] > 0
+    assert found["away"] == {"0": names}
+    assert 0 < found["slot_bytes"] < found["bytes"]
+    assert found["layer_bytes"] == found["bytes"]
+    assert found["at_home"]
+    assert found["kept"] == [False, False]
+
+
+def test_sglangs_other_offloader_takes_no_model_of_ours(told):
+    """It asks the model for its experts; so its flag is refused in a sentence."""
+    assert told["other offloader"].startswith("TypeError")
+
+
+def test_on_a_cpu_sglang_offloads_nothing(told):
+    """So the flag is taken there, and changes nothing."""
+    assert told["untouched on a CPU"]
 
 
 def test_a_share_that_is_named_is_taken(told):

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.sglang
 PROGRAM = Path(__file__).parent / "cuda_build_program.py"
 STORIES = ["pinned 0", "pinned 1", "pinned 2", "pageable", "guarded"]
 ACTS = [f"activations {how}" for how in (0, 1, 2, "pageable", "guarded")]
+OFFLOADED = [f"activations offloaded {num_bytes}" for num_bytes in (1 << 30, 5_700)]
 ROUNDING = 1e-4
 """float32; a wrong page holds numbers of another request."""
 
@@ -26,7 +27,7 @@ def told():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", STORIES + ACTS)
+@pytest.mark.parametrize("name", STORIES + ACTS + OFFLOADED)
 def test_every_layer_is_read_where_it_lies(told, name):
     """Prefills, chunks, decode steps, a prefix from the tiers; copies in any order."""
     assert told[name]["worst"]["extend"] < ROUNDING
@@ -41,7 +42,7 @@ def test_broken_staging_is_seen(told):
     assert told["broken with activations"] > 100 * ROUNDING
 
 
-@pytest.mark.parametrize("name", ACTS)
+@pytest.mark.parametrize("name", ACTS + OFFLOADED)
 def test_pages_are_kept_as_activations(told, name):
     """Captured, sent down, rebuilt on a stream of their own; other stories do not."""
     assert told[name]["act_pages"] > 0
@@ -63,7 +64,28 @@ def test_pages_go_down_from_where_their_layers_lie(told, name):
     assert told[name]["stored"]
 
 
-@pytest.mark.parametrize("name", STORIES + ACTS)
+@pytest.mark.parametrize(
+    ("name", "away"), list(zip(OFFLOADED, ([0, 1, 2], [0, 1]), strict=True))
+)
+def test_weights_that_sglang_keeps_on_the_host_are_brought_for_rebuilds(
+    told, name, away
+):
+    """SGLang's offloader moves layers; what is brought ahead is what it computes with.
+
+    A layer may have a part of its parameters on the device. What is lent to SGLang's
+    call goes home again.
+    """
+    found = told[name]["offload"]
+    assert found["away"] == away
+    assert found["off"] < ROUNDING
+    assert found["at_home"]
+    assert found["from_elsewhere"] > 0
+    assert found["moved"] > 0
+    assert found["weight_bytes"] > 0
+    assert found["from_slots"] > 0
+
+
+@pytest.mark.parametrize("name", STORIES + ACTS + OFFLOADED)
 def test_nothing_is_lost(told, name):
     """All ended, every layer-page and every slot is free again."""
     assert told[name]["free"] == told[name]["total"]

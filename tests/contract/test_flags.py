@@ -11,6 +11,7 @@ from sgl_tiered.engines.sglang.config import CHOICES, FAULT_ENV
 pytestmark = pytest.mark.sglang
 
 ON = ["--radix-cache-backend", "tiered"]
+PD = ["--disaggregation-transfer-backend=tiered"]
 GOOD = {
     "all": [
         *ON,
@@ -79,6 +80,23 @@ GOOD = {
         "--page-size=64",
         "--tiered-sparsity=store",
         "--tiered-encoding=int8",
+    ],
+    "pool": [
+        *ON,
+        "--tiered-pool=file:{tmp}/pool",
+        "--tiered-pool-name=b-1",
+        "--tiered-pool-host=127.0.0.1",
+        "--tiered-pool-transport=loopback",
+        "--tiered-pool-keys={tmp}",
+    ],
+    "prefill": [*PD, "--disaggregation-mode=prefill", "--tiered-pd-caching=0"],
+    "decode": [
+        *ON,
+        *PD,
+        "--disaggregation-mode=decode",
+        "--tiered-pd-caching=3",
+        "--tiered-pd-transport=loopback",
+        "--tiered-pool=file:{tmp}/pool",
     ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
@@ -151,6 +169,50 @@ BAD = {
         [*ON, "--tiered-sparsity=load", "--tiered-layerkv=on", "--page-size=16"],
         "--tiered-sparsity",
     ),
+    "pool alone": (["--tiered-pool=local"], "--tiered-pool: has no effect without"),
+    "pool off": ([*ON, "--tiered-pool-name=a"], "--tiered-pool-name"),
+    "pool url": ([*ON, "--tiered-pool=redis://a"], "--tiered-pool: 'redis"),
+    "pool name": (
+        [*ON, "--tiered-pool=local", "--tiered-pool-name=a b"],
+        "--tiered-pool-name",
+    ),
+    "pool host": (
+        [*ON, "--tiered-pool=local", "--tiered-pool-host=10.0.0.1"],
+        "--tiered-pool-host: 10.0.0.1 can be reached from other machines",
+    ),
+    "pool keys": (
+        [*ON, "--tiered-pool=local", "--tiered-pool-keys={tmp}/none"],
+        "--tiered-pool-keys",
+    ),
+    "pool transport": (
+        [
+            *ON,
+            "--tiered-pool=local",
+            "--tiered-pool-transport=loopback",
+            "--tiered-pool-host=10.0.0.1",
+            "--tiered-pool-keys={tmp}",
+        ],
+        "--tiered-pool-transport",
+    ),
+    "pool ranks": (
+        [*ON, "--tiered-pool=local", "--tp-size=2"],
+        "--tiered-pool: does not go with --tp-size",
+    ),
+    "pool activations": (
+        [
+            *ON,
+            "--page-size=16",
+            "--disable-overlap-schedule",
+            "--tiered-layerkv=on",
+            "--tiered-activations=1",
+            "--tiered-pool=local",
+        ],
+        "--tiered-pool: does not go with --tiered-activations",
+    ),
+    "pool sparse": (
+        [*ON, "--page-size=16", "--tiered-sparsity=load", "--tiered-pool=local"],
+        "--tiered-pool: does not go with --tiered-sparsity",
+    ),
     "no backend": (["--tiered-host-size=1GB"], "--tiered-host-size"),
     "size": ([*ON, "--tiered-host-size=lots"], "--tiered-host-size"),
     "zero": ([*ON, "--tiered-host-size=0"], "--tiered-host-size"),
@@ -194,6 +256,34 @@ BAD = {
     "order and priorities": (
         [*ON, "--tiered-order=cost", "--enable-priority-scheduling"],
         "--tiered-order",
+    ),
+    "caching alone": ([*ON, "--tiered-pd-caching=1"], "--tiered-pd-caching: is for"),
+    "caching of theirs": (
+        ["--disaggregation-mode=prefill", "--tiered-pd-caching=1"],
+        "--tiered-pd-caching: is for",
+    ),
+    "tiers over theirs": (
+        [*ON, "--disaggregation-mode=prefill"],
+        "--radix-cache-backend: tiered was tested with our transfer backend only",
+    ),
+    "prefill layerkv": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=prefill",
+            "--page-size=16",
+            "--tiered-layerkv=on",
+        ],
+        "--tiered-layerkv: does not go with --disaggregation-mode prefill",
+    ),
+    "decode on-evict": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=decode",
+            "--tiered-write-policy=on-evict",
+        ],
+        "--tiered-write-policy: does not go with --disaggregation-mode decode",
     ),
     "several machines": ([*ON, "--nnodes=2", "--tp-size=2"], "--nnodes"),
     "data parallel": ([*ON, "--dp-size=2"], "--dp-size"),

@@ -29,6 +29,7 @@ from sgl_tiered_workloads.systems import Device
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 __all__ = [
+    "FLOOR",
     "MODELS",
     "PATIENCE_S",
     "POOL_TOKENS",
@@ -64,7 +65,7 @@ SHAPE = ChatShape(
 BURST_PREFIX_TOKENS = 768
 BURST_SIZE = 4
 ANSWER_TOKENS = 8
-_FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
+FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
 """Our CPU attention gives equal bits however a prompt is cut, but matrix products of
 other heights round differently now and then, and a small sample may show none of it:
 plain SGLang against itself moved a logprob by 0.095 on the demo's model. The negative
@@ -151,7 +152,7 @@ def record_reference(server: SglangServer, shape: ChatShape = SHAPE) -> Referenc
     burst = sequential(server, burst_requests())
     assert all(record.error is None for record in [*chat, *cold, *halved, *burst])
     spreads = [measure_spread(chosen, other) for other in (cold, halved)]
-    return Reference(chat, burst, widest_spread([*spreads, _FLOOR]))
+    return Reference(chat, burst, widest_spread([*spreads, FLOOR]))
 
 
 def sequential(

@@ -4,13 +4,14 @@ Down with an offload, up from host memory and from disk, and over a restart: the
 stays that of the computed prompt, and the link is paid for activations.
 """
 
+import contextlib
 import urllib.parse
 
 import numpy as np
 import pytest
 from sgl_tiered_workloads.systems import MB, Device, Tiers, tiered_spec
 
-from tests.e2e.e2e_support import drop, edge, settle, stats
+from tests.e2e.e2e_support import PATIENCE_S, drop, edge, settle, stats
 from tests.e2e.test_activations import LAYERKV, mha  # noqa: F401 - a fixture
 from tests.e2e.test_layerkv_waves import FLAGS, PAGE, POOL_TOKENS
 
@@ -32,7 +33,8 @@ def spec(mha, share, tmp_path_factory):  # noqa: F811 - the fixture
     device = Device(mha, POOL_TOKENS, PAGE, FLAGS)
     flags = (*LAYERKV, f"--tiered-activations={share}")
     tiers = Tiers(32 * MB, disk, 64 * MB)
-    return tiered_spec(device, tiers, f"act-tiers-{share}", flags)
+    env = {"SGL_TIERED_ALLOW_FAULTS": "1"}
+    return tiered_spec(device, tiers, f"act-tiers-{share}", flags, env)
 
 
 def prompt():
@@ -47,6 +49,16 @@ def ask(server):
     rid = urllib.parse.quote(answer["meta_info"]["id"], safe="")
     told = server.get(f"/tiered/explain/{rid}")
     return answer["output_ids"], told
+
+
+@contextlib.contextmanager
+def faults(server, text):
+    """Switch faults of tiers on, and off again."""
+    for query in (text, ""):
+        encoded = urllib.parse.urlencode({"emulate": query})
+        server.post(f"/tiered/faults?{encoded}", {}, PATIENCE_S)
+        if query:
+            yield
 
 
 def check(told, source, share):
@@ -89,3 +101,35 @@ def test_activations_go_down_and_come_up(servers, spec, share):
     assert check(told, "disk", share) == num_act
     assert again == computed
     assert sum(stats(server)["cache"]["pages_bad"].values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("tier", "fault"),
+    [
+        ("host", "host:fault=error/load/times=1"),
+        ("disk", "disk:fault=error/load"),
+        ("disk", "disk:fault=corrupt/load"),
+    ],
+)
+def test_activations_that_come_broken_are_computed(servers, spec, tier, fault):
+    """A read that fails, and one whose bytes are wrong: the answer stays the same.
+
+    A fault of the host may strike once only: layers would go over it as well.
+    """
+    server = servers.get(spec)
+    server.flush_cache()
+    computed, _ = ask(server)
+    settle(server)
+    drop(server, "device", *(["host"] if tier == "disk" else []))
+    before = stats(server)["media"][tier]["faults_struck"]
+    with faults(server, fault):
+        again, told = ask(server)
+        struck = stats(server)["media"][tier]["faults_struck"]
+    assert sum(struck.values()) > sum(before.values())
+    assert told["tokens"]["computed"] > 1, told
+    assert again == computed
+    settle(server)
+    # What was computed instead is kept, and right where it lies.
+    drop(server, "device")
+    again, _ = ask(server)
+    assert again == computed

@@ -45,6 +45,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 PAGE, CHUNK = 16, 8_192
 """No prompt is cut by so large a chunk: its bits follow from what the cache gives."""
 POOL_TOKENS, REFERENCE_POOL_TOKENS = 1_440, 32_768
+TIGHT_POOL_TOKENS = 720
+"""Of a wave's eight running requests it holds about four."""
 HALF_TOKENS = 320
 """Of one layer, in each half of the staging memory."""
 FLAGS = (
@@ -183,9 +185,9 @@ def played(server, episodes, reference):
     return asyncio.run(play())
 
 
-def layered(model, name, *flags, env=None):
+def layered(model, name, *flags, env=None, pool_tokens=POOL_TOKENS):
     """Return a server with layer-wise KV."""
-    device = Device(model, POOL_TOKENS, PAGE, FLAGS)
+    device = Device(model, pool_tokens, PAGE, FLAGS)
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", **(env or {})}
     return tiered_spec(device, Tiers(32 * MB), name, (*LAYERKV, *flags), env)
 
@@ -242,5 +244,25 @@ def test_pausing_gives_the_bits_that_plain_gives_in_any_batch(
     """
     server = servers.get(layered(model, "waves-pause", *PAUSE))
     result = plain.free(plain.runs, played(server, episodes, plain.runs))
+    assert result.passed, result.summary()
+    moved(server, "bytes_offloaded")
+
+
+def test_who_does_not_fit_has_to_pause(servers, model, episodes, plain):
+    """The same where pauses follow from the room and not from the machine's speed.
+
+    With ``auto`` a prompt retains more where it is computed faster, down to no pause.
+    """
+    server = servers.get(
+        layered(
+            model,
+            "waves-pause-tight",
+            *PAUSE,
+            "--tiered-layerkv-retain=1",
+            pool_tokens=TIGHT_POOL_TOKENS,
+        )
+    )
+    reference = plain.runs[:NUM_FORCED]
+    result = plain.free(reference, played(server, episodes[:NUM_FORCED], reference))
     assert result.passed, result.summary()
     moved(server, "bytes_offloaded", "steps_paused")

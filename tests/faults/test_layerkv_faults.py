@@ -108,7 +108,10 @@ def test_a_forward_that_broke_off_is_run_again(server, asked, kind):
     Many are in flight, so that some are streamed; a return that fails is no forward's.
     """
     if kind == "act":
-        pytest.skip("so few failures strike returns only, where half is activations")
+        pytest.skip(
+            "so few failures strike returns only, where half is activations: it is "
+            "forced in tests/unit/engines/test_layered_act_recovery.py"
+        )
     before = layerkv(server)
     with faults(server, "host:fault=error/load/after=20/times=4"):
         answers = open_loop(server, asked[0])

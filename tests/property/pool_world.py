@@ -7,15 +7,23 @@ test says so: long after a transfer has timed out, or after its sender has died.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from sgl_tiered.cache.config import CacheConfig, TierConfig
+from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.addresses import mediums_of, slots_of
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import KEY_BYTES
+from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import MediumUsage
+from sgl_tiered.pool.cache_store import CacheStore
+from sgl_tiered.pool.channel import MESSAGES
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
@@ -25,6 +33,7 @@ from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import PeerAddress, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.messages import Part, Times
 
 SHAPE = KVShape(num_layers=2, num_heads=2, head_bytes=2, page_tokens=2)
 (SHARD,) = Shard.split(SHAPE, 1, 1)
@@ -60,14 +69,20 @@ class Piece:
 
 @dataclass
 class World:
-    """The clock, the network and the memory of all instances."""
+    """The clock, the network and the memory of all instances.
 
+    Attributes:
+        in_cache: the stores are those of caches in use, else of their own.
+    """
+
+    in_cache: bool = False
     clock: ManualClock = field(default_factory=ManualClock)
     memories: dict[int, np.ndarray] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     messages: list[Envelope] = field(default_factory=list)
     nodes: dict[int, Node] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
     version: int = 0
 
     def view(self) -> View:
@@ -83,10 +98,28 @@ class World:
     def start(self, instance: int, blocks: dict[TierId, int]) -> Node:
         """Start an instance, or start it anew."""
         self.incarnations[instance] = self.incarnations.get(instance, 0) + 1
+        self.starts[instance] = self.starts.get(instance, 0) + 1
         self.version += 1
         node = Node(self, instance, self.incarnations[instance], blocks)
         self.nodes[instance] = node
         return node
+
+    def rejoin(self, instance: int) -> None:
+        """Let an instance lose its lease, which all see, and take another."""
+        node = self.nodes.pop(instance)
+        self.version += 1
+        self.see()
+        self.nodes[instance] = node
+        self.incarnations[instance] += 1
+        self.version += 1
+        node.me = (instance, self.incarnations[instance])
+        node.pool.begin_anew(node.me[1])
+        self.see()
+
+    def see(self) -> None:
+        """Let everybody know who is there."""
+        for node in self.nodes.values():
+            node.pool.see(self.view())
 
     def end_piece(self, piece: Piece, *, arrives: bool) -> None:
         """Let a piece arrive, or not; then nothing of it moves any more."""
@@ -127,8 +160,7 @@ class World:
     def settle(self, seconds: float) -> None:
         """Let everybody know everything, and so much time pass without faults."""
         for _ in range(int(seconds / STEP_S)):
-            for node in self.nodes.values():
-                node.pool.see(self.view())
+            self.see()
             self.pump()
 
     def _bytes(self, address: int, length: int) -> np.ndarray:
@@ -144,13 +176,13 @@ class FakeLibrary:
     kind = "fake"
     max_in_flight = 64
 
-    def __init__(self, world: World, instance: int, incarnation: int) -> None:
+    def __init__(self, world: World, instance: int) -> None:
         self._world = world
         self._instance = instance
-        self._name = f"{instance}.{incarnation}"
+        self._name = f"{instance}.{world.starts[instance]}"
 
     def endpoint(self) -> tuple[str, bytes]:
-        """Return a name of this incarnation's."""
+        """Return a name of this process's."""
         return self._name, b""
 
     def register(self, address: int, num_bytes: int) -> None:
@@ -161,9 +193,9 @@ class FakeLibrary:
         return address.endpoint
 
     def reach(self, link: str) -> str:
-        """Return whether that incarnation runs."""
-        instance, _, incarnation = link.partition(".")
-        lives = self._world.incarnations.get(int(instance)) == int(incarnation)
+        """Return whether that process runs."""
+        instance, _, start = link.partition(".")
+        lives = self._world.starts.get(int(instance)) == int(start)
         return "" if lives and int(instance) in self._world.nodes else "it is gone"
 
     gone = reach
@@ -195,6 +227,22 @@ class FakeLibrary:
         """Nothing to do."""
 
 
+class ShortlyNamed(CacheStore):
+    """Takes short names of namespaces: those of caches have a fixed length."""
+
+    def insert(self, namespace, tokens, addresses, first_page=0):
+        """Insert under the long name."""
+        return super().insert(long_name(namespace), tokens, addresses, first_page)
+
+    def match(self, namespace, tokens):
+        """Match under the long name."""
+        return super().match(long_name(namespace), tokens)
+
+    def delete(self, namespace, tokens):
+        """Delete under the long name."""
+        return super().delete(long_name(namespace), tokens)
+
+
 class Node:
     """One incarnation of an instance."""
 
@@ -207,7 +255,7 @@ class Node:
         tiers = {m: RegionTier(m, Array(n)) for m, n in blocks.items()}
         self.regions = {m: tier.region for m, tier in tiers.items()}
         self.transport = BatchedTransport(
-            FakeLibrary(world, *self.me),
+            FakeLibrary(world, instance),
             clock=world.clock,
             grace_s=TRANSPORT_GRACE_S,
             threaded=False,
@@ -219,15 +267,22 @@ class Node:
             number = self.transport.register(region).number
             places.append(Place(medium, number, form))
         info = PoolInfo(SHAPE, (RankInfo(self.transport.address, tuple(places)),))
-        self.store = TableStore(
-            instance,
-            LAYOUT,
-            blocks,
-            {medium: LRUPolicy() for medium in blocks},
-            world.clock,
-            tiers,
-            incarnation,
-        )
+        self.cache: TieredCache | None = None
+        if world.in_cache:
+            self.cache = make_cache(world.clock, blocks)
+            self.store: TableStore = ShortlyNamed(
+                self.cache, instance, tiers, incarnation
+            )
+        else:
+            self.store = TableStore(
+                instance,
+                LAYOUT,
+                blocks,
+                {medium: LRUPolicy() for medium in blocks},
+                world.clock,
+                tiers,
+                incarnation,
+            )
         self.pool = MemPool(
             self.store,
             incarnation,
@@ -244,7 +299,7 @@ class Node:
 
     def send(self, message: Envelope) -> None:
         """Hand a message to the network."""
-        self.world.messages.append(replace(message))
+        self.world.messages.append(_over_the_wire(message))
 
     def take(self) -> list[Envelope]:
         """Return what the network has brought."""
@@ -283,6 +338,38 @@ class Node:
     ) -> list[tuple[TierId, int, bytes]]:
         media = [TierId(m) for m in mediums_of(addresses).tolist()]
         return list(zip(media, slots_of(addresses).tolist(), pages, strict=True))
+
+
+def long_name(namespace: bytes) -> bytes:
+    """Return 16 bytes for the short name of a namespace."""
+    return namespace.ljust(KEY_BYTES, b"-")
+
+
+def make_cache(clock: ManualClock, blocks: dict[TierId, int]) -> TieredCache:
+    """Return a cache over tiers of so many slots."""
+    tiers = tuple(TierConfig(TierId.HOST, n) for n in blocks.values())
+    for tier, medium in zip(tiers, blocks, strict=True):
+        # No cache of an engine has a device; that of these tests is as good as a host.
+        object.__setattr__(tier, "tier", medium)
+    return TieredCache(
+        CacheConfig(LAYOUT, tiers),
+        cost=CostModel(
+            PrefillCost(1000, 1, 1, 1e9, overhead_s=1e-6),
+            {medium: LinkCost(1e-6, 5e8) for medium in blocks},
+        ),
+        eviction={medium: LRUPolicy() for medium in blocks},
+        clock=clock,
+    )
+
+
+def _over_the_wire(message: Envelope) -> Envelope:
+    """Return what arrives of a message: what does not survive the codec shows here."""
+    data = MESSAGES.encode(1, Part.REQUEST, message, Times())
+    assert isinstance(data, bytes), data
+    read = MESSAGES.decode(data)
+    assert isinstance(read, tuple), read
+    assert isinstance(read[1], Envelope)
+    return read[1]
 
 
 def content(page: bytes) -> np.ndarray:

@@ -108,11 +108,16 @@ def test_every_read_sees_what_was_written(seed, pinned, guarded):
 def test_the_runs_above_rebuild():
     """And what it took is told, by the device's clock."""
     with ActServer(3) as server:
+        manager, told = server.manager, []
+        manager.on_measured = lambda *samples: told.append(samples)
         server.run(12)
-        manager = server.manager
         assert manager.num_rebuilt > 10
         assert manager.rebuild_s > 0.0
         assert 0.0 <= manager.rebuild_exposed_s <= manager.stall_s
+        for number in range(2):
+            found = [samples[number] for samples in told if samples[number]]
+            assert found
+            assert all(tokens >= PAGE and seconds > 0.0 for tokens, seconds in found)
 
 
 def test_a_rebuild_that_does_not_wait_for_its_load_is_seen():

@@ -22,10 +22,12 @@ from hypothesis.stateful import (
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.pool.base import BlockType
+from sgl_tiered.pool.fetch import Fetch, Search
 from sgl_tiered.pool.layouts import Way
 from sgl_tiered.pool.mempool import PoolUsage
 from sgl_tiered.pool.transfer import Step, Transfer
 from sgl_tiered.testing.strategies import prompts
+from sgl_tiered.transport.base import TransferStatus
 from tests.property.pool_world import SHAPE, Node, World, content, pages_of
 
 BLOCKS = {TierId.DEVICE: 5, TierId.HOST: 4}
@@ -64,25 +66,39 @@ class Remote:
     owner: Node
     host: Node
     addresses: np.ndarray
+    host_me: tuple[int, int]
+
+
+@dataclass(eq=False)
+class Wanted:
+    """Pages of a prompt that are being fetched."""
+
+    node: Node
+    tokens: np.ndarray
+    first_page: int
+    fetch: Fetch
 
 
 class MemPoolMachine(RuleBasedStateMachine):
     """Random calls, faults and deaths."""
 
+    in_cache = False
+
     @initialize()
     def begin(self) -> None:
         """Start all instances."""
-        self.world = World()
+        self.world = World(in_cache=self.in_cache)
         self.drafts: list[Draft] = []
         self.remotes: list[Remote] = []
         self.sent: list[tuple[np.ndarray, int]] = []
         self.transfers: list[tuple[Node, Transfer]] = []
         self.given: list[tuple[Node, Transfer]] = []
         self.stale: list[tuple[int, np.ndarray]] = []
+        self.wanted: list[Wanted] = []
+        self.searches: list[Search] = []
         for n in range(NUM_NODES):
             self.world.start(n, BLOCKS)
-        for node in self.world.nodes.values():
-            node.pool.see(self.world.view())
+        self.world.see()
 
     # One instance alone.
 
@@ -176,15 +192,28 @@ class MemPoolMachine(RuleBasedStateMachine):
                 for other in self.world.nodes.values():
                     other.poll()
 
-    @rule(n=NODE, to=NODE, tokens=PROMPTS, skip=st.integers(0, 1), kind=TYPE)
+    @rule(
+        n=NODE,
+        to=NODE,
+        tokens=PROMPTS,
+        skip=st.integers(0, 1),
+        kind=TYPE,
+        only_missing=FLAG,
+    )
     def send_found(
-        self, n: int, to: int, tokens: np.ndarray, skip: int, kind: BlockType
+        self,
+        n: int,
+        to: int,
+        tokens: np.ndarray,
+        skip: int,
+        kind: BlockType,
+        only_missing: bool,
     ) -> None:
         """Send historical blocks, perhaps without those that the other should have."""
         node = self.world.nodes[n]
         found = node.pool.match(tokens)[skip:]
         if len(found):
-            self.send(node, to, tokens, skip, found)(kind, True)
+            self.send(node, to, tokens, skip, found)(kind, True, only_missing)
 
     @rule(n=NODE, to=NODE, num=st.integers(1, 3), kind=TYPE)
     def alloc_there(self, n: int, to: int, num: int, kind: BlockType) -> None:
@@ -194,7 +223,7 @@ class MemPoolMachine(RuleBasedStateMachine):
             addresses = node.pool.alloc_mem(num, kind, id=to)
             self.take_arrivals()
             if addresses is not None:
-                self.remotes.append(Remote(node, host, addresses))
+                self.remotes.append(Remote(node, host, addresses, host.me))
 
     @precondition(lambda self: self.remotes)
     @rule(pick=PICK)
@@ -203,7 +232,7 @@ class MemPoolMachine(RuleBasedStateMachine):
         remote = self.remotes.pop(pick % len(self.remotes))
         pool = remote.owner.pool
         refusal = pool.free_mem(remote.addresses)
-        assert bool(refusal) == (not self.knows(remote.owner, remote.host)), refusal
+        assert bool(refusal) == (not self.knows(remote)), refusal
         assert pool.free_mem(remote.addresses)
 
     @precondition(lambda self: self.remotes and self.drafts)
@@ -218,7 +247,7 @@ class MemPoolMachine(RuleBasedStateMachine):
         if not more:
             self.remotes.remove(remote)
             rest = remote.addresses[num:]
-            if len(rest) and self.knows(remote.owner, remote.host):
+            if len(rest) and self.knows(remote):
                 assert not remote.owner.pool.free_mem(rest)
         self.sent.append((draft.tokens, draft.first_page))
         transfer = remote.owner.pool.transfer(
@@ -230,10 +259,88 @@ class MemPoolMachine(RuleBasedStateMachine):
             layers=(layer, layer + 1) if more else None,
             more=more,
         )
-        assert transfer.error or self.knows(remote.owner, remote.host)
+        assert transfer.error or self.knows(remote)
         if not more:
             self.given.append((remote.owner, transfer))
         self.transfers.append((remote.owner, transfer))
+
+    @rule(
+        n=NODE,
+        away=st.integers(1, 2),
+        tokens=PROMPTS,
+        num=st.integers(1, 3),
+        first=st.integers(0, 1),
+        kind=TYPE,
+    )
+    def fetch(
+        self,
+        n: int,
+        away: int,
+        tokens: np.ndarray,
+        num: int,
+        first: int,
+        kind: BlockType,
+    ) -> None:
+        """Have pages written here by another instance, which may have them or not."""
+        node = self.world.nodes[n]
+        blocks = node.pool.alloc_mem(num, kind)
+        if blocks is None:
+            return
+        holder = (n + away) % NUM_NODES
+        fetch = node.pool.fetch(holder, tokens, blocks, first_page=first)
+        again = node.pool.fetch(holder, tokens, blocks, first_page=first)
+        assert fetch.error or again.error, "two may write to one block"
+        self.wanted.append(Wanted(node, tokens, first, fetch))
+
+    @rule(n=NODE, away=st.integers(1, 2), tokens=PROMPTS, kind=TYPE)
+    def fetch_what_is_there(
+        self, n: int, away: int, tokens: np.ndarray, kind: BlockType
+    ) -> None:
+        """Up to where its bytes are under way, more often than chance would."""
+        self.draft((n + away) % NUM_NODES, tokens, BlockType.MIXED)
+        if self.drafts:
+            self.insert(-1)
+        self.fetch(n, away, tokens, len(pages_of(tokens)), 0, kind)
+        for _ in range(4):
+            self.world.deliver(len(self.world.messages))
+            for other in self.world.nodes.values():
+                other.poll()
+
+    @rule(n=NODE, away=st.integers(1, 2), tokens=PROMPTS, late=FLAG, heard=FLAG)
+    def fetch_in_vain(
+        self, n: int, away: int, tokens: np.ndarray, late: bool, heard: bool
+    ) -> None:
+        """Give up while bytes are under way, and use all blocks that can be had."""
+        self.fetch_what_is_there(n, away, tokens, BlockType.MIXED)
+        node = self.world.nodes[n]
+        if not self.wanted or self.wanted[-1].node is not node:
+            return
+        if late:
+            self.world.clock.advance(2.1)
+        self.wanted[-1].fetch.fail("not wanted any more")
+        for _ in range(4):
+            if heard:
+                self.world.deliver(len(self.world.messages))
+            for other in self.world.nodes.values():
+                other.poll()
+        self.take_fetched()
+        for _ in range(3):
+            self.draft(n, tokens, BlockType.MIXED)
+
+    @precondition(lambda self: self.wanted)
+    @rule(pick=PICK)
+    def give_up_a_fetch(self, pick: int) -> None:
+        """The pages are not wanted any more; their blocks are freed at once."""
+        wanted = self.wanted[pick % len(self.wanted)]
+        wanted.fetch.fail("not wanted any more")
+
+    @rule(n=NODE, tokens=PROMPTS)
+    def locate(self, n: int, tokens: np.ndarray) -> None:
+        """Ask who has a prompt; what they say is a hint, and never too long."""
+        self.searches.append(self.world.nodes[n].pool.locate(tokens))
+        for search in self.searches:
+            for held in search.held.values():
+                assert sum(held.media.values()) == held.num_pages
 
     # The world.
 
@@ -305,6 +412,7 @@ class MemPoolMachine(RuleBasedStateMachine):
         self.remotes = [r for r in self.remotes if r.owner is not old]
         self.transfers = [t for t in self.transfers if t[0] is not old]
         self.given = [t for t in self.given if t[0] is not old]
+        self.wanted = [w for w in self.wanted if w.node is not old]
         self.world.start(n, BLOCKS)
 
     @rule(n=NODE, num=st.integers(1, 4), really=RARELY)
@@ -323,6 +431,15 @@ class MemPoolMachine(RuleBasedStateMachine):
         self.world.nodes[n] = old
         self.die(n)
 
+    @rule(n=NODE, really=RARELY)
+    def lose_lease_and_go_on(self, n: int, really: bool) -> None:
+        """An instance is taken for dead, and goes on as another one with its blocks."""
+        if not really:
+            return
+        node = self.world.nodes[n]
+        self.remotes = [r for r in self.remotes if r.owner is not node]
+        self.world.rejoin(n)
+
     @precondition(lambda self: self.stale)
     @rule(pick=PICK)
     def use_stale(self, pick: int) -> None:
@@ -337,6 +454,7 @@ class MemPoolMachine(RuleBasedStateMachine):
         """Blocks that came without an insertion hold what was sent."""
         if hasattr(self, "world"):
             self.take_arrivals()
+            self.take_fetched()
 
     def teardown(self) -> None:
         """When all is well again, nothing is under way and nothing lost."""
@@ -344,6 +462,8 @@ class MemPoolMachine(RuleBasedStateMachine):
             return
         self.world.settle(60.0)
         self.take_arrivals()
+        self.take_fetched()
+        assert not self.wanted, "a fetch never ends"
         for _, transfer in self.transfers:
             assert transfer.step is Step.OVER, "it never ends"
         # Blocks that were given with a transfer that failed are still the giver's.
@@ -374,12 +494,18 @@ class MemPoolMachine(RuleBasedStateMachine):
     def send(self, node: Node, to: int, tokens: np.ndarray, first: int, blocks):
         """Return what begins a transfer of pages."""
 
-        def begin(kind: BlockType, insert: bool) -> None:
+        def begin(kind: BlockType, insert: bool, only_missing: bool = False) -> None:
             self.sent.append((tokens, first))
             private = str(len(self.sent) - 1).encode()
             if insert:
                 transfer = node.pool.transfer_with_insert(
-                    to, tokens, blocks, first_page=first, type=kind, private=private
+                    to,
+                    tokens,
+                    blocks,
+                    first_page=first,
+                    type=kind,
+                    private=private,
+                    only_missing=only_missing,
                 )
             else:
                 transfer = node.pool.transfer(to, blocks, type=kind, private=private)
@@ -401,14 +527,34 @@ class MemPoolMachine(RuleBasedStateMachine):
                     content(page).tobytes() for page in draft.pages
                 ]
 
+    def take_fetched(self) -> None:
+        """Own what was fetched, after a look at it; free the rest at once."""
+        running = TransferStatus.RUNNING
+        for wanted in [w for w in self.wanted if w.fetch.status is not running]:
+            self.wanted.remove(wanted)
+            fetch, node = wanted.fetch, wanted.node
+            assert bool(fetch.error) == (fetch.num_blocks == 0)
+            whole, rest = (
+                fetch.addresses[: fetch.num_blocks],
+                fetch.addresses[fetch.num_blocks :],
+            )
+            if len(whole):
+                draft = Draft(node, wanted.tokens, wanted.first_page, whole)
+                self.drafts.append(draft)
+                assert node.read(whole) == [
+                    content(page).tobytes() for page in draft.pages
+                ]
+            if len(rest):
+                assert not node.pool.free_mem(rest)
+
     def check_found(self, node: Node, tokens: np.ndarray) -> None:
         found = node.pool.match(tokens)
         names = pages_of(tokens)[: len(found)]
         assert node.read(found) == [content(page).tobytes() for page in names]
 
-    def knows(self, owner: Node, host: Node) -> bool:
-        """Whether the owner takes the host for alive, as it is."""
-        return owner.pool._peer(host.me[0]) == host.me
+    def knows(self, remote: Remote) -> bool:
+        """Whether the owner takes the host for alive, as it was."""
+        return remote.owner.pool._peer(remote.host_me[0]) == remote.host_me
 
 
 TestMemPool = MemPoolMachine.TestCase

@@ -70,6 +70,8 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
         timeout_s: of one request, from start to last token.
         wishes: what every request says to a server with tiers, in its
             ``custom_params``, such as ``{"lossy": "allow"}``; None for nothing.
+        tells_session: each request names its session in the header ``X-Session-Id``, by
+            its key up to the turn: ``s3`` of ``s3.t1``.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
         logprobs: bool = True,
         timeout_s: float = 600.0,
         wishes: Mapping[str, Any] | None = None,
+        tells_session: bool = False,
     ) -> None:
         super().__init__()
         self._url = url
         self._logprobs = logprobs
         self._wishes = None if wishes is None else dict(wishes)
+        self._tells_session = tells_session
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     def _connect(self) -> aiohttp.ClientSession:
@@ -116,7 +120,10 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
             if named:
                 keys = [request.key for request in requests]
                 body["rid"] = keys[0] if len(keys) == 1 else keys
-            async for event in self._events(body):
+            headers = {}
+            if self._tells_session:
+                headers["X-Session-Id"] = requests[0].key.rpartition(".")[0]
+            async for event in self._events(body, headers):
                 answers[event.get("index", 0)].take(event, self.now_s())
         except (aiohttp.ClientError, TimeoutError, _ServerSaidNoError) as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -150,8 +157,12 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
             "logprob_start_len": -1,
         }
 
-    async def _events(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        async with self.session.post(self._url + "/generate", json=body) as response:
+    async def _events(
+        self, body: dict[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[dict[str, Any]]:
+        async with self.session.post(
+            self._url + "/generate", json=body, headers=headers
+        ) as response:
             if response.status != 200:
                 text = (await response.text())[:500]
                 raise _ServerSaidNoError(f"HTTP {response.status}: {text}")

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from sgl_tiered_workloads.processes import end_group, signal_group
+
 __all__ = [
     "ServerSpec",
     "ServerStartError",
@@ -41,8 +43,6 @@ _LINE_CHARS = 400
 """SGLang logs its several hundred arguments in one line."""
 _POLL_S = 0.25
 _PROGRESS_S = 5.0
-_KILL_S = 5.0
-"""A killed process frees its memory first: seconds, for a large pool."""
 
 Say = Callable[[str], None]
 
@@ -277,19 +277,15 @@ class SglangServer:
             return
         self._process = None
         _RUNNING.discard(self)
-        # Only the root gets SIGTERM: it ends its children itself, and takes a
-        # scheduler that dies before it for a crash, with 5 s of diagnostics.
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=grace_s)
-        # start_new_session made the group's id the root's id. The group lives as
-        # long as any member, so what is still there is the server's own.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        deadline = time.monotonic() + _KILL_S
-        while _group_runs(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        end_group(process, grace_s)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes of the server, as a lost machine would.
+
+        A killed one is still to be ended by ``stop``, which then only cleans up.
+        """
+        if self._process is not None:
+            signal_group(self._process, number)
 
     def get(self, path: str, timeout_s: float = 30.0) -> Any:
         """GET ``path`` and return its JSON, or its text where it is not JSON."""
@@ -353,19 +349,3 @@ class SglangServer:
         """Return what the server says of its flags and state."""
         info: dict[str, Any] = self.get("/server_info")
         return info
-
-
-def _group_runs(group: int) -> bool:
-    """Whether a process of the group still runs; zombies do not count.
-
-    Orphans are reaped by the system's first process, which in a container may
-    never do it, so asking the group itself would not tell.
-    """
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
-        except (OSError, ValueError):
-            continue
-        if int(process_group) == group and state not in "ZX":
-            return True
-    return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Optional
 
 from sglang.srt.arg_groups.arg_utils import NS, A, Arg
-from sglang.srt.server_args import ServerArgs
 
 from sgl_tiered.engines.sglang.config import (
     BACKEND_NAME,
@@ -19,6 +18,10 @@ from sgl_tiered.engines.sglang.config import (
     TieredConfig,
     read_config,
 )
+from sgl_tiered.engines.sglang.disagg.settings import (
+    PD_FLAGS,
+    refuse_with_disaggregation,
+)
 from sgl_tiered.engines.sglang.layered.activations.settings import (
     refuse_with_activations,
 )
@@ -26,6 +29,8 @@ from sgl_tiered.engines.sglang.layered.settings import (
     refuse_on_cuda,
     refuse_with_layerkv,
 )
+from sgl_tiered.engines.sglang.pooled.args import PoolServerArgs
+from sgl_tiered.engines.sglang.pooled.settings import refuse_with_pool
 from sgl_tiered.engines.sglang.sparse.settings import (
     refuse_device,
     refuse_with_sparsity,
@@ -39,7 +44,7 @@ _NS = NS("tiered")
 
 # SGLang reads these annotations at run time with its own small parser, which knows
 # Optional[...] but not every spelling of a union.
-class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
+class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
     """SGLang's arguments and ours; all of ours are None where they are not given."""
 
     tiered_config: A[
@@ -439,8 +444,8 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         Arg(
             help="For tests: load a wrong page from the host, as "
             "--tiered-emulate host:fault=... does, or leave pages out where layers are "
-            "streamed (staging), or keep the wrong tokens of sparse KV (keep); needs "
-            "SGL_TIERED_ALLOW_FAULTS=1.",
+            "streamed (staging), or keep the wrong tokens of sparse KV (keep), or send "
+            "peers other bytes (peer); needs SGL_TIERED_ALLOW_FAULTS=1.",
             choices=list(CHOICES["fault_corrupt"]),
         ),
         _NS,
@@ -460,7 +465,8 @@ def flag_values(server_args: Any) -> dict[str, Any]:
     """Return the ``--tiered-*`` values by name without the prefix."""
     return {
         name.removeprefix(FLAG_PREFIX): getattr(server_args, name, None)
-        for name in TieredServerArgs.__annotations__
+        for part in TieredServerArgs.__mro__
+        for name in getattr(part, "__annotations__", {})
         if name.startswith(FLAG_PREFIX)
     }
 
@@ -472,6 +478,8 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
         ConfigError: a setting is wrong, or does not go with another flag.
     """
     values = flag_values(server_args)
+    for name in PD_FLAGS:
+        del values[name]
     if server_args.radix_cache_backend != BACKEND_NAME:
         given = sorted(name for name, value in values.items() if value is not None)
         if given:
@@ -480,6 +488,7 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
                 "has no effect without the tiered cache",
                 f"add --radix-cache-backend {BACKEND_NAME}",
             )
+        refuse_with_disaggregation(server_args, None)
         return None
     for name, wanted in _NEEDED.items():
         value = getattr(server_args, name, wanted)
@@ -509,6 +518,9 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
     if config.sparsity is not None:
         refuse_with_sparsity(server_args)
         refuse_device(_device(server_args))
+    if config.pool is not None:
+        refuse_with_pool(server_args, config)
+    refuse_with_disaggregation(server_args, config)
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _refuse_for_one_rank(config)
     return config
@@ -574,7 +586,6 @@ _NEEDED: dict[str, object] = {
     "enable_session_radix_cache": False,
     "enable_streaming_session": False,
     "speculative_algorithm": None,
-    "disaggregation_mode": "null",
     "enable_dp_attention": False,
     "nnodes": 1,
     "pp_size": 1,

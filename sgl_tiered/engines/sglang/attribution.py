@@ -1,7 +1,8 @@
 """Which tier served which tokens of a request's prompt.
 
 SGLang knows device, host and storage. A page that is loaded from CXL memory is a host
-hit to it, so the split between the two is noted when the load begins.
+hit to it, and so is one that a peer has sent for the request (``pooled/``): the split
+is noted when the load begins.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ def note_load(req: Any, job: LoadJob, page_tokens: int) -> None:
 
 def cached_by_tier(req: Any) -> dict[TierId, int]:
     """Return how many tokens of a request's prompt came from each tier."""
-    cxl = min(getattr(req, "tiered_cxl_tokens", 0), req.cached_tokens_host)
+    host = req.cached_tokens_host
+    cxl = min(getattr(req, "tiered_cxl_tokens", 0), host)
+    peer = min(getattr(req, "tiered_peer_tokens", 0), host - cxl)
     return {
         TierId.DEVICE: req.cached_tokens_device,
-        TierId.HOST: req.cached_tokens_host - cxl,
+        TierId.HOST: host - cxl - peer,
         TierId.CXL: cxl,
         TierId.DISK: req.cached_tokens_storage,
+        **({TierId.PEER: peer} if peer else {}),
     }

@@ -28,6 +28,12 @@ from sgl_tiered.engines.sglang.layered.settings import (
     read_layerkv,
 )
 from sgl_tiered.engines.sglang.lossy import LOSSY_DEFAULTS, REFUSE
+from sgl_tiered.engines.sglang.pooled.settings import (
+    POOL_CHOICES,
+    POOL_FAULT,
+    PoolSettings,
+    read_pool,
+)
 from sgl_tiered.engines.sglang.sparse.settings import (
     KEEP_FAULT,
     SPARSITY_CHOICES,
@@ -86,8 +92,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "disk_io": ENGINES,
     "encoding": ENCODINGS,
     "lossy_default": LOSSY_DEFAULTS,
-    "fault_corrupt": ("zero", "swap", STAGING_FAULT, KEEP_FAULT),
+    "fault_corrupt": ("zero", "swap", STAGING_FAULT, KEEP_FAULT, POOL_FAULT),
     **LAYERKV_CHOICES,
+    **POOL_CHOICES,
     **SPARSITY_CHOICES,
 }
 
@@ -149,6 +156,8 @@ class TieredConfig:
             refuse or allow.
         sparsity: of sparse KV; None where it is off.
         keeps_wrong: sparse KV keeps the wrong tokens on purpose (tests).
+        pool: of servers that hand KV to each other; None for none.
+        spoils_sent: what is sent to peers is spoiled on purpose (tests).
     """
 
     host_bytes: int
@@ -186,6 +195,8 @@ class TieredConfig:
     lossy_default: str = REFUSE
     sparsity: SparsitySettings | None = None
     keeps_wrong: bool = False
+    pool: PoolSettings | None = None
+    spoils_sent: bool = False
 
     @property
     def is_encoded(self) -> bool:
@@ -264,6 +275,8 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         lossy_default=_choice(settings, "lossy_default", REFUSE),
         sparsity=read_sparsity(settings),
         keeps_wrong=settings.get("fault_corrupt") == KEEP_FAULT,
+        pool=read_pool(settings),
+        spoils_sent=settings.get("fault_corrupt") == POOL_FAULT,
     )
     if config.staging_bytes <= 0:
         raise ConfigError("--tiered-staging-size", "is 0", "give a size such as 256MiB")
@@ -525,7 +538,7 @@ def _emulation(settings: Mapping[str, Any]) -> tuple[Emulation, ...]:
     if settings.get("fault_corrupt") is not None:
         flags["--tiered-fault-corrupt"] = True
         kind = _choice(settings, "fault_corrupt", "")
-        if kind not in (STAGING_FAULT, KEEP_FAULT):
+        if kind not in (STAGING_FAULT, KEEP_FAULT, POOL_FAULT):
             sections += parse_emulation(f"host:fault={kind}", EMULATED_TIERS)
     for flag, fails in flags.items():
         if fails and not faults_allowed():

@@ -35,6 +35,7 @@ _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 KEPT_BYTES: Final = 1 << 30
 
+_RETRACTION: Final = "disaggregation_decode_retraction_backup"
 _ATTENTION_FIELDS: Final = (
     "attention_backend",
     "prefill_attention_backend",
@@ -65,6 +66,9 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION_BACKEND
         if given.get("mem_fraction_static") is None:
             server_args.mem_fraction_static = MEM_FRACTION_STATIC
+        if given.get(_RETRACTION) is None:
+            # SGLang's own choice for a decode instance is pinned memory.
+            setattr(server_args, _RETRACTION, "cpu_tensor")
         places = (("tiered_layerkv", "on"), ("tiered_sparsity", "load"))
         if any(getattr(server_args, name, None) == value for name, value in places):
             # KV is placed between two forwards, on the scheduler's thread.

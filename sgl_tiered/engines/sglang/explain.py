@@ -243,6 +243,9 @@ class Explainer:
         config = self._cache.config
         whole, act = self._layout.page_bytes, config.act_page_bytes
         add_load_edges(edges, actual, whole, act)
+        pulled = {} if report is None else report.get("peer", {})
+        if pulled.get("bytes"):
+            add_edge(edges, "peer->host", pulled["bytes"], pulled["seconds"])
         sources = cached_by_tier(req)
         num_cached = sum(sources.values())
         tokens = {tier.label: num for tier, num in sources.items() if num}

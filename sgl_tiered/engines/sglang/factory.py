@@ -82,22 +82,16 @@ def build_cache(ctx: Any) -> Any:
     refuse_unsupported(ctx)
     runtime = _build_runtime(ctx, config)
     strategy = _device_strategy(ctx, config, runtime)
+    tree = _tree_class(config, ctx.server_args.disaggregation_mode)
+    if config.pool is not None:
+        from sgl_tiered.engines.sglang.pooled.build import enter_pool
+
+        tree = enter_pool(ctx, config, runtime, tree)
 
     def make(params: Any) -> TieredRadixCache:
-        cache = make_silent(params)
+        cache = tree(params, runtime, strategy)
         cache.announce_tiers(runtime, params)
         return cache
-
-    def make_silent(params: Any) -> TieredRadixCache:
-        if config.layerkv is not None:
-            from sgl_tiered.engines.sglang.layered.cache import LayeredRadixCache
-
-            return LayeredRadixCache(params, runtime, strategy)
-        if config.sparsity is not None:
-            from sgl_tiered.engines.sglang.sparse.cache import SparseRadixCache
-
-            return SparseRadixCache(params, runtime, strategy)
-        return TieredRadixCache(params, runtime, strategy)
 
     cache = create_unified_radix_cache(ctx, cache_class=make)
     counter = runtime.counter
@@ -106,6 +100,23 @@ def build_cache(ctx: Any) -> Any:
     )
     ctx.tp_worker.register_hicache_layer_transfer_counter(counter)
     return cache
+
+
+def _tree_class(config: TieredConfig, mode: str) -> type[TieredRadixCache]:
+    """Return the class of the tree that the settings ask for."""
+    if config.layerkv is not None:
+        from sgl_tiered.engines.sglang.layered.cache import LayeredRadixCache
+
+        return LayeredRadixCache
+    if config.sparsity is not None:
+        from sgl_tiered.engines.sglang.sparse.cache import SparseRadixCache
+
+        return SparseRadixCache
+    if mode == "decode":
+        from sgl_tiered.engines.sglang.disagg.decode import DecodeRadixCache
+
+        return DecodeRadixCache
+    return TieredRadixCache
 
 
 def refuse_unsupported(ctx: Any) -> None:

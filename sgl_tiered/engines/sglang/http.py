@@ -14,6 +14,7 @@ import json
 from typing import Any
 
 from sgl_tiered.cache.config import LOAD_POLICIES
+from sgl_tiered.engines.sglang.pooled.hints import add_hints
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.emulation import parse_emulation
 
@@ -56,7 +57,12 @@ def http_hooks() -> list[tuple[str, Any, Any]]:
             "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
             _add_endpoints,
             HookType.BEFORE,
-        )
+        ),
+        (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+            add_hints,
+            HookType.BEFORE,
+        ),
     ]
 
 

@@ -43,8 +43,10 @@ def _attach() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sgl_tiered.engines.sglang.args import TieredServerArgs
+    from sgl_tiered.engines.sglang.disagg.backend import add_choice, service_hooks
     from sgl_tiered.engines.sglang.seams import require_seams
 
+    add_choice()
     hooks: list[tuple[str, Any, HookType]] = [
         ("sglang.srt.server_args.ServerArgs", TieredServerArgs, HookType.REPLACE),
         (
@@ -53,13 +55,16 @@ def _attach() -> None:
             HookType.AROUND,
         ),
     ]
+    hooks += service_hooks()
     hooks += _device_hooks()
     in_scheduler = multiprocessing.parent_process() is not None
     if _SCHEDULER_MODULE in sys.modules:
+        from sgl_tiered.engines.sglang.disagg.backend import disagg_hooks
         from sgl_tiered.engines.sglang.reporting import scheduler_hooks
 
         require_seams(http=False)
         hooks += scheduler_hooks()
+        hooks += disagg_hooks()
     if not in_scheduler:
         from sgl_tiered.engines.sglang.http import http_hooks
 
@@ -84,9 +89,15 @@ def _attach() -> None:
 
 
 def _device_hooks() -> list[tuple[str, Any, Any]]:
-    """Return the hooks that only a CUDA device needs."""
+    """Return the hooks that only a CUDA device needs, or only a CPU."""
     from sglang.srt.platforms import current_platform
 
+    from sgl_tiered.engines.sglang.disagg.opening import has_accelerator
+
+    if not has_accelerator() and _SCHEDULER_MODULE in sys.modules:
+        from sgl_tiered.engines.sglang.disagg.cpu_repairs import cpu_hooks
+
+        return cpu_hooks()
     if not current_platform.is_cuda():
         return []
     from sgl_tiered.engines.sglang.layered.cuda import cuda_hooks

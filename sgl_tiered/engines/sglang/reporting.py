@@ -11,6 +11,7 @@ from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.agreement import ARRIVED
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
+from sgl_tiered.engines.sglang.disagg.backend import pd_state
 from sgl_tiered.engines.sglang.http import (
     DROP_KNOBS,
     EXPLAIN_KEY,
@@ -107,6 +108,10 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         from sgl_tiered.engines.sglang.sparse import build
 
         build.attach_scheduler(scheduler)
+    if runtime.pool is not None:
+        from sgl_tiered.engines.sglang.pooled import build as pooled
+
+        pooled.attach_scheduler(scheduler, runtime.pool)
 
 
 def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -262,7 +267,10 @@ def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
     elif runtime is not None and question == PROFILE_KEY:
         out.internal_state = {"tiered_profile": profile_state(controller.scheduler)}
     elif runtime is not None:
-        out.internal_state["tiered"] = {**runtime.stats(), **_errors(runtime)}
+        pool = {} if runtime.pool is None else {"pool": runtime.pool.stats()}
+        out.internal_state["tiered"] = {**runtime.stats(), **_errors(runtime), **pool}
+    if not question and (told := pd_state(controller.scheduler)) is not None:
+        out.internal_state["tiered_pd"] = told
     return out
 
 

@@ -176,6 +176,7 @@ class TieredRuntime:
         self._resting: tuple[TierId, ...] = ()
         self._num_demoting = 0
         self._closed = False
+        self.pool: Any = None  # ``pooled.server.ServedPool``, where there is one
         self._waits: dict[str, float] = {}
         self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._logged_at_s = parts.clock.now()
@@ -365,13 +366,13 @@ class TieredRuntime:
     def count_request(self, num_tokens: int, hits: Mapping[TierId, int]) -> None:
         """Count where the prompt of a request came from, in tokens by tier."""
         left = num_tokens
-        for tier in [TierId.DEVICE, *(tier.tier_id for tier in self.parts.tiers)]:
+        tiers = {TierId.DEVICE, *(tier.tier_id for tier in self.parts.tiers)}
+        for tier in sorted(tiers | {tier for tier, num in hits.items() if num}):
             tokens = hits.get(tier, 0)
-            pages = tokens // self.page_tokens
             left -= tokens
             self.metrics.record_lookup(
                 tier,
-                pages_hit=pages,
+                pages_hit=tokens // self.page_tokens,
                 pages_missed=left // self.page_tokens,
                 page_tokens=self.page_tokens,
             )
@@ -474,8 +475,7 @@ class TieredRuntime:
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return the counters and the occupancy, for exporters."""
         parts = self.parts
-        evicted = self.cache.stats.pages_evicted
-        for tier, num_pages in evicted.items():
+        for tier, num_pages in self.cache.stats.pages_evicted.items():
             self.metrics.record_evictions(tier, num_pages - self._evicted.get(tier, 0))
             self._evicted[tier] = num_pages
         occupancy = {}

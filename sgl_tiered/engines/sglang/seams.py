@@ -58,6 +58,7 @@ class SeamReport:
 
 _SRT = "sglang.srt."
 _SCHEDULER = _SRT + "managers.scheduler.Scheduler"
+_DISAGG = _SRT + "disaggregation."
 
 SEAMS: tuple[Seam, ...] = (
     Seam(
@@ -249,6 +250,17 @@ SEAMS: tuple[Seam, ...] = (
         "SchedulerInvariantChecker",
         attributes=("max_total_num_tokens",),
     ),
+    Seam(
+        "weights in host memory",
+        _SRT + "utils.offloader.OffloaderV1",
+        ("cpu_offload_max_bytes",),
+        ("wrap_modules",),
+    ),
+    Seam(
+        "copies of weights for a layer",
+        _SRT + "utils.offloader._get_offloaded_device_state",
+        ("module", "device"),
+    ),
     Seam("decode step", _SCHEDULER + ".update_running_batch", ("batch",)),
     Seam(
         "part of a batch",
@@ -387,12 +399,98 @@ SEAMS: tuple[Seam, ...] = (
         "SchedulerMetricsReporter.log_batch_result_stats",
     ),
     Seam(
+        "names of transfer backends",
+        _SRT + "arg_groups.choices",
+        attributes=(
+            "DISAGG_TRANSFER_BACKEND_CHOICES",
+            "add_disagg_transfer_backend_choices",
+        ),
+    ),
+    Seam(
+        "classes of transfer backends",
+        _DISAGG + "utils.get_kv_class",
+        ("transfer_backend", "class_type"),
+    ),
+    Seam(
+        "transfers of a rank",
+        _DISAGG + "mooncake.conn.MooncakeKVManager",
+        attributes=(
+            "init_engine",
+            "register_buffer_to_engine",
+            "build_receiver_registration_message",
+            "_make_worker_recv",
+            "_publish_peer_registration",
+            "_poison_unsettled_send",
+            "_maybe_ack_drained_abort",
+            "is_abort_release_safe",
+            "clear_deferred_abort_state",
+            "_encode_kv_status_message",
+            "parse_kv_status_message",
+        ),
+    ),
+    Seam(
+        "a transfer's sender",
+        _DISAGG + "mooncake.conn.MooncakeKVSender",
+        attributes=(
+            "init",
+            "pop_decode_prefix_len",
+            "_record_transfer_indices",
+            "supports_host_tensor_indices",
+        ),
+    ),
+    Seam(
+        "a transfer's receiver",
+        _DISAGG + "mooncake.conn.MooncakeKVReceiver",
+        attributes=("send_metadata", "_send_abort_notification"),
+    ),
+    Seam(
+        "transfers that a decode instance waits for",
+        _DISAGG + "decode.DecodeTransferQueue",
+        attributes=("resolve_deferred_releases", "_defer_release"),
+    ),
+    Seam(
+        "disaggregated loops",
+        _SCHEDULER,
+        attributes=(
+            "init_disaggregation",
+            "process_decode_queue",
+            "maybe_send_cached_prefix_chunk",
+        ),
+    ),
+    Seam(
+        "fields that other flags set",
+        _SRT + "arg_groups.overrides.declare_resolution",
+        ("server_args", "source"),
+    ),
+    Seam(
+        "probes of sessions that failed",
+        _SRT + "environ.envs",
+        attributes=("SGLANG_ENABLE_FAILED_SESSION_PROBE",),
+    ),
+    Seam(
         "HTTP server",
         _SRT + "entrypoints.http_server._setup_and_run_http_server",
         ("server_args", "tokenizer_manager"),
         http=True,
     ),
     Seam("HTTP app", _SRT + "entrypoints.http_server.app", http=True),
+    Seam(
+        "headers of a request",
+        _SRT + "managers.tokenizer_manager.TokenizerManager.generate_request",
+        ("obj", "request"),
+        http=True,
+    ),
+    Seam(
+        "hints for a request",
+        _SRT + "managers.kv_hints.KvHintAction",
+        ("action_id", "action_type", "action_version", "payload"),
+    ),
+    Seam(
+        "sleep while idle",
+        _SRT + "managers.scheduler_components.idle_sleeper.IdleSleeper",
+        ("sockets",),
+        attributes=("maybe_sleep",),
+    ),
 )
 
 

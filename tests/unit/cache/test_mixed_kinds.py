@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sgl_tiered.cache.load_report import LoadReport
+from sgl_tiered.cache.noted_uses import reload_costs
 from sgl_tiered.cache.planner import Planner
 from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.encoded import encoded_layout
@@ -316,6 +317,35 @@ def test_a_slow_rebuild_is_left_for_a_recompute() -> None:
     planner = make_planner(1.0)
     planner.load_policy = "auto"
     assert planner.choose(of(*[HOST] * 3), 0, 100, kinds=of(0, 0, 0)).num_pages == 3
+
+
+@pytest.mark.parametrize(
+    ("held", "token_s", "host_s", "disk_s"),
+    [
+        ("kk", 1e-3, 8e-3, 80e-3),
+        ("aa", 1e-6, 2e-3, 80e-3),
+        ("ak", 1e-6, 5e-3, 80e-3),
+        ("aa", 2e-4, 16e-3, 96e-3),
+    ],
+)
+def test_what_a_loss_costs_is_reckoned_by_kind(
+    story: Story, held: str, token_s: float, host_s: float, disk_s: float
+) -> None:
+    """For eviction: the host gives activations, and they are rebuilt under the load.
+
+    A page that is lost there is computed, in 20 ms, or read from disk and rebuilt.
+    """
+    story.store("ab", held)
+    planner, table = make_planner(token_s), story.cache._table
+    reload_s = reload_costs(planner, (TierId.HOST, TierId.DISK), lambda: table)
+    (node,) = {id(one): one for one in table.node[table.in_index]}.values()
+    computed_s = planner.compute_s(0, 2)
+    assert computed_s == pytest.approx(40e-3, rel=1e-2)
+    lost_s = max(computed_s - host_s, 0.0) / 2
+    assert reload_s(node, 0) == pytest.approx(lost_s, rel=1e-2)
+    story.demote()
+    assert node.resident == [2, 2]
+    assert reload_s(node, 0) == pytest.approx((disk_s - host_s) / 2, rel=1e-2)
 
 
 def test_a_decision_names_what_is_rebuilt(story: Story) -> None:

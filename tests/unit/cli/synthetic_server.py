@@ -31,6 +31,7 @@ LINKS = {
     "cxl->disk": (4e-3, 4e8),
     "host->disk": (2e-3, 5e8),
     "disk->host": (1e-3, 1e9),
+    "peer->host": (2e-3, 2e8),
 }
 
 
@@ -43,6 +44,8 @@ class SyntheticServer:
         load: whether its planner loads at all.
         projection: of a layer's K and V, as a server tells it.
         foreign_tokens: prompt tokens that somebody else sends per request of ours.
+        loads_take_time: a request waits for what it loads.
+        peer: another one, whose pages it may pull.
     """
 
     def __init__(
@@ -54,16 +57,19 @@ class SyntheticServer:
         model=MODEL,
         cxl=False,
         projection=None,
+        loads_take_time=False,
+        peer=None,
     ):
         self.rng = np.random.default_rng(5)
         self.noise, self.load, self.foreign_tokens = noise, load, foreign_tokens
         self.model = model
         self.projection = projection
+        self.loads_take_time, self.peer = loads_take_time, peer
         self.memory_bytes = 10**9
         self.time_s = 100.0
         self.media = ["host"] + ["cxl"] * cxl + ["disk"] * disk
         self.held = {tier: set() for tier in ("device", *self.media)}
-        self.edges = {}
+        self.edges, self.moved_s = {}, 0.0
         self.tokens_total = 0
         self.dropped = []
         self.error = None
@@ -149,12 +155,18 @@ class SyntheticServer:
             tier: sum(1 for page in pages if page in held)
             for tier, held in self.held.items()
         }
+        if self.peer is not None:
+            held = self.peer.held["device"]
+            found["peer"] = sum(1 for page in pages if page in held)
         tier = max(found, key=lambda name: (found[name], name == "device"))
         count = found[tier] if tier == "device" or self.load else found["device"]
-        if tier == "disk" and count:
-            self._move("disk->host", count)
+        before_s = self.moved_s
+        if tier in ("disk", "peer") and count:
+            self._move(f"{tier}->host", count)
         if tier != "device" and count:
             self._move("cxl->device" if tier == "cxl" else "host->device", count)
+        if self.loads_take_time:
+            self.time_s += self.moved_s - before_s
         new_on_host = sum(1 for page in pages if page not in self.held["host"])
         for name, held in self.held.items():
             if name not in ("device", "host"):
@@ -177,7 +189,9 @@ class SyntheticServer:
         )
         counters["ops"] += 1
         counters["bytes"] += num_bytes
-        counters["seconds"] += self._off(latency_s + num_bytes / bandwidth)
+        seconds = self._off(latency_s + num_bytes / bandwidth)
+        counters["seconds"] += seconds
+        self.moved_s += seconds
 
     def _off(self, seconds):
         return seconds * (1 + self.rng.uniform(-self.noise, self.noise))

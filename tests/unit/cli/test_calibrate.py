@@ -50,7 +50,7 @@ def test_the_links_of_a_cxl_tier_are_measured():
     """Every edge of a chain of three tiers comes back, none is missed or mixed up."""
     found, notes = calibrate(synthetic.SyntheticServer(cxl=True))
     edges = {f"{link.source}->{link.target}" for link in found.links}
-    assert edges == set(synthetic.LINKS) - {"host->disk"}
+    assert edges == set(synthetic.LINKS) - {"host->disk", "peer->host"}
     for link in found.links:
         latency_s, bandwidth = synthetic.LINKS[f"{link.source}->{link.target}"]
         assert link.latency_s == pytest.approx(latency_s, rel=1e-3)
@@ -74,6 +74,44 @@ def test_noise_is_averaged_and_shown():
     for words in ("prefill pass", "decode step", "disk -> host", "GB/s", "EMULATED"):
         assert words in text
     assert "warning" not in text
+
+
+def test_cached_prompts_are_fitted_by_place():
+    """Each place costs what its links do; a peer is asked for nothing it has not."""
+    peer = synthetic.SyntheticServer()
+    server = synthetic.SyntheticServer(cxl=True, loads_take_time=True, peer=peer)
+    rng = np.random.default_rng(0)
+    found, notes = calibrate_server(server, rng, 170.0, CREATED, peer)
+    fit = found.caching
+    assert fit.message_s == pytest.approx(synthetic.REQUEST_S, rel=1e-3)
+    assert fit.pass_s == pytest.approx(synthetic.PASS_S, rel=1e-3)
+    assert fit.token_s == pytest.approx(synthetic.TOKEN_S, rel=1e-3)
+    assert fit.quality.r2 > 0.9999
+    ways = {
+        "host": ["host->device"],
+        "cxl": ["cxl->device"],
+        "disk": ["disk->host", "host->device"],
+        "peer": ["peer->host", "host->device"],
+    }
+    assert [place.location for place in fit.locations] == list(ways)
+    token_bytes = synthetic.MODEL.kv_bytes_per_token
+    for place in fit.locations:
+        links = [synthetic.LINKS[edge] for edge in ways[place.location]]
+        latency_s = sum(link[0] for link in links)
+        token_s = token_bytes * sum(1 / link[1] for link in links)
+        assert place.request_s == pytest.approx(latency_s, rel=1e-2)
+        assert place.token_s == pytest.approx(token_s, rel=1e-2)
+        assert not place.overlaps
+    text = "\n".join(render(found, notes))
+    assert "cached in peer" in text
+    assert "pays from" in text
+
+
+def test_what_is_recomputed_all_the_same_is_no_sample():
+    """A planner that loads nothing leaves computing alone in the model."""
+    found, _ = calibrate(synthetic.SyntheticServer(load=False))
+    assert found.caching.locations == ()
+    assert found.caching.token_s == pytest.approx(synthetic.TOKEN_S, rel=1e-3)
 
 
 def test_a_poor_fit_is_warned_about():

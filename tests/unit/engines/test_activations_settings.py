@@ -120,6 +120,17 @@ def test_on_cuda_a_share_of_one_rank_is_taken():
         refuse_with_activations(SimpleNamespace(tp_size=2), "cuda", share)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_in_host_memory_are_taken_from_one_offloader(device):
+    """The other one is for models whose KV is no K and V."""
+    share = ActivationSettings(0.5)
+    given = SimpleNamespace(cpu_offload_gb=4, offload_group_size=-1, tp_size=1)
+    refuse_with_activations(given, device, share)
+    given.offload_group_size = 2
+    with pytest.raises(ConfigError, match="--cpu-offload-gb"):
+        refuse_with_activations(given, device, share)
+
+
 def planned(share, **changed):
     """Return the plan of a pool with and without activations."""
     settings = read_layerkv({**ON, "layerkv_host_size": str(HOST_BYTES)})
@@ -129,6 +140,20 @@ def planned(share, **changed):
     args = (LAYOUT, DEVICE_TOKENS, 1024, settings)
     free = {"available_bytes": 1 << 30}
     return plan_layers(*args, **free), plan_layers(*args, **free, demand=demand)
+
+
+def test_room_for_weights_comes_out_of_the_pool():
+    """What is brought from host memory for rebuilds takes no more of the device."""
+    size = 10 * LAYOUT.layer_page_bytes + 3
+    _, without = planned(0.5)
+    _, plan = planned(0.5, weight_bytes=size)
+
+    def taken(one):
+        acts = one.acts.num_acts * one.acts.act_layer_page_bytes
+        return one.num_layer_pages * LAYOUT.layer_page_bytes + acts
+
+    assert size - LAYOUT.layer_page_bytes < taken(without) - taken(plan)
+    assert taken(without) - taken(plan) < size + 2 * LAYOUT.layer_page_bytes
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.1, 0.5, 1.0])

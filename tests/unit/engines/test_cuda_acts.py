@@ -61,7 +61,9 @@ def make_pool(device="cpu"):
         k_buffer=[both[0]] * LAYERS,
         v_buffer=[both[1]] * LAYERS,
         acts=draw(NUM_ACTS + 1, PAGE, HIDDEN),
-        plan=SimpleNamespace(chosen=SimpleNamespace(projections=projections)),
+        plan=SimpleNamespace(
+            chosen=SimpleNamespace(projections=projections, offloaded=None)
+        ),
     )
 
 
@@ -141,7 +143,7 @@ def test_tokens_are_rebuilt_by_numbers_of_one_upload():
     positions = np.array([32, 160])
     pages = np.stack([acts * PAGE, physical * PAGE, positions])
     numbers = torch.from_numpy((pages[:, :, None] + np.arange(PAGE)).reshape(-1))
-    kept = ops.rebuild(None, 2, numbers, 2 * PAGE)
+    kept = ops.rebuild(None, 2, numbers, 2 * PAGE, None)
     assert kept is pool.plan.chosen.projections[2]
     check_kv(pool, 2, acts, physical, positions)
 

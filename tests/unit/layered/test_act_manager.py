@@ -244,6 +244,28 @@ def test_without_rows_of_kv_and_places_pages_stay_on_the_device() -> None:
     driver.close()
 
 
+def test_pages_that_will_have_no_row_are_foreseen() -> None:
+    """As many as the forward then keeps on the device."""
+    driver = short(42)
+    manager = driver.manager
+    assert [manager.num_rowless(num) for num in (0, 2, 4, 5, 8)] == [0, 0, 0, 1, 4]
+    batch = [PassRequest("a", np.arange(1, 9), 0, 16, NOTHING)]
+    # A half does not hold them, and here nobody reads them.
+    assert manager.begin_pass(batch).refused == ()
+    assert driver.binding.rowless.sum() == 4
+    manager.end_pass(ok=False)
+    manager.finished("a")
+    manager.freed(np.arange(1, 9))
+    driver.close()
+
+
+def test_where_pages_are_kv_only_each_has_a_row() -> None:
+    """Nothing is foreseen that cannot be."""
+    driver = Driver(20, 4)
+    assert driver.manager.num_rowless(99) == 0
+    driver.manager.close()
+
+
 def test_a_decode_goes_on_where_rows_and_places_are_gone() -> None:
     """What has no row is read where it is, and never leaves before it is freed."""
     driver = short(90)

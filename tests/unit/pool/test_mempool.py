@@ -19,10 +19,10 @@ NOTHING = PoolUsage(0, 0, 0, 0, 0)
 PROMPT = np.arange(6, dtype=np.int32)
 
 
-@pytest.fixture
-def world() -> World:
+@pytest.fixture(params=[False, True], ids=["own table", "cache in use"])
+def world(request: pytest.FixtureRequest) -> World:
     """Two instances that know each other."""
-    world = World()
+    world = World(in_cache=request.param)
     for n in range(2):
         world.start(n, BLOCKS)
     see(world)

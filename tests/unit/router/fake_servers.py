@@ -28,6 +28,7 @@ __all__ = [
     "FakePublisher",
     "FakeServer",
     "answer",
+    "begin",
     "break_off",
     "cluster",
     "event",

@@ -10,6 +10,7 @@ import pytest
 from sgl_tiered.router.config import parse_instance
 from tests.unit.router.fake_servers import (
     answer,
+    begin,
     break_off,
     cluster,
     event,
@@ -20,6 +21,19 @@ from tests.unit.router.fake_servers import (
     stream,
     until,
 )
+
+
+def lines(text):
+    """Stream one event."""
+
+    async def behave(server, request, body):
+        del server, body
+        response = await begin(request)
+        await response.write(event(text))
+        return response
+
+    return behave
+
 
 PROMPT = {"input_ids": list(range(16))}
 STREAM = {**PROMPT, "stream": True}
@@ -90,6 +104,52 @@ async def test_a_failure_that_all_share_is_told():
         assert body["served_by"] in "abc"
         assert headers["X-Tiered-Attempts"] == "2"
         assert sum(len(server.seen) for server in c.servers) == 2
+
+
+ABORTED = (
+    '{{"text":"","meta_info":{{"completion_tokens":{tokens},"finish_reason":'
+    '{{"type":"abort","message":"prefill is gone","status_code":{code}}}}}}}'
+)
+OPENAI_ERROR = '{{"error":{{"message":"prefill is gone","code":{code}}}}}'
+
+
+@pytest.mark.parametrize("text", [ABORTED, OPENAI_ERROR])
+@scenario
+async def test_a_stream_that_begins_with_a_failure_has_not_begun(text):
+    """SGLang says 200 before it knows: its abort is no answer, and others are tried."""
+    failing = break_off(event(text.format(code=500, tokens=0)))
+    async with cluster("ab") as c:
+        c["a"].behaviour = failing
+        for _ in range(2):
+            code, headers, raw = await c.post(STREAM)
+            assert (code, headers["X-Tiered-Instance"]) == (200, "b")
+            assert raw.startswith(event("b-0"))
+        c["b"].behaviour = failing
+        code, _, body = await c.post(STREAM)
+        assert code == 500
+        assert body["error"]["message"] == "prefill is gone"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ABORTED.format(code=500, tokens=3),
+        ABORTED.format(code="null", tokens=0),
+        ABORTED.format(code=400, tokens=0),
+        OPENAI_ERROR.format(code=400),
+        '{"text":"an \\"error\\" and an \\"abort\\"","meta_info":{}}',
+        '{"error": half',
+    ],
+)
+@scenario
+async def test_a_stream_that_begins_otherwise_is_passed_on(text):
+    """Tokens, a request's own fault, an abort by wish, and what only looks like one."""
+    async with cluster("ab") as c:
+        for server in c.servers:
+            server.behaviour = lines(text)
+        code, headers, raw = await c.post(STREAM)
+        assert (code, headers["X-Tiered-Attempts"]) == (200, "1")
+        assert raw == event(text)
 
 
 @pytest.mark.parametrize("code", [400, 404, 422, 429])

@@ -162,6 +162,30 @@ def test_failures_are_values() -> None:
         assert reason in record.error
 
 
+def test_a_session_is_named_by_the_key_up_to_the_turn() -> None:
+    """A router that goes by sessions is told of them; nobody else is."""
+    seen: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("X-Session-Id"))
+        return web.Response(status=503)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        for tells in (True, False):
+            async with StreamingClient(url, tells_session=tells) as client:
+                await client.send(PlannedRequest("0/s3.t1", (5,), 1))
+        await runner.cleanup()
+
+    asyncio.run(run())
+    assert seen == ["0/s3", None]
+
+
 def test_an_absent_server_is_a_value_too() -> None:
     """A refused connection gives records, not an exception."""
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
 from sgl_tiered_workloads.client import StreamingClient
+from sgl_tiered_workloads.gate import (
+    Spread,
+    check_equality,
+    measure_spread,
+    negative_control,
+)
 from sgl_tiered_workloads.records import RequestRecord
+from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest, swap_page
 
-__all__ = ["answer_in_parts", "answer_with_swapped_pages", "swappable"]
+__all__ = [
+    "answer_in_parts",
+    "answer_with_swapped_pages",
+    "rounding_spread",
+    "swappable",
+]
 
 
 async def answer_with_swapped_pages(
@@ -48,6 +61,46 @@ async def answer_in_parts(
             await client.send(PlannedRequest(f"{record.key}.part{place}", part, 1), 0)
     request = PlannedRequest(record.key, record.prompt, len(record.output))
     return await client.send(request, record.order)
+
+
+async def rounding_spread(
+    server: SglangServer,
+    records: Sequence[RequestRecord],
+    page_size: int,
+    num_prompts: int = 6,
+) -> Spread:
+    """Measure how a prompt computed in parts differs; a wrong page must show in it.
+
+    Args:
+        server: plain SGLang with its radix cache, idle.
+        records: of the prompts; some are taken, evenly.
+        page_size: tokens per page.
+        num_prompts: how many to take at most.
+
+    Raises:
+        NegativeControlError: another prompt's page would pass within this spread.
+        ValueError: no two of the prompts differ in a page.
+    """
+    whole, parts = [], []
+    async with StreamingClient(server.url) as client:
+        for record in records[:: -(-len(records) // num_prompts)]:
+            await asyncio.to_thread(server.flush_cache)
+            request = PlannedRequest(record.key, record.prompt, len(record.output))
+            whole.append(await client.send(request, record.order))
+            await asyncio.to_thread(server.flush_cache)
+            parts.append(await answer_in_parts(client, record, page_size))
+        spread = measure_spread(whole, parts)
+        pair = swappable(whole, page_size)
+        if pair is None:
+            raise ValueError("no two prompts differ in a page")
+        await asyncio.to_thread(server.flush_cache)
+        first, second, page = pair
+        wrong = await answer_with_swapped_pages(client, first, second, page, page_size)
+    caught = check_equality(
+        [first, second], wrong, page_size=page_size, spread=spread, forced=False
+    )
+    negative_control({"another prompt's page": caught})
+    return spread
 
 
 def swappable(

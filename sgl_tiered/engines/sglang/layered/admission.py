@@ -55,6 +55,8 @@ class LayerAdmission:
         self._page_tokens = driver.plan.layout.page_tokens
         self._pressure = Pressure(self._num_layers, driver.plan.num_layer_pages)
         self._left = self._spare = 0
+        # Pages that the pass begins, as far as it is put together.
+        self._new_pages = 0
         self._running: Sequence[Any] = ()
 
     def see(self, running: Sequence[Any]) -> None:
@@ -66,6 +68,7 @@ class LayerAdmission:
         self._driver.manager.poll()
         self.see(running)
         # Each will begin another page, in all layers.
+        self._new_pages = len(self._running)
         growth = len(self._running) * self._num_layers
         room = self._driver.manager.room()
         self._left = room.free + room.spare + room.landing + room.cached - growth
@@ -90,6 +93,8 @@ class LayerAdmission:
         """
         retained = self._retained(req, prefix, new)
         need = self._need(req, prefix, new, retained)
+        num_new = self._begun(prefix, new)
+        need += self._stuck(num_new)
         if need > self._left:
             # Others' layers leave for it; what was promised in this pass stays so.
             reserved = self.room() - self._left
@@ -100,6 +105,7 @@ class LayerAdmission:
             self._left = self.room() - reserved
         self._left -= need
         self._spare -= need
+        self._new_pages += num_new
         self._driver.decide(req.rid, retained)
         return True
 
@@ -110,11 +116,14 @@ class LayerAdmission:
         """
         held = self._driver.manager.held(req.rid)
         need = self._driver.manager.needed(req.prefix_len, new, held)
+        num_new = self._begun(req.prefix_len, new)
+        need += self._stuck(num_new)
         reserved = self.room() - self._left
         fits = need <= self.room() or self.make_room(need)
         if not fits and (not is_alone or self._driver.num_stores):
             return False
         self._left = self.room() - reserved - need
+        self._new_pages += num_new
         return True
 
     def make_room(self, wanted: int) -> bool:
@@ -161,6 +170,21 @@ class LayerAdmission:
 
     def _pages_to_come(self, req: Any) -> int:
         return int(-(-tokens_to_come(req) // self._page_tokens))
+
+    def _begun(self, context: int, new: int) -> int:
+        """Return the pages that new tokens begin."""
+        page_tokens = self._page_tokens
+        return -(-(context + new) // page_tokens) - -(-context // page_tokens)
+
+    def _stuck(self, num_new: int) -> int:
+        """Return the layer-pages of new pages that will not find a host row.
+
+        Where pages are of two kinds, rows of KV and places for activations may be out:
+        such pages stay in all layers, whatever else their request retains.
+        """
+        manager, before = self._driver.manager, self._new_pages
+        stuck = manager.num_rowless(before + num_new) - manager.num_rowless(before)
+        return stuck * self._num_layers
 
     def _need(self, req: Any, prefix: int, new: int, retained: Bools) -> int:
         need = int(self._driver.manager.needed(prefix, new, retained))

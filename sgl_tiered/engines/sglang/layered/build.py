@@ -15,7 +15,10 @@ from sgl_tiered.cost.streaming import StreamingCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
-from sgl_tiered.engines.sglang.layered.activations.build import attach_activations
+from sgl_tiered.engines.sglang.layered.activations.build import (
+    attach_activations,
+    learn_lines,
+)
 from sgl_tiered.engines.sglang.layered.activations.capture import hook_weights
 from sgl_tiered.engines.sglang.layered.activations.choosing import page_chooser
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
@@ -200,7 +203,7 @@ def connect(
     )
     driver = LayerDriver(manager, plan, guard)
     if chosen is not None:
-        attach_activations(pool, driver, chosen)
+        attach_activations(pool, driver, chosen, copies.weights)
     driver.on_close = copies.close
     if not copier.waiter_copies:
         # Nothing is placed yet, and the start measures loads to the first pages: they
@@ -234,6 +237,8 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
         agreement.learned(learn),
         lambda: (float(manager.bytes_streamed), manager.stall_s),
     )
+    if driver.plan.acts is not None:
+        learn_lines(manager, agreement, runtime.cost)
     decoders = Decoders(config, runtime.lengths, agreement)
     forecast = LayerForecast(driver, decoders.tokens_left)
     driver.decision_counters = forecast.counters

@@ -13,6 +13,7 @@ from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.layered.base import ActCopier, LayerCopier
 from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.pipelines.stream_weights import WeightSlots
 
 __all__ = ["LayerCopies", "layer_copies"]
 
@@ -32,6 +33,7 @@ class LayerCopies:
     device_pool: Callable[[LayerDriver], DevicePool]
     close: Callable[[], None]
     acts: ActCopier | None = None
+    weights: WeightSlots | None = None
 
 
 def layer_copies(

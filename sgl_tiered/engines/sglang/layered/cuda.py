@@ -38,6 +38,7 @@ from sgl_tiered.engines.sglang.layered.stream_device_pool import (
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pipelines.stream_acts import StreamActCopier
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
+from sgl_tiered.pipelines.stream_weights import WeightSlots
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = [
@@ -196,13 +197,23 @@ def cuda_copies(
             lambda driver: LayeredStreamPool(ops, region, driver, by_kernel=by_kernel),
             copier.close,
         )
-    projections, act_region = pool.plan.chosen.projections, pool.act_region.array
-    act_ops = CudaActOps(pool, layout.num_layers, forward_stream, projections)
+    chosen, act_region = pool.plan.chosen, pool.act_region.array
+    act_ops = CudaActOps(
+        pool,
+        layout.num_layers,
+        forward_stream,
+        chosen.projections,
+        offloaded=chosen.offloaded,
+    )
+    weights = None
+    if chosen.offloaded is not None:
+        weights = WeightSlots(act_ops, chosen.offloaded.away)
     acts = StreamActCopier(
         act_ops,
         act_region,
         len(pool.acts),
         ahead=not guarded,
+        weights=weights,
         breaks_staging=breaks_staging,
     )
     numbers = np.arange(1, min(len(act_region), len(pool.acts), _TUNE_PAGES))
@@ -225,6 +236,7 @@ def cuda_copies(
         ),
         close,
         acts,
+        weights,
     )
 
 

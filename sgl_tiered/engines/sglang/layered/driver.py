@@ -105,6 +105,10 @@ class LayerDriver:
         self._guard = guard
         # Ends what copies besides the manager's threads.
         self.on_close: Callable[[], None] | None = None
+        # Told that a forward is to begin, ahead of its first copies.
+        self.on_begin: Callable[[], None] | None = None
+        # Bytes of weights that rebuilding has brought from host memory.
+        self.weights_brought: Callable[[], int] | None = None
         # Orders a forward's requests; None for as they come.
         self.packing: Packing | None = None
         self.num_paused = 0
@@ -171,6 +175,8 @@ class LayerDriver:
         self._device_rows = None
         if self._lost:
             requests = [replace(r, is_lost=r.key in self._lost) for r in requests]
+        if self.on_begin is not None:
+            self.on_begin()
         plan = self.manager.begin_pass(requests)
         if plan.refused:
             # Admission counts before pages are given out, so it may be off by a few.
@@ -485,6 +491,8 @@ class LayerDriver:
             told = activation_stats(
                 plan.chosen, plan.acts, manager.rebuild_s, manager.rebuild_exposed_s
             )
+            if self.weights_brought is not None:
+                told["weight_bytes"] = self.weights_brought()
             activations = {"activations": told}
         return {
             "logical_pages": plan.num_pages,

@@ -24,6 +24,7 @@ from sgl_tiered.engines.sglang.layered.activations.settings import FLAG
 from sgl_tiered.engines.sglang.layered.activations.sizes import Demand
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.layered.base import ActChooser
+from sgl_tiered.pipelines.stream_weights import NUM_SLOTS
 from sgl_tiered.policies.activations.base import LayerFacts, PageLine
 from sgl_tiered.policies.activations.choice import choose_share
 from sgl_tiered.policies.activations.ratio import PageRatio, next_page
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     # One needs SGLang, and the other us.
     from sgl_tiered.engines.sglang.agreement import Ranks
     from sgl_tiered.engines.sglang.config import TieredConfig
+    from sgl_tiered.engines.sglang.layered.activations.offloaded import (
+        OffloadedWeights,
+    )
     from sgl_tiered.engines.sglang.layered.activations.projections import (
         LayerProjections,
     )
@@ -64,6 +68,7 @@ class Chosen:
             if there are none.
         projections: what rebuilds; None if nothing does.
         sampled: time to rebuild tokens of a layer, as this rank found it.
+        offloaded: of the projections, what is in host memory; None if nothing is.
     """
 
     share: float
@@ -73,6 +78,7 @@ class Chosen:
     load_kv: PageLine | None = None
     projections: LayerProjections | None = None
     sampled: TokensFit | None = None
+    offloaded: OffloadedWeights | None = None
 
     def stats(self) -> dict[str, Any]:
         """Return it as JSON can write it."""
@@ -146,13 +152,16 @@ def choose(
 
     try:
         found = find_projections(
-            configurator.model, layout.num_layers, configurator.kv_cache_dtype
+            configurator.model,
+            layout.num_layers,
+            configurator.kv_cache_dtype,
+            configurator.device,
         )
     except EngineCompatibilityError as error:
         if settings.share is not None:
             raise
         return _told(Chosen(0.0, str(error)))
-    one = found[0]
+    one = found.shape
     token_bytes = found.hidden * found.dtype.itemsize
     if settings.share is not None and token_bytes > 2 * layout.token_bytes:
         raise ConfigError(
@@ -185,6 +194,7 @@ def choose(
     )
     if share == 0.0:
         return _told(Chosen(0.0, reason))
+    offloaded = found.offloaded
     args: dict[str, Any] = configurator.server_args.resolved_dict()
     chunk = args.get("chunked_prefill_size") or 0
     chunk_tokens = chunk if chunk > 0 else configurator.model_config.context_len
@@ -194,9 +204,11 @@ def choose(
         open_pages=int(args.get("max_running_requests") or _OPEN_PAGES),
         chunk_pages=-(-chunk_tokens // layout.page_tokens),
         device_bytes=settings.device_bytes,
+        weight_bytes=0 if offloaded is None else NUM_SLOTS * offloaded.slot_bytes,
     )
     load_kv = link.line(layout.layer_page_bytes)
-    return _told(Chosen(share, reason, demand, PageLine(*line), load_kv, found, fit))
+    lines = (PageLine(*line), load_kv)
+    return _told(Chosen(share, reason, demand, *lines, found, fit, offloaded))
 
 
 def page_chooser(share: float) -> ActChooser:
@@ -240,16 +252,16 @@ def _kv_gen(
 
     if calibration is not None and calibration.rebuild is not None:
         return calibration.rebuild.kv_gen
-    one = found[0]
+    one = found.shape
     return probe_kv_gen(
         one.hidden,
         one.num_kv_heads,
         one.head_dim,
-        found.dtype,
+        one.dtype,
         page_tokens,
-        has_rotary=one.rotary is not None,
-        has_bias=one.bias is not None,
-        device=one.weight.device,
+        has_rotary=one.has_rotary,
+        has_bias=one.has_bias,
+        device=found.device,
     )
 
 
@@ -272,6 +284,9 @@ def _facts(
     num_pages = settings.host_bytes // layout.slot_bytes or 4 * device_pages
     compute_s = _compute_s(found, layout, num_pages, calibration)
     act_page_bytes = found.hidden * found.dtype.itemsize * layout.page_tokens
+    weight_bytes = settings.weight_bytes
+    if found.offloaded is not None:
+        weight_bytes += found.offloaded.layer_bytes
     return LayerFacts(
         num_pages=max(num_pages, 1),
         device_bytes=device_pages * layout.layer_page_bytes,
@@ -280,7 +295,7 @@ def _facts(
         kv_gen=kv_gen,
         load_kv=link.line(layout.layer_page_bytes),
         load_act=link.line(act_page_bytes),
-        load_weights_s=settings.weight_bytes / link.bytes_per_s,
+        load_weights_s=weight_bytes / link.bytes_per_s,
         compute_s=compute_s,
     )
 

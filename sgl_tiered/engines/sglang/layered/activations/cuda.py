@@ -22,6 +22,7 @@ from sgl_tiered_kernels.page_copy.dma import (
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.cuda_ops import CudaStreams
+from sgl_tiered.engines.sglang.layered.activations.offloaded import OffloadedWeights
 from sgl_tiered.engines.sglang.layered.activations.projections import LayerProjections
 from sgl_tiered.pipelines.stream_acts import act_layout_token_bytes
 
@@ -60,6 +61,7 @@ class CudaActOps(CudaStreams):
         num_layers: of the model.
         forward_stream: on which SGLang's overlap scheduler runs the model; or None.
         projections: of the layers.
+        offloaded: parameters of these that are in host memory; None where none are.
         engines: the copy engines; those of the CUDA driver if None.
     """
 
@@ -70,6 +72,7 @@ class CudaActOps(CudaStreams):
         forward_stream: Any,
         projections: LayerProjections,
         *,
+        offloaded: OffloadedWeights | None = None,
         engines: CopyEngines | None = None,
     ) -> None:
         area: torch.Tensor = pool.acts
@@ -81,6 +84,9 @@ class CudaActOps(CudaStreams):
         self._table = torch.tensor([self._address], dtype=torch.int64).to(area.device)
         self._keys, self._values = pool.k_buffer[0], pool.v_buffer[0]
         self._projections = projections
+        self._offloaded = offloaded
+        if offloaded is not None:
+            offloaded.allocate()
         self._engines = engines or CopyEngines(batch_function(), copy_function())
 
     @property
@@ -154,11 +160,28 @@ class CudaActOps(CudaStreams):
         """Refuse, as ``gather`` does."""
         raise NotImplementedError("activations leave layer by layer")
 
+    def bring_weights(self, stream: Any, layer: int, slot: int) -> int:
+        """Queue the copy of a layer's parameters from host memory; see `WeightOps`."""
+        assert self._offloaded is not None, "all weights are on the device"
+        pairs = self._offloaded.pairs(layer, slot)
+        self._copy_all(stream, pairs)
+        return sum(host.nbytes for _, host in pairs)
+
     def rebuild(
-        self, stream: Any, layer: int, numbers: torch.Tensor, count: int
+        self,
+        stream: Any,
+        layer: int,
+        numbers: torch.Tensor,
+        count: int,
+        slot: int | None,
     ) -> object:
         """Queue ``kv_gen`` for so many tokens; see ``pipelines/stream_acts.py``."""
-        projection = self._projections[layer]
+        if slot is None:
+            projection = self._projections[layer]
+        else:
+            assert self._offloaded is not None, "a slot of no weights"
+            places = self._offloaded.places(layer, slot)
+            projection = self._projections.over(layer, **places)
         rows, slots, positions = numbers.view(3, count).unbind(0)
         # SGLang's tensors may be inference tensors, which others may not write to.
         with self._on(stream), torch.inference_mode():
@@ -173,6 +196,13 @@ class CudaActOps(CudaStreams):
             )
         # Another rotary table may take the place of its own before this has run.
         return projection
+
+    def _copy_all(
+        self, stream: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        with self._on(stream):
+            for to, frm in pairs:
+                to.copy_(frm, non_blocking=True)
 
     def _on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)

@@ -10,15 +10,20 @@ shows there, and is refused.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sgl_tiered_kernels.kv_gen import KVProjection, Rotary, rebuild_kv
 
+from sgl_tiered.engines.sglang.layered.activations.offloaded import (
+    OffloadedWeights,
+    on_device,
+)
 from sgl_tiered.errors import EngineCompatibilityError
 
-__all__ = ["LayerProjections", "find_projections", "projected_modules"]
+__all__ = ["LayerProjections", "LayerShape", "find_projections", "projected_modules"]
 
 _NUM_TOKENS = 40
 _MAX_POSITION = 4096
@@ -44,16 +49,46 @@ class _Made:
     table: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a layer's projection looks like, wherever its weights are.
+
+    Attributes:
+        hidden: numbers of an activation.
+        num_kv_heads: of this rank.
+        head_dim: numbers of a head.
+        dtype: of an activation, which is that of the weights.
+        has_rotary, has_bias: whether it has them.
+    """
+
+    hidden: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    has_rotary: bool
+    has_bias: bool
+
+
 class LayerProjections:
     """The projections of all layers, over the weights that the model computes with.
 
     Args:
         modules: of the layers' attention, in order.
         layer_params: parameters of one layer, all of it.
+        device: that computes.
+        offloaded: parameters that are in host memory; None where none are.
     """
 
-    def __init__(self, modules: list[Any], layer_params: int) -> None:
+    def __init__(
+        self,
+        modules: list[Any],
+        layer_params: int,
+        device: torch.device,
+        offloaded: OffloadedWeights | None = None,
+    ) -> None:
         self._modules = modules
+        self.device = device
+        self.offloaded = offloaded
         # Read and replaced as a whole: several threads rebuild.
         self._made: list[_Made | None] = [None] * len(modules)
         self.layer_params = layer_params
@@ -66,14 +101,33 @@ class LayerProjections:
         return self._modules[layer].qkv_proj
 
     @property
+    def linears(self) -> list[Any]:
+        """The ``qkv_proj`` of all layers."""
+        return [module.qkv_proj for module in self._modules]
+
+    @property
+    def shape(self) -> LayerShape:
+        """What the first layer's looks like, and those of the others."""
+        module = self._modules[0]
+        linear = module.qkv_proj
+        return LayerShape(
+            int(linear.weight.shape[1]),
+            int(module.attn.tp_k_head_num),
+            int(module.attn.qk_head_dim),
+            linear.weight.dtype,
+            getattr(module, "rotary_emb", None) is not None,
+            getattr(linear, "bias", None) is not None,
+        )
+
+    @property
     def hidden(self) -> int:
         """Numbers of an activation."""
-        return self[0].hidden
+        return self.shape.hidden
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of an activation, which is that of the weights."""
-        return self[0].weight.dtype
+        return self.shape.dtype
 
     def __getitem__(self, layer: int) -> KVProjection:
         """Return the projection of a layer, over its tables as they are now.
@@ -84,25 +138,51 @@ class LayerProjections:
             ValueError: the weights are no fused projection.
         """
         module, known = self._modules[layer], self._made[layer]
-        linear = module.qkv_proj
         turn: Any = getattr(module, "rotary_emb", None)
         table = None if turn is None else turn.cos_sin_cache
-        weights = linear.weight.data_ptr()
+        weights = module.qkv_proj.weight.data_ptr()
         if known is not None and known.table is table and known.weights == weights:
             return known.projection
-        made = KVProjection.from_fused(
-            linear.weight,
-            getattr(linear, "bias", None),
-            module.attn.tp_k_head_num,
-            module.attn.qk_head_dim,
-            None if table is None else Rotary(table, turn.is_neox_style),
-        )
+        made = self.over(layer)
         self._made[layer] = _Made(made, weights, table)
         return made
 
+    def over(
+        self,
+        layer: int,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> KVProjection:
+        """Return the projection of a layer over a copy of its parameters.
+
+        Args:
+            layer: which.
+            weight, bias: copies; None for the layer's own, if it has them.
+
+        Raises:
+            ValueError: the weights are no fused projection.
+        """
+        module = self._modules[layer]
+        linear = module.qkv_proj
+        turn: Any = getattr(module, "rotary_emb", None)
+        return KVProjection.from_fused(
+            linear.weight if weight is None else weight,
+            getattr(linear, "bias", None) if bias is None else bias,
+            module.attn.tp_k_head_num,
+            module.attn.qk_head_dim,
+            None if turn is None else Rotary(turn.cos_sin_cache, turn.is_neox_style),
+        )
+
+    def forget(self, layer: int) -> None:
+        """Let go of what was made of a layer's parameters."""
+        self._made[layer] = None
+
 
 def find_projections(
-    model: torch.nn.Module, num_layers: int, kv_dtype: torch.dtype
+    model: torch.nn.Module,
+    num_layers: int,
+    kv_dtype: torch.dtype,
+    device: torch.device | str = "cpu",
 ) -> LayerProjections:
     """Return the projections of a loaded model, each of them tried.
 
@@ -110,6 +190,7 @@ def find_projections(
         model: SGLang's.
         num_layers: of the KV pool.
         kv_dtype: that it holds.
+        device: that computes; parameters may be in host memory (``offloaded.py``).
 
     Raises:
         EngineCompatibilityError: one sentence that says what cannot be rebuilt.
@@ -121,19 +202,28 @@ def find_projections(
             f"{len(modules)} layers of {type(model).__name__} with an attention and a "
             f"fused qkv projection that are known here, where its KV has {num_layers}"
         )
-    around = model.get_submodule(named[0][0].rpartition(".")[0])
-    projections = LayerProjections(
-        [modules[layer] for layer in range(num_layers)],
-        sum(int(one.numel()) for one in around.parameters()),
-    )
     for layer, module in sorted(modules.items()):
         reason = _refused_shape(module)
         if reason is not None:
             raise _refused(f"{reason} in layer {layer} of {type(model).__name__}")
+    device = torch.device(device)
+    ordered = [modules[layer] for layer in range(num_layers)]
+    layers = _decoder_layers(model, [named[layer][0] for layer in range(num_layers)])
+    offloaded = OffloadedWeights(layers, [one.qkv_proj for one in ordered], device)
+    projections = LayerProjections(
+        ordered,
+        sum(int(one.numel()) for one in layers[0].parameters()),
+        device,
+        offloaded if offloaded.away else None,
+    )
     if projections.dtype != kv_dtype:
         raise _refused(f"KV of {kv_dtype} and weights of {projections.dtype}")
     for layer in range(num_layers):
-        reason = _tried(projections, modules[layer], layer)
+        with on_device(modules[layer], device):
+            reason = _tried(projections, modules[layer], layer)
+        if offloaded.away:
+            # It is over copies that end with the trial.
+            projections.forget(layer)
         if reason is not None:
             raise _refused(f"{reason} in layer {layer} of {type(model).__name__}")
     return projections
@@ -142,6 +232,13 @@ def find_projections(
 def projected_modules(model: torch.nn.Module) -> list[Any]:
     """Return the fused projections of a model, layer by layer; empty for none."""
     return [module.qkv_proj for _, (_, module) in sorted(_attentions(model).items())]
+
+
+def _decoder_layers(
+    model: torch.nn.Module, names: Sequence[str]
+) -> list[torch.nn.Module]:
+    """Return the modules that own the attentions of these names."""
+    return [model.get_submodule(name.rpartition(".")[0]) for name in names]
 
 
 def _attentions(model: torch.nn.Module) -> dict[int, tuple[str, Any]]:
@@ -166,6 +263,8 @@ def _refused_shape(module: Any) -> str | None:
         return "a projection that is quantised or replaced (LoRA)"
     if getattr(linear, "use_intel_amx_backend", False):
         return "a projection whose weights are packed for AMX"
+    if any(one.is_meta for one in linear.parameters()):
+        return "a projection whose weights SGLang keeps elsewhere (--offload-mode)"
     if rotary is None:
         return None
     plain = type(rotary).forward_native is RotaryEmbedding.forward_native

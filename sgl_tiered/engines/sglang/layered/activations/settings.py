@@ -29,7 +29,6 @@ _UNTRIED = (
     "lora_paths",
     "enable_torch_compile",
     "quantization",
-    "cpu_offload_gb",
 )
 
 
@@ -152,6 +151,13 @@ def refuse_with_activations(
                 f"does not go with --{name.replace('_', '-')} yet",
                 "leave one of the two out",
             )
+    if (getattr(server_args, "offload_group_size", None) or 0) > 0:
+        raise ConfigError(
+            FLAG,
+            "does not go with --offload-group-size, which SGLang has for the experts "
+            "of models whose KV is no K and V",
+            "use --cpu-offload-gb, or leave one of the two out",
+        )
 
 
 def _share(value: object) -> float:

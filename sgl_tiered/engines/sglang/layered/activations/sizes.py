@@ -33,6 +33,7 @@ class Demand:
         open_pages: requests that may have a page whose tokens are not complete.
         chunk_pages: pages that one pass of a prefill writes at most.
         device_bytes: that the user gives the act area; 0 for what it needs.
+        weight_bytes: of the device's memory for weights that are in host memory.
     """
 
     share: float
@@ -40,6 +41,7 @@ class Demand:
     open_pages: int
     chunk_pages: int
     device_bytes: int = 0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def share_bytes(
             f"{layout.layer_page_bytes} as KV",
             "leave it out for this model",
         )
-    pool_bytes = num_layer_pages * layout.layer_page_bytes
+    pool_bytes = num_layer_pages * layout.layer_page_bytes - demand.weight_bytes
     # Also what is staged as activations only has to fit a half.
     staging = 2 * half_pages + _UP_PAGES
     # One open page, and one page that is captured while another goes to the host.

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# peers.sh VENV: installs what only the cluster bench compares with, once.
+#
+# sglang-router goes into an environment of its own, .cache/sglang-router: it brings
+# packages that nothing else here wants. Mooncake, which SGLang's own prefill and decode
+# servers use, goes into VENV, where those servers run.
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+. "$root/scripts/say.sh"
+cd -- "$root"
+venv=${1:?the virtual environment}
+router=.cache/sglang-router
+wanted="sglang-router==0.3.2"
+
+find_uv() {
+  local found
+  for found in "$(command -v uv || true)" "$root/.cache/install/bin/uv"; do
+    if [ -n "$found" ] && "$found" --version >/dev/null 2>&1; then
+      printf '%s\n' "$found"
+      return
+    fi
+  done
+}
+
+add() { # add PYTHON PACKAGES...
+  local python=$1
+  shift
+  if [ -n "$uv" ]; then
+    "$uv" pip install --quiet --python "$python" "$@"
+  else
+    "$python" -m pip install --quiet "$@"
+  fi
+}
+
+uv=$(find_uv)
+if [ "$(cat -- "$router/.installed" 2>/dev/null)" != "$wanted" ]; then
+  say peers "installing $wanted into $router"
+  rm -rf -- "$router"
+  if [ -n "$uv" ]; then
+    "$uv" venv --quiet --python "$venv/bin/python" "$router"
+  else
+    "$venv/bin/python" -m venv "$router"
+  fi
+  add "$router/bin/python" "$wanted"
+  printf '%s\n' "$wanted" >"$router/.installed"
+fi
+if ! "$venv/bin/python" -c 'import mooncake.engine' >/dev/null 2>&1; then
+  say peers "installing Mooncake's transfer engine into $venv"
+  add "$venv/bin/python" "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
+  "$venv/bin/python" -c 'import mooncake.engine' ||
+    say peers "Mooncake does not load; on Debian: apt-get install libibverbs1 libnuma1 libcurl4"
+fi

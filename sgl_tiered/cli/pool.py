@@ -1,0 +1,159 @@
+"""``sgl-tiered pool``: the registry of a pool of instances, from outside."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.pool.membership import Lease, Registry, View, member_fields
+from sgl_tiered.pool.registry_url import local_path, open_registry
+
+__all__ = ["register"]
+
+_LOOK_S = 0.5
+
+
+def register(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "pool",
+        help="who is in a pool of instances: start a registry, look, drain",
+        description="A registry is local (a file of this user on this machine), "
+        "file:PATH, or etcd://HOST:PORT[,HOST:PORT]/POOL.",
+    )
+    commands = parser.add_subparsers(dest="pool_command", required=True)
+
+    def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(
+            name, help=text, description=text
+        )
+        command.set_defaults(run=run)
+        return command
+
+    up = add("up", _up, "make a registry, print its URL, and tell of changes")
+    listing = add("list", _list, "who is there")
+    state = add("state", _state, "who is there, with all addresses, as one JSON object")
+    drain = add("drain", _drain, "let an instance take no new work, so that it can end")
+    for command in (up, listing, state, drain):
+        command.add_argument(
+            "--registry", default="local", metavar="URL", help="default %(default)s"
+        )
+    drain.add_argument("name", help="of the instance")
+    keys = add("keys", _keys, "make a key pair for instances on several machines")
+    keys.add_argument("folder", type=Path, help="where pool.key is written")
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    """Tell of changes until it is interrupted."""
+    registry = open_registry(arguments.registry)
+    stopped = threading.Event()
+    former = {
+        number: signal.signal(number, lambda *_: stopped.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        print(f"sgl-tiered pool: {_url(arguments.registry)}", flush=True)
+        view = registry.view()
+        seen = _lines(view)
+        print("\n".join(seen) or "nobody is there yet", flush=True)
+        while not stopped.is_set():
+            found = registry.watch(view.version, _LOOK_S)
+            if found is not None:
+                view = found
+                lines = _lines(view)
+                for line in seen:
+                    if line not in lines:
+                        print(f"- {line}", flush=True)
+                for line in lines:
+                    if line not in seen:
+                        print(f"+ {line}", flush=True)
+                seen = lines
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        registry.close()
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    lines = _lines(_view(arguments.registry))
+    print("\n".join(lines) or "nobody is there")
+    return 0
+
+
+def _state(arguments: argparse.Namespace) -> int:
+    view = _view(arguments.registry)
+    members = [member_fields(member) for member in view.members]
+    found = {
+        "registry": _url(arguments.registry),
+        "version": view.version,
+        "members": members,
+    }
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    registry = open_registry(arguments.registry)
+    try:
+        for member in registry.view().members:
+            if member.name == arguments.name:
+                lease = Lease(member.name, member.instance, member.incarnation, 0.0)
+                if registry.drain(lease):
+                    print(f"{member.name} is draining")
+                    return 0
+    finally:
+        registry.close()
+    raise ConfigError(
+        "pool drain",
+        f"no instance {arguments.name!r} is there",
+        "see sgl-tiered pool list",
+    )
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    # Only here: the other commands must work without these packages.
+    from sgl_tiered.transport.keys import make_keys
+
+    path = arguments.folder / "pool.key"
+    try:
+        arguments.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keys = make_keys(path)
+    except FileExistsError:
+        raise ConfigError(
+            str(path), "it exists", "keys are never overwritten"
+        ) from None
+    except OSError as error:
+        problem = error.strerror or "it cannot be written"
+        raise ConfigError(str(path), problem, "name another folder") from None
+    print(f"{path}: copy it to every machine of the pool, or write the public keys")
+    print(f"of the others, a line each, into {arguments.folder / 'admitted'}.")
+    print(f"public key: {keys.public}")
+    return 0
+
+
+def _view(url: str) -> View:
+    registry: Registry = open_registry(url)
+    try:
+        return registry.view()
+    finally:
+        registry.close()
+
+
+def _url(url: str) -> str:
+    """Return the URL that any process of this machine can use."""
+    return f"file:{local_path()}" if url == "local" else url
+
+
+def _lines(view: View) -> list[str]:
+    return [
+        f"{member.name}: instance {member.instance}.{member.incarnation}, "
+        f"{member.kind.value}{', draining' if member.draining else ''}, "
+        + " ".join(f"{k}={v}" for k, v in sorted(member.endpoints.items()))
+        for member in view.members
+    ]

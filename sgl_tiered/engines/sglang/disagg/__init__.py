@@ -1,0 +1,1 @@
+"""Prefill and decode as two servers, their KV moved by us: see README.md."""

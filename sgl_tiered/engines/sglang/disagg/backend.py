@@ -1,0 +1,161 @@
+"""Makes ``tiered`` a transfer backend of SGLang, and hooks its scheduler loops."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+from sgl_tiered.engines.sglang.disagg.settings import (
+    TRANSFER_BACKEND,
+    PdCaching,
+    pd_caching,
+)
+from sgl_tiered.engines.sglang.seams import tiered_runtime
+
+__all__ = ["add_choice", "disagg_hooks", "pd_state", "service_hooks"]
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_GET_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+_HOLD_NAP_S = 0.005
+
+
+def add_choice() -> None:
+    """Let the command line take our name; called before it is parsed."""
+    from sglang.srt.arg_groups import choices
+
+    if TRANSFER_BACKEND not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        choices.add_disagg_transfer_backend_choices([TRANSFER_BACKEND])
+
+
+def service_hooks() -> list[tuple[str, Any, Any]]:
+    """Return the hooks of every process that asks for a backend's classes."""
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.plugins.hook_registry import HookType
+
+    _add_member(TransferBackend)
+    return [(_GET_CLASS, _kv_class, HookType.AROUND)]
+
+
+def disagg_hooks() -> list[tuple[str, Any, Any]]:
+    """Return the hooks of the scheduler process."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    return [
+        (_SCHEDULER + "init_disaggregation", _after_init, HookType.AFTER),
+        (_SCHEDULER + "process_decode_queue", _take_events, HookType.BEFORE),
+        (_SCHEDULER + "maybe_send_cached_prefix_chunk", _send_early, HookType.AROUND),
+    ]
+
+
+def pd_state(scheduler: Any) -> dict[str, Any] | None:
+    """Return what was transferred; None where our backend is not used."""
+    manager = _manager(scheduler)
+    return None if manager is None else dict(manager.pd_stats())
+
+
+def _manager(scheduler: Any) -> Any:
+    """Return our manager of transfers; None where there is none."""
+    for name in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        queue = getattr(scheduler, name, None)
+        found = getattr(queue, "kv_manager", None)
+        if hasattr(found, "pd_stats"):
+            return found
+    return None
+
+
+def _add_member(backends: Any) -> None:
+    """Give SGLang's closed list of backends one more: an enum asks ``_missing_``."""
+    if isinstance(getattr(backends, "_tiered", None), backends):
+        return
+    member = object.__new__(backends)
+    member._name_ = TRANSFER_BACKEND.upper()
+    member._value_ = TRANSFER_BACKEND
+
+    def missing(cls: Any, value: object) -> Any:
+        del cls
+        return member if value == TRANSFER_BACKEND else None
+
+    backends._missing_ = classmethod(missing)
+    backends._tiered = member
+
+
+def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    """Return our class for our backend, SGLang's for any other."""
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    name = getattr(transfer_backend, "value", None)
+    if name != TRANSFER_BACKEND or class_type == KVClassType.KVARGS:
+        return original(transfer_backend, class_type)
+    from sgl_tiered.engines.sglang.disagg import conn
+
+    return {
+        KVClassType.MANAGER: conn.TieredKVManager,
+        KVClassType.SENDER: conn.TieredKVSender,
+        KVClassType.RECEIVER: conn.TieredKVReceiver,
+        KVClassType.BOOTSTRAP_SERVER: conn.TieredKVBootstrapServer,
+    }[class_type]
+
+
+def _after_init(result: Any, scheduler: Any) -> None:
+    """Join the manager of transfers to the scheduler, and to its pool if it has one."""
+    del result
+    manager = _manager(scheduler)
+    if manager is None:
+        return
+    queue = scheduler.disagg_decode_transfer_queue
+    if queue is not None:
+        # Never by the clock: ``ReleaseWatch`` knows when.
+        queue.deferred_kv_release_timeout = math.inf
+    caching = pd_caching(scheduler.server_args)
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if caching is not PdCaching.RETURNED or runtime is None:
+        return
+    node = runtime.pool.node
+    manager.place = lambda: (node.instance, node.incarnation)
+    if queue is not None:
+        from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns
+
+        def is_there(instance: int, incarnation: int) -> bool:
+            return bool(node.view.has(instance, incarnation))
+
+        returns = AnswerReturns(node.pool, is_there, manager.count)
+        scheduler.tree_cache.return_answers(returns, manager.take_prefill)
+
+
+def _take_events(scheduler: Any) -> None:
+    """Let a tiered cache take the ends of its transfers: SGLang asks HiCache only."""
+    if tiered_runtime(scheduler.tree_cache) is not None:
+        scheduler.tree_cache.check_hicache_events()
+    if _only_holds(scheduler):
+        # SGLang turns without a pause while anything is held, which may be long.
+        threading.Event().wait(_HOLD_NAP_S)
+
+
+def _only_holds(scheduler: Any) -> bool:
+    """Say whether held memory is all that keeps a decode instance from sleeping."""
+    queue = scheduler.disagg_decode_transfer_queue
+    ahead = scheduler.disagg_decode_prealloc_queue
+    return (
+        queue.has_pending_deferred_releases()
+        and not queue.queue
+        and not ahead.queue
+        and not ahead.retracted_queue
+        and not scheduler.waiting_queue
+        and scheduler.running_batch.is_empty()
+    )
+
+
+def _send_early(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Send a cached prefix before the prefill, where that is sure to be there.
+
+    With tiers a part of the prefix may still be loading. And without an accelerator
+    SGLang's overlap schedule waits for an event of CUDA's here.
+    """
+    from sgl_tiered.engines.sglang.disagg.opening import has_accelerator
+
+    if tiered_runtime(scheduler.tree_cache) is not None:
+        return
+    if scheduler.enable_overlap and not has_accelerator():
+        return
+    original(scheduler, *args, **kwargs)

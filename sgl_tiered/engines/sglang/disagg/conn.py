@@ -1,0 +1,263 @@
+"""SGLang's transfer backend ``tiered``: its Mooncake classes over our engine.
+
+SGLang's classes keep the conversation (bootstrap, rooms, aborts); what moves bytes
+below them is ``RawEngine``. Three things differ: a decode instance tells where its
+memory is with its registration; one whose push failed does not say "done" before
+nothing of it can arrive any more; and memory is not taken back by the clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.mooncake.conn import (
+    MooncakeKVBootstrapServer,
+    MooncakeKVManager,
+    MooncakeKVReceiver,
+    MooncakeKVSender,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+
+from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.engines.sglang.disagg.engine import RawEngine
+from sgl_tiered.engines.sglang.disagg.opening import (
+    has_accelerator,
+    open_kv_transport,
+)
+from sgl_tiered.engines.sglang.disagg.release import ReleaseWatch
+
+__all__ = [
+    "TieredKVBootstrapServer",
+    "TieredKVManager",
+    "TieredKVReceiver",
+    "TieredKVSender",
+]
+
+logger = logging.getLogger(__name__)
+
+_ADDRESS_PART = 20
+"""Place of our part in the registration message, behind SGLang's own."""
+_SESSION_PART = 3
+_STATUS_PARTS = 3
+"""Of SGLang's status message: room, status, rank; then a reason, which we leave empty,
+and our part."""
+_PLACE = struct.Struct("<QQ")
+_MOST_ROOMS = 4096
+"""Transfers whose requests have not ended; those that never do are forgotten."""
+_SETTLE_S = 0.2
+
+
+class TieredKVManager(MooncakeKVManager):
+    """One rank's side of all transfers."""
+
+    supports_role_switch = False
+
+    def __init__(self, args: Any, mode: Any, server_args: Any, *rest: Any) -> None:
+        self._told: dict[str, bytes] = {}
+        self._unsettled: dict[int, set[str]] = {}
+        self._settling: threading.Thread | None = None
+        self._unsettled_lock = threading.Lock()
+        self._counts = dict.fromkeys(
+            (
+                "requests",
+                "pages",
+                "tokens_held_by_decode",
+                "requests_aborted",
+                "returns",
+                "pages_returned",
+                "returns_dropped",
+                "returns_failed",
+            ),
+            0,
+        )
+        self.releases = ReleaseWatch(SystemClock())
+        # This instance in the pool, if it is in one: id and incarnation.
+        self.place: Callable[[], tuple[int, int] | None] = lambda: None
+        self._prefill_of: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        # A session that failed once may be tried again: our engine knows when.
+        with envs.SGLANG_ENABLE_FAILED_SESSION_PROBE.override(True):
+            super().__init__(args, mode, server_args, *rest)
+
+    def init_engine(self) -> None:
+        """Open the transport that was asked for."""
+        self.engine = RawEngine(
+            open_kv_transport(
+                self.server_args.tiered_pd_transport or "auto",
+                self.local_ip,
+                self.kv_args.ib_device,
+                on_device=has_accelerator(),
+            ),
+            SystemClock(),
+        )
+        logger.info("sgl-tiered: KV is transferred by %s", self.engine.kind)
+
+    def pd_stats(self) -> dict[str, Any]:
+        """Return what was transferred, JSON-able, for ``/server_info``."""
+        return {
+            "mode": self.disaggregation_mode.value,
+            "transport": self.engine.kind,
+            **self._counts,
+            "bytes_pushed": self.engine.num_bytes_pushed,
+            "pushes_failed": self.engine.num_failed,
+            "rooms_unsettled": len(self._unsettled),
+            "releases_held": self.releases.num_held,
+        }
+
+    def count(self, name: str, number: int) -> None:
+        """Add to a counter of ``pd_stats``; the scheduler's thread only."""
+        self._counts[name] += number
+
+    # -- Where the decode instance's memory is ---------------------------------
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """Return SGLang's message, and our address behind it."""
+        message: list[bytes] = super().build_receiver_registration_message()
+        assert len(message) == _ADDRESS_PART, len(message)
+        return [*message, self.engine.address_bytes()]
+
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Any:
+        receive = super()._make_worker_recv(socket, timeout_ms)
+        if self.disaggregation_mode != DisaggregationMode.PREFILL:
+            return receive
+
+        def noting() -> Any:
+            message = receive()
+            if message and message[0] == b"None":
+                session = message[_SESSION_PART].decode("ascii")
+                told = message[_ADDRESS_PART : _ADDRESS_PART + 1]
+                self._told[session] = told[0] if told else b""
+            return message
+
+        return noting
+
+    def _publish_peer_registration(self, session: str, decode_args: Any) -> Any:
+        told = self._told.pop(session, b"")
+        why = self.engine.connect(session, told) if told else "it does not speak ours"
+        ours, theirs = self.kv_args.kv_item_lens, decode_args.dst_kv_item_lens
+        same_shape = decode_args.dst_attn_tp_size == self.attn_tp_size
+        if not why and same_shape and theirs and list(ours) != list(theirs):
+            why = f"its pages have {theirs[0]} bytes a layer, ours {ours[0]}"
+        mismatch = super()._publish_peer_registration(session, decode_args)
+        if not why:
+            return mismatch
+        reason = f"The decode instance cannot take KV from this one: {why}."
+        with self.session_lock:
+            self.state_layout_rejections[session] = reason
+        return reason
+
+    # -- Which instance of the pool computed a prompt ---------------------------
+
+    def take_prefill(self, room: int) -> tuple[int, int] | None:
+        """Return the instance and incarnation behind a transfer that arrived, once."""
+        return self._prefill_of.pop(room, None)
+
+    def _encode_kv_status_message(self, **facts: Any) -> list[bytes]:
+        parts: list[bytes] = super()._encode_kv_status_message(**facts)
+        place = self.place()
+        return parts if place is None else [*parts, b"", _PLACE.pack(*place)]
+
+    def parse_kv_status_message(self, msg: list[bytes]) -> Any:
+        """Read SGLang's message, and the place in the pool behind it."""
+        parsed = super().parse_kv_status_message(msg)
+        if parsed is not None and len(msg) == _STATUS_PARTS + 2:
+            self._prefill_of[parsed[0]] = _PLACE.unpack(msg[-1])
+            if len(self._prefill_of) > _MOST_ROOMS:
+                self._prefill_of.popitem(last=False)
+        return parsed
+
+    # -- When a failed push is over --------------------------------------------
+
+    def _poison_unsettled_send(self, room: int) -> None:
+        sessions = set(self.transfer_infos.get(room, ()))
+        with self._unsettled_lock:
+            self._unsettled.setdefault(room, set()).update(sessions)
+            if self._settling is None:
+                self._settling = threading.Thread(
+                    target=self._settle, name="tiered-pd-settle", daemon=True
+                )
+                self._settling.start()
+
+    def _maybe_ack_drained_abort(self, room: int) -> None:
+        if room not in self._unsettled:
+            super()._maybe_ack_drained_abort(room)
+
+    def _settle(self) -> None:
+        """Send what ``_maybe_ack_drained_abort`` kept, once it is true."""
+        while True:
+            with self._unsettled_lock:
+                done = [
+                    room
+                    for room, sessions in self._unsettled.items()
+                    if all(self.engine.is_settled(session) for session in sessions)
+                ]
+                for room in done:
+                    del self._unsettled[room]
+                if not self._unsettled:
+                    self._settling = None
+            for room in done:
+                self._maybe_ack_drained_abort(room)
+            if self._settling is None:
+                return
+            threading.Event().wait(_SETTLE_S)
+
+    # -- When the decode instance may use memory again -------------------------
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Return whether nobody can write to a failed transfer's memory any more."""
+        has_word = super().is_abort_release_safe(bootstrap_room, required_acks)
+        return self.releases.is_safe(bootstrap_room, has_word=has_word)
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """Forget a room whose memory was given back."""
+        super().clear_deferred_abort_state(bootstrap_room)
+        self.releases.forget(bootstrap_room)
+
+
+class TieredKVSender(MooncakeKVSender):
+    """A prompt's KV on its way out."""
+
+    supports_host_tensor_indices = has_accelerator()
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Count a transfer that begins."""
+        super().init(num_kv_indices, aux_index)
+        self.kv_mgr.count("requests", 1)
+
+    def pop_decode_prefix_len(self) -> int:
+        """Return what the decode instance holds already, in tokens."""
+        held = int(super().pop_decode_prefix_len())
+        self.kv_mgr.count("tokens_held_by_decode", held)
+        return held
+
+    def _record_transfer_indices(self, kv_indices: Any, state_indices: Any) -> None:
+        super()._record_transfer_indices(kv_indices, state_indices)
+        self.kv_mgr.count("pages", len(kv_indices))
+
+
+class TieredKVReceiver(MooncakeKVReceiver):
+    """A prompt's KV on its way in."""
+
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        """Ask for KV, and count what is asked for."""
+        super().send_metadata(kv_indices, *args, **kwargs)
+        self.kv_mgr.count("requests", 1)
+        self.kv_mgr.count("pages", len(kv_indices))
+        held = kwargs.get("decode_prefix_len") or 0
+        self.kv_mgr.count("tokens_held_by_decode", held)
+
+    def _send_abort_notification(self, *, force_arm: bool = False) -> None:
+        ports = [(i["rank_ip"], int(i["rank_port"])) for i in self.bootstrap_infos]
+        if force_arm or self.init_time is not None:
+            self.kv_mgr.releases.hold(self.bootstrap_room, ports)
+        self.kv_mgr.count("requests_aborted", 1)
+        super()._send_abort_notification(force_arm=force_arm)
+
+
+class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
+    """SGLang's own: it says where prefill instances are."""

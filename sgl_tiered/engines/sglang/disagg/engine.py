@@ -1,0 +1,251 @@
+"""The calls that SGLang makes of a transfer engine, over our ``Transport``.
+
+SGLang's prefill side names what it writes by raw addresses of both processes, and waits
+for each batch. Here an address becomes a region and an offset in it, and a batch one
+push for each pair of regions, all under one deadline of ours.
+
+A batch that fails or comes late may still be under way. What it may yet write to is
+then held (``transport.quarantine`` and that of the peer), nothing is pushed there, and
+``is_settled`` says when nothing of it can arrive any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.transport.base import (
+    Peer,
+    PeerAddress,
+    Pieces,
+    Region,
+    TransferStatus,
+    Transport,
+)
+
+__all__ = ["RawEngine", "as_memory"]
+
+Int64s = npt.NDArray[np.int64]
+UInt8s = npt.NDArray[np.uint8]
+
+logger = logging.getLogger(__name__)
+
+_BASE_TIMEOUT_S = 10.0
+_SLOWEST_BYTES_PER_S = 50e6
+"""A batch slower than this counts as stuck: a twentieth of TCP on one machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Regions:
+    """Regions of one side, ordered by where they begin.
+
+    Attributes:
+        starts, stops: int64 [n], addresses.
+        numbers: int64 [n], the transport's numbers.
+    """
+
+    starts: Int64s
+    stops: Int64s
+    numbers: Int64s
+
+    @classmethod
+    def of(cls, regions: Sequence[Region]) -> _Regions:
+        """Sort the regions of one side."""
+        ordered = sorted(regions, key=lambda region: region.address)
+        starts = np.array([r.address for r in ordered], np.int64)
+        sizes = np.array([r.num_bytes for r in ordered], np.int64)
+        numbers = np.array([r.number for r in ordered], np.int64)
+        return cls(starts, starts + sizes, numbers)
+
+    def find(self, addresses: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s] | None:
+        """Return region numbers and offsets, int64 [n]; None if any lies outside."""
+        if not len(self.starts):
+            return None
+        place = np.searchsorted(self.starts, addresses, "right") - 1
+        if (place < 0).any() or (addresses + lengths > self.stops[place]).any():
+            return None
+        return self.numbers[place], addresses - self.starts[place]
+
+
+@dataclass(slots=True)
+class _Session:
+    """A decode instance, as the prefill instance knows it.
+
+    Attributes:
+        address: what it registered.
+        peer: of the transport; made anew after a loss.
+        regions: what it lends.
+    """
+
+    address: PeerAddress
+    peer: Peer
+    regions: _Regions
+
+
+class RawEngine:
+    """Registers and pushes by raw addresses; any thread may call it.
+
+    Args:
+        transport: moves the bytes; closed with the process.
+        clock: for deadlines.
+        timeout_s: of a batch, and what its bytes take at the slowest.
+    """
+
+    def __init__(
+        self, transport: Transport, clock: Clock, timeout_s: float = _BASE_TIMEOUT_S
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._known: set[tuple[int, int]] = set()
+        self._local = _Regions.of(())
+        self._sessions: dict[str, _Session] = {}
+        # SGLang takes what follows the last colon for a port, and shares work by it.
+        self._session_id = f"{secrets.token_hex(8)}:{secrets.randbelow(1 << 16)}"
+        self.num_bytes_pushed = 0
+        self.num_failed = 0
+
+    @property
+    def kind(self) -> str:
+        """Which transport it is."""
+        return self._transport.address.kind
+
+    def get_session_id(self) -> str:
+        """Return the name of this start of this process."""
+        return self._session_id
+
+    def address_bytes(self) -> bytes:
+        """Return what a peer must be told to reach this process's memory."""
+        return msgspec.msgpack.encode(self._transport.address)
+
+    def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
+        """Make memory known; what is known already is left alone.
+
+        Raises:
+            TransportUnavailableError: the transport refuses it.
+        """
+        for address, length in zip(addresses, lengths, strict=True):
+            if (address, length) not in self._known:
+                self._transport.register(as_memory(address, length))
+                self._known.add((address, length))
+        self._local = _Regions.of(self._transport.address.regions)
+        return 0
+
+    def batch_deregister(self, addresses: list[int]) -> int:
+        """Nothing: memory stays registered until the process ends."""
+        del addresses
+        return 0
+
+    def connect(self, session_id: str, told: bytes) -> str:
+        """Take note of a peer by what ``address_bytes`` gave it.
+
+        Returns:
+            Why it cannot be reached, in one clause; empty where it may be.
+        """
+        try:
+            address = msgspec.msgpack.decode(told, type=PeerAddress)
+            peer = self._transport.connect(address)
+        except (ValueError, TypeError) as error:
+            return str(error) or "the address is malformed"
+        session = _Session(address, peer, _Regions.of(address.regions))
+        with self._lock:
+            former = self._sessions.get(session_id)
+            if former is not None and former.address == address:
+                self._transport.disconnect(peer)
+                return ""
+            self._sessions[session_id] = session
+        return ""
+
+    def batch_transfer_sync(
+        self,
+        session_id: str,
+        buffers: list[int],
+        peer_addresses: list[int],
+        lengths: list[int],
+    ) -> int:
+        """Write ranges to a peer and wait for them.
+
+        Args:
+            session_id: of the peer.
+            buffers, peer_addresses: where each range begins, here and there.
+            lengths: bytes.
+
+        Returns:
+            0 when all of it has arrived; else -1, and some may still be under way.
+        """
+        with self._lock:
+            session = self._sessions.get(session_id)
+        if session is None:
+            return self._failed(f"session {session_id} is not known")
+        here = np.asarray(buffers, np.int64)
+        there = np.asarray(peer_addresses, np.int64)
+        sizes = np.asarray(lengths, np.int64)
+        local = self._local.find(here, sizes)
+        remote = session.regions.find(there, sizes)
+        if local is None or remote is None:
+            side = "this" if local is None else "the decode"
+            return self._failed(f"a range lies outside {side} instance's memory")
+        num_bytes = int(sizes.sum())
+        timeout_s = self._timeout_s + num_bytes / _SLOWEST_BYTES_PER_S
+        pairs = local[0] * (int(remote[0].max(initial=0)) + 1) + remote[0]
+        transfers = []
+        for pair in np.unique(pairs):
+            of_pair = np.flatnonzero(pairs == pair)
+            pieces = Pieces(
+                local[1][of_pair],
+                remote[1][of_pair],
+                sizes[of_pair],
+                int(local[0][of_pair[0]]),
+                int(remote[0][of_pair[0]]),
+            )
+            transfers.append(
+                self._transport.push(session.peer, pieces, timeout_s=timeout_s)
+            )
+        ends = [transfer.wait() for transfer in transfers]
+        for transfer, end in zip(transfers, ends, strict=True):
+            if end is not TransferStatus.DONE:
+                return self._failed(f"{end.name}: {transfer.error}")
+        with self._lock:
+            self.num_bytes_pushed += num_bytes
+        return 0
+
+    def is_settled(self, session_id: str) -> bool:
+        """Return whether nothing can arrive any more of what failed before."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+        return session is None or session.peer.quarantine.num_held_bytes == 0
+
+    def send_probe(self, session_id: str) -> int:
+        """Return 0 if pushing to a peer that failed may be tried again, else -1."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is None or session.peer.quarantine.num_held_bytes:
+                return -1
+            if session.peer.lost:
+                self._transport.disconnect(session.peer)
+                session.peer = self._transport.connect(session.address)
+        return 0
+
+    def _failed(self, why: str) -> int:
+        with self._lock:
+            self.num_failed += 1
+        logger.warning("sgl-tiered: KV could not be sent: %s", why)
+        return -1
+
+
+def as_memory(address: int, length: int) -> UInt8s:
+    """Return the bytes at an address, uint8 [length], without touching them.
+
+    The caller's memory has to outlive the array; it may be a device's.
+    """
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))

@@ -1,0 +1,1 @@
+"""Servers in a pool: see README.md."""

@@ -1,0 +1,54 @@
+"""Puts a server into its pool, when its cache is made and when its scheduler is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_tiered.engines.sglang.cache import TieredRadixCache
+from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.pooled.cache import pooled
+from sgl_tiered.engines.sglang.pooled.server import ServedPool, join_pool
+from sgl_tiered.engines.sglang.pooled.settings import named_pool
+from sgl_tiered.engines.sglang.runtime import TieredRuntime
+
+__all__ = ["attach_scheduler", "enter_pool"]
+
+
+def enter_pool(
+    ctx: Any,
+    config: TieredConfig,
+    runtime: TieredRuntime,
+    tree: type[TieredRadixCache],
+) -> type[TieredRadixCache]:
+    """Join the pool that the settings name; return the class of the tree for it.
+
+    Args:
+        ctx: SGLang's ``TreeCacheBuildContext``.
+        config: of the server.
+        runtime: of its rank.
+        tree: the class without a pool.
+
+    Raises:
+        ConfigError: a setting does not fit the machine.
+        TransportUnavailableError: registry, address or transport cannot be used.
+    """
+    assert config.pool is not None
+    port = int(getattr(ctx.server_args, "port", 0) or 0)
+    kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    runtime.pool = join_pool(
+        named_pool(config.pool, port),
+        runtime,
+        ctx.server_args,
+        int(kv_pool.k_buffer[0].shape[1]),
+        spoils_sent=config.spoils_sent,
+    )
+    return pooled(tree)
+
+
+def attach_scheduler(scheduler: Any, served: ServedPool) -> None:
+    """Let messages wake a scheduler that sleeps while idle."""
+    poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
+    if poller is not None:
+        import zmq
+
+        poller.register(served.node.fileno(), zmq.POLLIN)

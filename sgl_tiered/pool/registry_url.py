@@ -1,0 +1,88 @@
+"""Registries by their URLs.
+
+    local                                the file of this user on this machine
+    file:PATH                            another file
+    etcd://HOST:PORT[,HOST:PORT]/POOL    etcd; the pool's name may be left out
+
+``etcd+https`` speaks TLS. A file belongs to one machine: leases are timed by its clock.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+from sgl_tiered.core.clock import Clock
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.pool.local_registry import LocalRegistry
+from sgl_tiered.pool.membership import Registry
+
+__all__ = ["local_path", "open_registry"]
+
+_SETTING = "pool registry"
+_FORMS = "local, file:PATH or etcd://HOST:PORT[,HOST:PORT]/POOL"
+
+
+def open_registry(
+    url: str, *, ttl_s: float = 3.0, clock: Clock | None = None
+) -> Registry:
+    """Return the registry that a URL names; a file is made where there is none.
+
+    Args:
+        url: as above.
+        ttl_s: seconds from one renewal of a lease to its end.
+        clock: for leases in a file; one that all processes of the machine share.
+
+    Raises:
+        ConfigError: the URL names none, or a file that is none of ours.
+        TransportUnavailableError: a file that cannot be used.
+    """
+    if url == "local":
+        return LocalRegistry(local_path(), ttl_s=ttl_s, clock=clock)
+    scheme, colon, rest = url.partition(":")
+    if colon and scheme == "file" and rest:
+        path = Path(rest.removeprefix("//"))
+        return LocalRegistry(path, ttl_s=ttl_s, clock=clock)
+    found = re.fullmatch(r"etcd(\+https)?://([^/]+?)(?:/([^/]*))?/?", url)
+    if found is None:
+        raise ConfigError(_SETTING, f"{url!r} names none", f"write {_FORMS}")
+    hosts = found[2].split(",")
+    if not all(re.fullmatch(r"[^:]+:\d+|\[[^]]+\]:\d+", host) for host in hosts):
+        raise ConfigError(
+            _SETTING, f"{found[2]!r} is no list of HOST:PORT", f"write {_FORMS}"
+        )
+    try:
+        # Only here: one machine needs no httpx.
+        from sgl_tiered.pool.etcd_registry import EtcdRegistry
+    except ImportError as error:
+        raise ConfigError(
+            _SETTING, f"etcd needs {error.name}", "pip install 'sgl-tiered[etcd]'"
+        ) from error
+    http = "https" if found[1] else "http"
+    urls = [f"{http}://{host}" for host in hosts]
+    return EtcdRegistry(*urls, pool=found[3] or "default", ttl_s=ttl_s, clock=clock)
+
+
+def local_path() -> Path:
+    """Return the file of ``local``, in a folder that only this user can look into.
+
+    Raises:
+        ConfigError: somebody else has made that folder.
+    """
+    folder = Path(tempfile.gettempdir()) / f"sgl-tiered-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if (
+        not stat.S_ISDIR(found.st_mode)
+        or found.st_uid != os.getuid()
+        or stat.S_IMODE(found.st_mode) & 0o077
+    ):
+        raise ConfigError(
+            _SETTING,
+            f"{folder} is not a folder of this user's alone",
+            "remove it, or name a file with file:PATH",
+        )
+    return folder / "pool.json"

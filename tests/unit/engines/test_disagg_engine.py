@@ -1,0 +1,197 @@
+"""The engine under SGLang's transfer classes: raw addresses over our transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+
+from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.engines.sglang.disagg.engine import RawEngine, as_memory
+from sgl_tiered.engines.sglang.disagg.opening import open_kv_transport
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
+from sgl_tiered.transport.base import TransferStatus
+from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.loopback import open_loopback
+
+PATIENCE_S = 60.0
+NUM_BYTES = 4096
+
+
+class Side:
+    """An engine over kernel copies, with the buffers that it registered."""
+
+    def __init__(self, fill: int) -> None:
+        self.engine = RawEngine(open_loopback(), SystemClock())
+        # Not in the order of their addresses, like SGLang's K, V and other buffers.
+        self.buffers = [np.full(NUM_BYTES, fill, np.uint8) for _ in range(3)]
+        self.buffers.sort(key=lambda buffer: -buffer.ctypes.data)
+        self.bases = [buffer.ctypes.data for buffer in self.buffers]
+        self.engine.batch_register(self.bases, [NUM_BYTES] * 3)
+
+    def knows(self, other: Side) -> str:
+        session = other.engine.get_session_id()
+        return self.engine.connect(session, other.engine.address_bytes())
+
+
+@pytest.fixture
+def sides() -> tuple[Side, Side]:
+    here, there = Side(7), Side(0)
+    assert here.knows(there) == ""
+    return here, there
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def test_a_batch_over_several_buffers_arrives(sides: tuple[Side, Side]) -> None:
+    """Each range lands where its address says, and nothing else is touched."""
+    here, there = sides
+    for number, buffer in enumerate(here.buffers):
+        buffer[:] = np.arange(NUM_BYTES) % (200 + number)
+    sources = [here.bases[0] + 5, here.bases[2], here.bases[0] + 100]
+    targets = [there.bases[1] + 9, there.bases[2] + 64, there.bases[0]]
+    lengths = [11, 4032, 1]
+    session = there.engine.get_session_id()
+    assert here.engine.batch_transfer_sync(session, sources, targets, lengths) == 0
+    expected = [np.zeros(NUM_BYTES, np.uint8) for _ in range(3)]
+    expected[1][9:20] = here.buffers[0][5:16]
+    expected[2][64:] = here.buffers[2][:4032]
+    expected[0][0] = here.buffers[0][100]
+    for found, wanted in zip(there.buffers, expected, strict=True):
+        assert (found == wanted).all()
+    assert here.engine.num_bytes_pushed == sum(lengths)
+    assert here.engine.is_settled(session)
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_range_outside_is_refused(sides: tuple[Side, Side], side: str) -> None:
+    """A batch with one byte outside what was registered writes nothing."""
+    here, there = sides
+    sources, targets = [here.bases[0]] * 2, [there.bases[0]] * 2
+    # Behind the buffer that lies last, so that no other one begins there.
+    (sources if side == "source" else targets)[1] = (
+        max(here.bases if side == "source" else there.bases) + NUM_BYTES - 4
+    )
+    session = there.engine.get_session_id()
+    assert here.engine.batch_transfer_sync(session, sources, targets, [5, 5]) == -1
+    assert all((buffer == 0).all() for buffer in there.buffers)
+    assert here.engine.num_failed == 1
+
+
+def test_an_unknown_session_is_refused(sides: tuple[Side, Side]) -> None:
+    """Nothing is sent to who did not register."""
+    here, there = sides
+    code = here.engine.batch_transfer_sync("x:1", here.bases[:1], there.bases[:1], [1])
+    assert code == -1
+    assert here.engine.send_probe("x:1") == -1
+
+
+def test_memory_is_registered_once(sides: tuple[Side, Side]) -> None:
+    """SGLang registers the same buffers again when it resumes."""
+    here, _ = sides
+    here.engine.batch_register(here.bases, [NUM_BYTES] * 3)
+    told = msgspec.msgpack.decode(here.engine.address_bytes())
+    assert len(told["regions"]) == 3
+
+
+def test_what_is_no_address_is_said(sides: tuple[Side, Side]) -> None:
+    """A malformed registration and another transport are clauses, no exceptions."""
+    here, _ = sides
+    assert here.engine.connect("a:1", b"\xc1 no message") != ""
+    assert here.engine.connect("a:1", msgspec.msgpack.encode({"kind": 3})) != ""
+    why = here.engine.connect("a:1", msgspec.msgpack.encode(ADDRESS))
+    assert "scripted" in why
+    assert "loopback" in why
+
+
+def test_a_session_ends_in_a_number(sides: tuple[Side, Side]) -> None:
+    """SGLang shares its work by what follows the last colon."""
+    names = {side.engine.get_session_id() for side in sides}
+    assert len(names) == 2
+    assert all(int(name.rsplit(":", 1)[1]) >= 0 for name in names)
+
+
+def test_what_failed_is_not_settled_before_the_library_is_done() -> None:
+    """Until then nothing more is pushed there, and the peer is not tried again."""
+    library = ScriptedLibrary()
+    transport = BatchedTransport(library, grace_s=0.0)
+    engine = RawEngine(transport, SystemClock(), timeout_s=PATIENCE_S)
+    memory = np.zeros(NUM_BYTES, np.uint8)
+    engine.batch_register([memory.ctypes.data], [NUM_BYTES])
+    assert engine.connect("peer:1", msgspec.msgpack.encode(ADDRESS)) == ""
+    here, there = memory.ctypes.data, ADDRESS.regions[0].address
+    # Apart from each other, so that they are two pieces.
+    batch = ([here, here + 500], [there, there + 500], [100, 100])
+    with ThreadPoolExecutor(1) as other:
+        code = other.submit(engine.batch_transfer_sync, "peer:1", *batch)
+        until(lambda: len(library.tickets) == 2)
+        library.settle(TransferStatus.FAILED, 1)
+        assert code.result(PATIENCE_S) == -1
+    assert not engine.is_settled("peer:1")
+    assert engine.send_probe("peer:1") == -1
+    assert engine.batch_transfer_sync("peer:1", *batch) == -1
+    assert len(library.tickets) == 2, "a held range was pushed to"
+    library.settle(TransferStatus.DONE)
+    until(lambda: engine.is_settled("peer:1"))
+    assert engine.send_probe("peer:1") == 0
+    transport.close()
+
+
+def test_a_lost_peer_is_connected_anew_when_it_is_probed() -> None:
+    """A peer that seemed gone may be there: the next push finds out."""
+    library = ScriptedLibrary(why_unreachable="nobody there")
+    transport = BatchedTransport(library, grace_s=0.0)
+    engine = RawEngine(transport, SystemClock(), timeout_s=5.0)
+    memory = np.zeros(NUM_BYTES, np.uint8)
+    engine.batch_register([memory.ctypes.data], [NUM_BYTES])
+    engine.connect("peer:1", msgspec.msgpack.encode(ADDRESS))
+    there = ADDRESS.regions[0].address
+    batch = ([memory.ctypes.data], [there], [100])
+    assert engine.batch_transfer_sync("peer:1", *batch) == -1
+    assert engine.batch_transfer_sync("peer:1", *batch) == -1
+    library.why_unreachable = ""
+    assert engine.send_probe("peer:1") == 0
+    pushed = transport.push
+    seen = []
+
+    def push(peer, pieces, **kwargs):
+        seen.append(peer.lost)
+        return pushed(peer, pieces, **kwargs)
+
+    transport.push = push  # type: ignore[method-assign]
+    library.raises = True  # It ends at once, by the library's exception.
+    assert engine.batch_transfer_sync("peer:1", *batch) == -1
+    assert seen == [""]
+    transport.close()
+
+
+def test_memory_at_an_address_is_not_copied() -> None:
+    """The array is the caller's bytes."""
+    memory = np.zeros(10, np.uint8)
+    as_memory(memory.ctypes.data, 10)[3] = 9
+    assert memory.tolist() == [0, 0, 0, 9, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("asked", ["nixl", "loopback"])
+@pytest.mark.parametrize(("devices", "on_device"), [("mlx5_0", False), (None, True)])
+def test_a_device_and_cards_take_mooncake_only(asked, devices, on_device) -> None:
+    """The others were made for main memory, and choose their links themselves."""
+    with pytest.raises(ConfigError, match="--tiered-pd-transport"):
+        open_kv_transport(asked, "127.0.0.1", devices, on_device=on_device)
+
+
+def test_the_transport_that_was_asked_for() -> None:
+    """On one machine the kernel's copies will do."""
+    transport = open_kv_transport("loopback", "127.0.0.1", None, on_device=False)
+    assert transport.address.kind == "loopback"
+    transport.close()

@@ -1,0 +1,1 @@
+"""Servers, routers and a registry on this machine, started and ended together."""
