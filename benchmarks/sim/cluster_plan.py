@@ -1,15 +1,15 @@
 """What a fleet asks of a router: events and pages per instance, simulated to 1,000.
 
-Colocated instances (Llama-2-13B on two H800 each) with a cache, ShareGPT-like chat as in
+Colocated instances (Llama-2-13B on two H800 each) with a cache, chat as ShareGPT's in
 ``memserve.py``, prompt-tree routing, at a share of what they can take. Counted: pages
-that become historical and pages given up, each an event of one block, per second and
-instance; and what one copy of them is in a router's index.
+that become historical, each an event of one block, per second and instance, and what
+one copy of an instance's pool is in a router's index.
 
     python benchmarks/sim/cluster_plan.py [--instances 10 100 1000] [--requests 2]
         [--bytes-per-page 232]
 
-``--requests`` is per instance, ``--bytes-per-page`` what ``benchmarks/micro/routing.py``
-measured. The last line is one JSON object.
+``--requests`` is per instance; ``--bytes-per-page`` is what
+``benchmarks/micro/routing.py`` measured. The last line is one JSON object.
 """
 
 from __future__ import annotations
