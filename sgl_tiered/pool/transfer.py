@@ -305,7 +305,10 @@ class Transfer:
                 if self.num_known == len(self.job.sources):
                     self.step = Step.OVER
                     return
-        if self._peer_info is None or self.targets is None:
+        if self.targets is not None and not len(self.job.sources):
+            # A message only: there is nothing to cut, so nothing to know of the peer.
+            self.step = Step.TRANSMIT
+        elif self._peer_info is None or self.targets is None:
             self.fail("the receiver did not say how it is built")
         elif len(self.targets) != len(self.job.sources) - self.num_known:
             wanted = len(self.job.sources) - self.num_known
