@@ -32,7 +32,7 @@ from sgl_tiered.router.config import COLOCATED, InstanceConfig
 from sgl_tiered.router.events import apply, decode
 from sgl_tiered.router.instances import Instance
 from sgl_tiered.router.prompts import read_prompt
-from sgl_tiered.router.scheduler import Scheduler
+from sgl_tiered.router.scheduler import Choice, Scheduler
 from sgl_tiered.router.tree import PromptTree
 
 PAGE = 16
@@ -141,14 +141,15 @@ def main() -> None:
         prompt = read_prompt("/generate", body, None)
         keys = scheduler.keys(prompt)
         timed("keys of 4,096 tokens", lambda k=keys: k.at(PAGE))
-        choices = []
+        choices: list[Choice | None] = []
         timed(
             "decision, all of it",
-            lambda p=prompt: choices.append(
+            lambda p=prompt, found=choices: found.append(
                 scheduler.choose(p, scheduler.keys(p), COLOCATED, session="s")
             ),
         )
         timed("lookup of 4,096 tokens", lambda k=keys: tree.find(k.at(PAGE)))
+        assert choices[0] is not None
         instance = choices[0].instance
         timed(
             "assumption of 4,096", lambda i=instance, k=keys: scheduler.assume(i, k, 9)

@@ -106,7 +106,7 @@ class Instance:
         self._tell()
 
     def answered(self, ticket: Ticket) -> None:
-        """Count a request's prompt as computed: the first byte of its answer is here."""
+        """Count a request's prompt as computed: its answer's first byte came."""
         ticket.is_waiting = False
         if self.on_change is not None:
             self.on_change(self)

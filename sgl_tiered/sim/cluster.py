@@ -1,9 +1,9 @@
 """Several modelled servers behind the product's global scheduler (MemServe, Figure 8).
 
-An instance computes by ``DeviceTimes`` and keeps its KV in a real ``TableStore`` (table,
-radix index, LRU), active and historical blocks alike. Who serves is decided by a policy
-of ``policies/routing`` on facts gathered from the instances, which is what a router
-knows that follows their events without delay. Kinds and caching are the paper's:
+An instance computes by ``DeviceTimes`` and keeps its KV in a real ``TableStore``
+(table, radix index, LRU), active and historical blocks alike. Who serves is decided by
+a policy of ``policies/routing`` on facts gathered from the instances, which is what a
+router knows that follows their events without delay. Kinds and caching are the paper's:
 
 - colocated: prefill passes before decode steps, as vLLM 0.4 has it, no chunks.
 - prefill and decode, ``caching`` 0: no KV is kept; 1: prefill keeps what it computed;

@@ -1,7 +1,7 @@
 """The scheduler's choice on columns is the exhaustive one, whatever happened before.
 
-Instances come, go, drain, hold, lose and assume prefixes in several tiers, with pages of
-two sizes and one or two ranks, and have this or that to do. After each step every
+Instances come, go, drain, hold, lose and assume prefixes in several tiers, with pages
+of two sizes and one or two ranks, and have this or that to do. After each step every
 policy's choice is compared with that of its ``rank`` over facts gathered one by one.
 """
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.routing.base import (
     NUM_PLACES,
@@ -26,7 +27,6 @@ from sgl_tiered.router.instances import Instance, LoadReport
 from sgl_tiered.router.prompts import read_prompt
 from sgl_tiered.router.scheduler import Scheduler
 from sgl_tiered.router.tree import PromptTree
-from sgl_tiered.core.clock import ManualClock
 
 PAGES = (2, 4)
 PROMPTS = ([1] * 12, [1] * 8 + [2] * 8, [1] * 4 + [3] * 8, [5] * 8)

@@ -87,7 +87,8 @@ class Story:
         """Return what is held, by the rows of all prefixes of some words."""
         table = self.cache._table
         held: dict[TierId, set[int]] = {tier: set() for tier in table.tiers}
-        for word in {word[: n + 1] for word in words for n in range(len(word))}:
+        fronts = {each[: n + 1] for each in words for n in range(len(each))}
+        for word in sorted(fronts):
             rows = self.cache._index.rows_of(
                 self.digest, spell(word, PAGE_TOKENS).tobytes()
             )
