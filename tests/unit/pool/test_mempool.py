@@ -192,9 +192,13 @@ def test_layers_sent_one_by_one_arrive_as_one(world: World) -> None:
 
 
 def test_a_transfer_of_no_blocks_is_a_message(world: World) -> None:
-    """Programs tell of layers by it, also whom they have no block at."""
+    """Programs tell of layers by it; the sender need not have a block there now."""
     here, there = world.nodes[0], world.nodes[1]
     nothing = np.zeros(0, np.uint64)
+    blocks = here.pool.alloc_mem(1, BlockType.HOST, id=1)
+    assert blocks is not None
+    assert not here.pool.free_mem(blocks)
+    world.settle(1.0)
     transfer = here.pool.transfer(1, nothing, nothing, private=b"layer 3")
     assert transfer.wait() is TransferStatus.DONE
     (arrival,) = there.pool.take_arrivals()

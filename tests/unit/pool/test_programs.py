@@ -167,11 +167,13 @@ def test_an_aborted_migration_leaves_nothing(pair: Pair, moment: str) -> None:
     migration.copy(request.blocks, request.num_computed)
     if moment == "last":
         migration.hand_over(request)
-        # Up to where the last step was begun; its answer has not been read.
-        wait(lambda: not here.pool._transfers or migration._last, here.pool.poll)
-        while migration._last is None:
-            migration.poll()
+
+        # Up to where the last step has begun: nobody reads it there.
+        def advance() -> None:
             here.pool.poll()
+            time.sleep(1e-4)
+
+        wait(lambda: migration.poll() is RUNNING and migration._last, advance)
     migration.abort()
     assert migration.may_have_arrived == (moment == "last")
     settled(pair)
