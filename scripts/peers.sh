@@ -1,9 +1,7 @@
 #!/usr/bin/env bash
-# peers.sh VENV: installs what only the cluster bench compares with, once.
-#
-# sglang-router goes into an environment of its own, .cache/sglang-router: it brings
-# packages that nothing else here wants. Mooncake, which SGLang's own prefill and decode
-# servers use, goes into VENV, where those servers run.
+# peers.sh VENV: installs what only the cluster bench compares with, once: sglang-router,
+# into an environment of its own, .cache/sglang-router, as it brings packages that nothing
+# else here wants.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 . "$root/scripts/say.sh"
@@ -43,10 +41,4 @@ if [ "$(cat -- "$router/.installed" 2>/dev/null)" != "$wanted" ]; then
   fi
   add "$router/bin/python" "$wanted"
   printf '%s\n' "$wanted" >"$router/.installed"
-fi
-if ! "$venv/bin/python" -c 'import mooncake.engine' >/dev/null 2>&1; then
-  say peers "installing Mooncake's transfer engine into $venv"
-  add "$venv/bin/python" "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4"
-  "$venv/bin/python" -c 'import mooncake.engine' ||
-    say peers "Mooncake does not load; on Debian: apt-get install libibverbs1 libnuma1 libcurl4"
 fi

@@ -2,10 +2,20 @@
 
 The index holds 200,000 pages of 16 tokens on the device. Blocks are allocated one at a
 time and 256 at once; prompts of 4,096 tokens (256 pages) are inserted and matched.
+
 Transfers move 256 blocks of 256 KiB between two pools of one process, in their three
-steps, against a push of the same pieces by the transport alone; then the same bytes by
-layer, by request and by request aggregated. Runs alternate; figures are medians, unless
-they say otherwise. The last line is one JSON object:
+steps, from and to places in another order, against a push of the same pieces by the
+transport alone; then the same bytes by layer, by request and by request aggregated
+(MemServe, Figure 11: many small pieces or few large ones). Runs alternate; figures are
+medians, unless they say otherwise.
+
+Figure 12: requests of 1,024 tokens are prefilled one after the other, which here means
+that time passes, and sent by layer as the layers are done, or by request when all are.
+What counts is the time from a prefill's end until the receiver has it all: at low load
+(a prefill takes four times as long as sending by request) and at high load (half as
+long, so that sends queue up).
+
+The last line is one JSON object:
 
     alloc_us             per block, 256 at once; alloc_1_us one at a time (medians of
                          means over 2,048 blocks: single calls differ, since one in so
@@ -13,6 +23,7 @@ they say otherwise. The last line is one JSON object:
     insert_4k_ms, match_4k_ms
     transfer_vs_transport  speed of the pool's transfer over the bare push
     agg_vs_by_layer, agg_vs_by_request  speed over the discrete forms
+    low_WAY_ms, high_WAY_ms  from a prefill's end to its arrival, mean of the requests
 
     python benchmarks/pool/bench_pool.py [--repeats 300] [--transport loopback]
 """
@@ -29,8 +40,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sgl_tiered.core.addresses import slots_of
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard, Way, batches
@@ -38,7 +51,7 @@ from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool
 from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo
 from sgl_tiered.pool.table_store import TableStore
-from sgl_tiered.pool.transfer import Rank
+from sgl_tiered.pool.transfer import Rank, Transfer
 from sgl_tiered.transport.base import TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
 
@@ -50,6 +63,10 @@ VOCABULARY = 32_000
 SHAPE = KVShape(num_layers=16, num_heads=8, head_bytes=64, page_tokens=PAGE_TOKENS)
 """A block of 256 KiB: 16 layers of 16 tokens of 8 heads, keys and values."""
 MOVED_BLOCKS = 256
+REQUEST_BLOCKS = 1024 // PAGE_TOKENS
+NUM_REQUESTS = 6
+LOADS = {"low": 4.0, "high": 0.5}
+"""Time of a prefill over that of sending it by request on discrete pages."""
 TIMEOUT_S = 120.0
 VIEW = View(
     1, tuple(Member(f"bench-{n}", n, 1, InstanceKind.COLOCATED) for n in range(2))
@@ -100,6 +117,10 @@ def open_transport(name: str) -> BatchedTransport:
         from sgl_tiered.transport.mooncake import open_mooncake
 
         return open_mooncake("127.0.0.1")
+    if name == "nixl":
+        from sgl_tiered.transport.nixl import open_nixl
+
+        return open_nixl()
     from sgl_tiered.transport.loopback import open_loopback
 
     return open_loopback()
@@ -117,10 +138,30 @@ def make_pool(num_blocks: int) -> MemPool:
     return MemPool(store, 1, PoolInfo(SHAPE, ()), [], Channel(Wire(), 0), SystemClock())
 
 
-def make_side(wire: Wire, instance: int, transport: str, *, discrete: bool) -> Side:
+def make_sides(transport: str, *, discrete: bool) -> tuple[Side, Side]:
+    """Return two instances that look after each other while one of them waits."""
+    sides: list[Side] = []
+
+    def pause() -> None:
+        for side in sides:
+            side.pool.poll()
+
+    wire = Wire()
+    sides += [make_side(wire, n, transport, pause, discrete=discrete) for n in range(2)]
+    return sides[0], sides[1]
+
+
+def make_side(
+    wire: Wire,
+    instance: int,
+    transport: str,
+    pause: Callable[[], None],
+    *,
+    discrete: bool,
+) -> Side:
     """Return an instance with memory for what is moved."""
     (shard,) = Shard.split(SHAPE, 1, 1)
-    num_blocks = 2 * MOVED_BLOCKS
+    num_blocks = 2 * max(MOVED_BLOCKS, NUM_REQUESTS * REQUEST_BLOCKS)
     form = (
         MemoryForm.discrete(SHAPE, shard, num_blocks)
         if discrete
@@ -136,7 +177,8 @@ def make_side(wire: Wire, instance: int, transport: str, *, discrete: bool) -> S
     eviction = {TierId.DEVICE: LRUPolicy()}
     store = TableStore(instance, layout, {TierId.DEVICE: num_blocks}, eviction, clock)
     rank = Rank(0, opened, {})
-    pool = MemPool(store, 1, info, [rank], Channel(wire, instance), clock)
+    channel = Channel(wire, instance)
+    pool = MemPool(store, 1, info, [rank], channel, clock, pause=pause)
     pool.see(VIEW)
     return Side(pool, opened, region, form)
 
@@ -212,35 +254,40 @@ def time_calls(num_pages: int, repeats: int) -> dict[str, float]:
 
 def time_transfers(transport: str, repeats: int, *, discrete: bool) -> dict[str, float]:
     """Time transfers by every way that fits the form, and the bare push."""
-    wire = Wire()
-    here = make_side(wire, 0, transport, discrete=discrete)
-    there = make_side(wire, 1, transport, discrete=discrete)
+    here, there = make_sides(transport, discrete=discrete)
     peer = here.transport.connect(there.transport.address)
-    sources = here.pool.alloc_mem(MOVED_BLOCKS)
-    assert sources is not None
-    slots = np.arange(MOVED_BLOCKS)
+    sources = scattered(here.pool, MOVED_BLOCKS)
     (shard,) = Shard.split(SHAPE, 1, 1)
-
     (pieces,) = batches(
-        Way.BY_REQUEST, SHAPE, here.form, there.form, shard, slots, slots
+        Way.BY_REQUEST,
+        SHAPE,
+        here.form,
+        there.form,
+        shard,
+        slots_of(sources),
+        np.arange(MOVED_BLOCKS),
     )
 
-    def push() -> None:
+    def push() -> float:
+        start = time.perf_counter()
         done = here.transport.push(peer, pieces, timeout_s=TIMEOUT_S).wait()
         assert done is TransferStatus.DONE, done
+        return time.perf_counter() - start
 
-    def send(way: Way) -> None:
+    def send(way: Way) -> float:
+        start = time.perf_counter()
         transfer = here.pool.transfer(1, sources, way=way, timeout_s=TIMEOUT_S)
-        # The threads of the transport do the work: look now and then, and wait.
         while transfer.status is TransferStatus.RUNNING:
             there.pool.poll()
             here.pool.poll()
-            time.sleep(50e-6)
+            transfer.rest()
+        seconds = time.perf_counter() - start
         assert transfer.status is TransferStatus.DONE, transfer.error
         (arrival,) = there.pool.take_arrivals()
         assert not there.pool.free_mem(arrival.addresses)
+        return seconds
 
-    jobs: dict[str, Callable[[], None]] = {
+    jobs: dict[str, Callable[[], float]] = {
         "by-request-agg": lambda: send(Way.BY_REQUEST_AGG)
     }
     if discrete:
@@ -253,7 +300,7 @@ def time_transfers(transport: str, repeats: int, *, discrete: bool) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for round_ in range(repeats + 2):
         for name, job in jobs.items():
-            seconds = timed(job)
+            seconds = job()
             if round_ >= 2:
                 times[name].append(seconds)
     for side in (here, there):
@@ -262,13 +309,114 @@ def time_transfers(transport: str, repeats: int, *, discrete: bool) -> dict[str,
     return {n: num_bytes / statistics.median(t) / 1e9 for n, t in times.items()}
 
 
+def scattered(pool: MemPool, num_blocks: int) -> UInt64s:
+    """Return new blocks in random order: no two are neighbours on both sides."""
+    blocks = pool.alloc_mem(num_blocks)
+    assert blocks is not None
+    return np.random.default_rng(num_blocks).permutation(blocks)
+
+
+class Sent:
+    """One request of Figure 12: when it is prefilled, and when it has arrived.
+
+    Args:
+        here: the sender.
+        way: how it is sent.
+        first_s, prefill_s: when its prefill begins, and what it takes.
+    """
+
+    def __init__(self, here: Side, way: Way, first_s: float, prefill_s: float) -> None:
+        self._pool = here.pool
+        self._way = way
+        self.sources = scattered(here.pool, REQUEST_BLOCKS)
+        targets = here.pool.alloc_mem(REQUEST_BLOCKS, id=1)
+        assert targets is not None
+        self._targets = targets
+        self.ends_s = first_s + prefill_s
+        num = SHAPE.num_layers
+        self._due_s = (
+            [first_s + prefill_s * (i + 1) / num for i in range(num)]
+            if way is Way.BY_LAYER
+            else [self.ends_s]
+        )
+        self._begun: list[Transfer] = []
+        self.late_s = -1.0
+
+    def step(self, now_s: float) -> None:
+        """Begin what is due, and note the end."""
+        num = len(self._begun)
+        is_last = num == len(self._due_s) - 1
+        # What hands the blocks over waits for the layers before.
+        waits = is_last and any(t.status is TransferStatus.RUNNING for t in self._begun)
+        if num < len(self._due_s) and now_s >= self._due_s[num] and not waits:
+            by_layer = self._way is Way.BY_LAYER
+            self._begun.append(
+                self._pool.transfer(
+                    1,
+                    self.sources,
+                    self._targets,
+                    way=self._way,
+                    layers=(num, num + 1) if by_layer else None,
+                    more=not is_last,
+                    timeout_s=TIMEOUT_S,
+                )
+            )
+        elif num == len(self._due_s) and self.late_s < 0:
+            last = self._begun[-1]
+            assert not last.error, last.error
+            if last.status is TransferStatus.DONE:
+                self.late_s = now_s - self.ends_s
+
+
+def time_requests(here: Side, there: Side, way: Way, prefill_s: float) -> float:
+    """Return the mean time from a prefill's end to its arrival, in seconds."""
+    clock = SystemClock()
+    begin_s = clock.now() + 0.02
+    sent = [
+        Sent(here, way, begin_s + i * prefill_s, prefill_s) for i in range(NUM_REQUESTS)
+    ]
+    while any(request.late_s < 0 for request in sent):
+        for request in sent:
+            request.step(clock.now())
+        there.pool.poll()
+        here.pool.poll()
+        time.sleep(100e-6)
+    for request in sent:
+        assert not here.pool.free_mem(request.sources)
+    for arrival in there.pool.take_arrivals():
+        assert not there.pool.free_mem(arrival.addresses)
+    return statistics.mean(request.late_s for request in sent)
+
+
+def time_loads(transport: str, rounds: int) -> dict[str, float]:
+    """Time requests at low and at high load, every way: Figure 12, in milliseconds."""
+    pairs = {d: make_sides(transport, discrete=d) for d in (False, True)}
+    for discrete, way in ((False, Way.BY_REQUEST_AGG), (True, Way.BY_LAYER)):
+        time_requests(*pairs[discrete], way, 1e-3)  # The first one connects.
+    alone_s = time_requests(*pairs[True], Way.BY_REQUEST, 0.2)
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for load, factor in LOADS.items():
+            for way in Way:
+                sides = pairs[way is not Way.BY_REQUEST_AGG]
+                late_s = time_requests(*sides, way, factor * alone_s)
+                found.setdefault(f"{load}_{way.value}_ms", []).append(late_s * 1e3)
+    for sides in pairs.values():
+        for side in sides:
+            side.transport.close()
+    return {
+        name.replace("-", "_"): statistics.median(times)
+        for name, times in found.items()
+    }
+
+
 def main() -> None:
     """Measure, and print a table and one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=300)
     parser.add_argument("--pages", type=int, default=200_000)
     parser.add_argument(
-        "--transport", choices=["loopback", "mooncake"], default="loopback"
+        "--transport", choices=["loopback", "mooncake", "nixl"], default="loopback"
     )
     args = parser.parse_args()
     results = time_calls(args.pages, args.repeats)
@@ -284,6 +432,10 @@ def main() -> None:
     results["transfer_vs_transport"] = agg / speeds["transport"]
     results["agg_vs_by_layer"] = agg / speeds["by-layer"]
     results["agg_vs_by_request"] = agg / speeds["by-request"]
+    loads = time_loads(args.transport, max(3, args.repeats // 100))
+    for name, late_ms in loads.items():
+        print(f"{name:28s} {late_ms:10.2f} after the prefill, over {args.transport}")
+    results |= loads
     rounded = {name: round(value, 4) for name, value in results.items()}
     print(json.dumps({**rounded, "transport": args.transport, "pages": args.pages}))
 

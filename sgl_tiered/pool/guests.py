@@ -61,10 +61,11 @@ class Guests:
 
     def take_back(self, peer: Incarnation, addresses: UInt64s) -> None:
         """Make blocks of a peer ours: active, and no longer held."""
-        blocks = self._blocks[peer]
+        # A message of no blocks may come from a peer that has none.
+        blocks = self._blocks.get(peer, set())
         blocks.difference_update(addresses.tolist())
         if not blocks:
-            del self._blocks[peer]
+            self._blocks.pop(peer, None)
         self._store.release(addresses)
 
     def free(self, peer: Incarnation, addresses: UInt64s) -> int:

@@ -165,24 +165,27 @@ class TableStore:
             blocks = self._slots[number]
             blocks.holds[slots] += np.uint16(1)
             blocks.num_holds += len(slots)
-            entries = blocks.entry_at[slots]
-            self._table.pin(entries[entries >= 0].astype(np.int64))
+            entries = blocks.entry_at.take(slots)
+            if int(entries.max()) >= 0:
+                self._table.pin(entries[entries >= 0].astype(np.int64))
 
     def release(self, addresses: UInt64s) -> None:
         """Undo one ``hold``; blocks that were freed meanwhile are free now."""
         for number, _, slots in self._groups(addresses):
             blocks = self._slots[number]
-            assert (blocks.holds[slots] > 0).all(), "released more often than held"
-            blocks.holds[slots] -= np.uint16(1)
+            holds = blocks.holds.take(slots)
+            assert holds.all(), "released more often than held"
+            holds -= np.uint16(1)
+            blocks.holds[slots] = holds
             blocks.num_holds -= len(slots)
-            entries = blocks.entry_at[slots]
-            in_index = entries >= 0
-            over = slots[blocks.dying[slots] & (blocks.holds[slots] == 0)]
-            blocks.dying[over] = False
-            blocks.num_dying -= len(over)
-            blocks.free(over)
-            if in_index.any():
-                unpinned = entries[in_index].astype(np.int64)
+            entries = blocks.entry_at.take(slots)
+            if blocks.num_dying:
+                over = slots[blocks.dying[slots] & (holds == 0)]
+                blocks.dying[over] = False
+                blocks.num_dying -= len(over)
+                blocks.free(over)
+            if int(entries.max()) >= 0:
+                unpinned = entries[entries >= 0].astype(np.int64)
                 self._forget(number, self._table.unpin(unpinned))
 
     # Index.

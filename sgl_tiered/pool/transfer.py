@@ -44,6 +44,9 @@ from sgl_tiered.transport.base import Transfer as Push
 
 __all__ = ["Ending", "Job", "Rank", "Transfer", "plan_pushes"]
 
+_REST_S = 1e-3
+"""Longest wait for a push; others' requests wait as long."""
+
 
 class Step(IntEnum):
     """Where a transfer is."""
@@ -228,8 +231,21 @@ class Transfer:
         """Move the pool along until this ends; its deadline bounds that."""
         until_s = self._clock.now() + timeout_s
         while self.step is not Step.OVER and self._clock.now() < until_s:
+            self.rest()
             self._pump()
         return self.status
+
+    def rest(self, seconds: float = _REST_S) -> None:
+        """Wait until a push of this has ended, at most so long; else return at once.
+
+        For who has nothing else to do: looking at it again and again would take the
+        time of the very threads that move the bytes.
+        """
+        if self.step is Step.TRANSMIT:
+            for _, _, push in self._pushes:
+                if push.poll() is TransferStatus.RUNNING:
+                    push.wait(seconds)
+                    return
 
     def advance(self) -> None:
         """Do what can be done now."""

@@ -8,6 +8,7 @@ left one or of the registry.
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 from sgl_tiered_workloads.cluster.members import COLOCATED, new_member
@@ -29,13 +30,14 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
 LEFT, RIGHT, REGISTRY = "left", "right", "etcd"
 FLAGS = (*Tiers(64 * MB).flags, "--tiered-load-policy=always")
+# Where make install puts it, or the system's.
+UNPACKED = Path(__file__).parents[2] / ".cache/etcd/usr/bin/etcd"
+ETCD = UNPACKED if UNPACKED.exists() else shutil.which("etcd")
 REGISTRIES = (
     "file",
     pytest.param(
         "etcd",
-        marks=pytest.mark.skipif(
-            shutil.which("etcd") is None, reason="etcd is not installed"
-        ),
+        marks=pytest.mark.skipif(ETCD is None, reason="etcd is not installed"),
     ),
 )
 
@@ -50,7 +52,7 @@ def cluster(request, running, device, tmp_path_factory):
         services = []
         url = f"file:{logs / 'pool'}"
         if request.param == "etcd":
-            services = [etcd(ports.take(), ports.take(), logs, logs / "etcd-data")]
+            services = [etcd(ETCD, ports.take(), ports.take(), logs, logs / "etcd")]
             url = services[0].url + "/cluster-tests"
         members = []
         for name in (LEFT, RIGHT):

@@ -1,6 +1,6 @@
 """A pool node in a process of its own, told what to do by lines of JSON.
 
-    python tests/faults/pool_process.py NAME REGISTRY TRANSPORT GRACE_S PORT SEED
+    python tests/faults/pool_process.py NAME REGISTRY TRANSPORT TTL_S GRACE_S PORT SEED
 
 Pages' bytes follow from their tokens, so whoever finds a page can tell whether it is
 the right one. It prints a line of JSON when it is in the pool, and one per command:
@@ -46,7 +46,6 @@ NUM_BLOCKS = 160
 NUM_PROMPTS = 12
 NUM_PAGES = 24
 MAX_UNDER_WAY = 4
-TTL_S = 2.0
 
 
 def tokens(prompt: int, num_pages: int) -> np.ndarray:
@@ -77,7 +76,13 @@ class Process:
     """The node, what it has under way, and what came of the rest."""
 
     def __init__(
-        self, name: str, registry: str, transport: str, grace_s: float, port: int
+        self,
+        name: str,
+        registry: str,
+        transport: str,
+        ttl_s: float,
+        grace_s: float,
+        port: int,
     ) -> None:
         opener = open_mooncake if transport == "mooncake" else open_loopback
         self.transport: Transport = opener(grace_s=grace_s)
@@ -87,7 +92,7 @@ class Process:
                 name,
                 registry,
                 port=port,
-                ttl_s=TTL_S,
+                ttl_s=ttl_s,
                 pool=PoolConfig(timeout_s=3.0, retry_s=0.25),
             ),
             SHAPE,
@@ -214,9 +219,11 @@ def say(**fields: Any) -> None:
 
 def main() -> None:
     """Do what the lines say, until there are no more."""
-    name, registry, transport, grace_s, port, seed = sys.argv[1:]
+    name, registry, transport, ttl_s, grace_s, port, seed = sys.argv[1:]
     rng = np.random.default_rng(int(seed))
-    process = Process(name, registry, transport, float(grace_s), int(port))
+    process = Process(
+        name, registry, transport, float(ttl_s), float(grace_s), int(port)
+    )
     node = process.node
     say(instance=node.instance, incarnation=node.incarnation)
     os.set_blocking(sys.stdin.fileno(), False)

@@ -191,6 +191,19 @@ def test_layers_sent_one_by_one_arrive_as_one(world: World) -> None:
     assert not there.pool.free_mem(arrival.addresses)
 
 
+def test_a_transfer_of_no_blocks_is_a_message(world: World) -> None:
+    """Programs tell of layers by it, also whom they have no block at."""
+    here, there = world.nodes[0], world.nodes[1]
+    nothing = np.zeros(0, np.uint64)
+    transfer = here.pool.transfer(1, nothing, nothing, private=b"layer 3")
+    assert transfer.wait() is TransferStatus.DONE
+    (arrival,) = there.pool.take_arrivals()
+    assert arrival.private == b"layer 3"
+    assert not len(arrival.addresses)
+    world.settle(1.0)
+    assert [n.pool.usage() for n in (here, there)] == [NOTHING, NOTHING]
+
+
 def test_sources_freed_under_way_are_kept_until_they_have_been_read(
     world: World,
 ) -> None:

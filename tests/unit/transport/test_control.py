@@ -354,6 +354,7 @@ def test_a_stopped_server_skips_what_nobody_waits_for(stack: ExitStack) -> None:
     stack.callback(client.close)
     assert client.ask(Ask("one"), Answer, LONG_S) == Answer("one")
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert reason(client.ask(Ask("two"), Answer, SHORT_S)) == "timeout"
     process.send_signal(signal.SIGCONT)
     assert client.ask(Ask("three"), Answer, LONG_S) == Answer("one,three")

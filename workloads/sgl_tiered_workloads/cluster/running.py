@@ -77,17 +77,20 @@ def router(
     )
 
 
-def etcd(port: int, peer_port: int, log_dir: Path, data: Path) -> Service:
+def etcd(
+    program: Path, port: int, peer_port: int, log_dir: Path, data: Path
+) -> Service:
     """Return a registry of one etcd node, not started; its URL is a pool's.
 
     Args:
+        program: etcd itself.
         port: that clients are served on.
         peer_port: that other nodes would use.
         log_dir: of its log.
         data: folder of what it keeps over a restart.
     """
     at, peers = f"http://{_HOST}:{port}", f"http://{_HOST}:{peer_port}"
-    command = ["etcd", "--name", "only", "--data-dir", str(data)]
+    command = [str(program), "--name", "only", "--data-dir", str(data)]
     command += ["--listen-client-urls", at, "--advertise-client-urls", at]
     command += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers]
     command += ["--initial-cluster", f"only={peers}"]
