@@ -43,7 +43,8 @@ MEDIA: dict[TierId, str] = {
     TierId.DISK: StorageMedium.DISK.value,
 }
 _PAGES_PER_STEP = 128
-"""Named and told between two passes: about 0.3 ms at 16 tokens a page."""
+"""Named and told between two passes. To find and to name 128 pages of 16 tokens takes
+0.15 ms (p50; 0.6 ms p99, SHA-256 by hashlib), and 1 us where nothing changed."""
 _PAGES_IDLE = 2048
 """The same where nothing runs: what a disk kept over a restart is told so."""
 
