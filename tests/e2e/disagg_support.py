@@ -6,7 +6,7 @@ Requests go to both (``Pair.ask``), or through our router (``through_router``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +95,6 @@ def start_pair(
     log_dir: Path,
     flags: Sequence[str],
     prefill: Sequence[str] = (),
-    decode_env: Mapping[str, str] | None = None,
 ) -> Pair:
     """Start both servers at the same time, and return when both answer.
 
@@ -104,7 +103,6 @@ def start_pair(
         log_dir: gets their logs.
         flags: of both.
         prefill: of the prefill server alone.
-        decode_env: variables of the decode server alone.
     """
     port = free_port()
     shared = (
@@ -124,15 +122,12 @@ def start_pair(
                 mode,
                 device.model,
                 (*shared, "--disaggregation-mode", mode, *extra),
-                {**_ENV, **env},
+                _ENV,
             ),
             log_dir,
             start_timeout_s=START_TIMEOUT_S,
         )
-        for mode, extra, env in (
-            ("prefill", tuple(prefill), {}),
-            ("decode", (), decode_env or {}),
-        )
+        for mode, extra in (("prefill", tuple(prefill)), ("decode", ()))
     ]
     with ThreadPoolExecutor(2) as both:
         starts = [both.submit(server.start) for server in servers]

@@ -57,9 +57,7 @@ def pair(plain, model, tmp_path_factory):
         "--tiered-load-policy",
         "always",
     )
-    # Wherever two decode at a time, one of them is retracted now and then.
-    retracts = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "5"}
-    pair = start_pair(device, folder, flags, decode_env=retracts)
+    pair = start_pair(device, folder, flags)
     yield pair
     pair.stop()
 
