@@ -113,7 +113,7 @@ def facts(figures, latency_s=0.0):
 
 
 def test_a_slow_link_makes_activations_pay(monkeypatch):
-    """The share is the policy's, of what device, link and rebuild were sampled to be."""
+    """The share is the policy's, of device, link and rebuild as they were sampled."""
     server = Played(monkeypatch)
     told = server.choose()
     wanted = choose_share(facts(LINK), HIDDEN, HEADS, DIM)
