@@ -109,6 +109,35 @@ def cuda_hooks_seen(plan):
     }
 
 
+def packed_seen(forwards, driver, extend, decode):
+    """Return what mini-batches give: requests in another order than their rows."""
+    batches = [
+        (extend, [("a", 2), ("b", 3), ("c", 4)]),
+        (decode, [("a", 1), ("b", 1), ("c", 1)]),
+        # One that fits in one group, and whose rows are turned round all the same.
+        (extend, [("d", 3), ("e", 2)]),
+        (decode, [("d", 1), ("e", 1)]),
+    ]
+    seen = {"orders": [], "groups": []}
+    worst, forwards.worst = forwards.worst, {"extend": 0.0, "decode": 0.0}
+
+    def order(requests):
+        told = list(range(len(requests)))
+        told = told[1:] + told[:1]
+        seen["orders"].append(told)
+        return told
+
+    driver.packing = SimpleNamespace(order=order)
+    for mode, batch in batches:
+        forwards.step(batch, mode, retained(0, 1, 2))
+        forwards.settle()
+        kind = "decode" if mode.is_decode() else "extend"
+        seen["groups"].append(forwards.groups[kind][-1])
+    driver.packing = None
+    seen["worst"], forwards.worst = forwards.worst, worst
+    return seen
+
+
 def joined_seen():
     """Return what the plugin does where SGLang runs on CUDA, and on this platform."""
     import sglang.srt.platforms as platforms
@@ -208,6 +237,7 @@ def main() -> None:
         settle()
     step([("a", 4), ("b", 4), ("c", 7)], extend)
     settle()
+    packed = packed_seen(forwards, pool.driver, extend, decode)
     right = dict(worst)
     copier.breaks = True
     step([("a", 1), ("b", 1), ("c", 1)], decode)
@@ -246,6 +276,7 @@ def main() -> None:
                 "worst": right,
                 "broken": worst["decode"],
                 "groups": forwards.groups,
+                "packed": packed,
                 "streamed": copier.num_up,
                 "streamed_in_prefill": streamed,
                 "plans": backend.decode_wrappers[0].num_plans,

@@ -47,6 +47,16 @@ def test_batches_of_one_and_of_several_groups_were_run(told):
     assert min(told["groups"]["extend"]) == 1
 
 
+def test_mini_batches_are_read_where_they_lie(told):
+    """Requests in another order than their rows, in several groups and in one."""
+    packed = told["packed"]
+    assert packed["orders"] == [[1, 2, 0], [1, 2, 0], [1, 0], [1, 0]]
+    assert min(packed["groups"][:2]) > 1
+    assert packed["groups"][2:] == [1, 1]
+    for kind in ("extend", "decode"):
+        assert packed["worst"][kind] < ROUNDING
+
+
 def test_a_plan_serves_all_layers(told):
     """One plan per forward and group; the runs are as many as layers."""
     assert told["plans"] == len(told["groups"]["decode"])

@@ -13,6 +13,7 @@ from sgl_tiered.engines.sglang.layered.indices import (  # noqa: E402
     new_token_pages,
     page_positions,
     page_starts,
+    request_rows,
 )
 
 requests = st.lists(
@@ -126,6 +127,16 @@ def test_layers_are_filled_from_what_was_told_apart_once(shape, page_tokens, see
         starts = torch.from_numpy(page_starts(places, page_tokens))
         fill_slots(out, starts, positions, offsets)
         assert out.tolist() == filled(slots, places, page_tokens)
+
+
+def test_rows_come_request_by_request():
+    """Of any order; a request without rows has none."""
+    new = np.array([2, 0, 3, 1])
+    assert request_rows(new, np.array([3, 0, 1, 2])).tolist() == [5, 0, 1, 2, 3, 4]
+    assert request_rows(new, np.array([2, 3, 1, 0])).tolist() == [2, 3, 4, 5, 0, 1]
+    assert request_rows(new, np.arange(4)).tolist() == list(range(6))
+    with pytest.raises(AssertionError, match="other requests"):
+        request_rows(new, np.array([0]))
 
 
 def test_a_page_without_a_place_is_not_read():

@@ -9,7 +9,9 @@ Where not all pages that a layer needs fit one half of the staging memory, the l
 manager cuts the batch into groups; each has a plan of its own, and its attention is
 queued once its pages have come. A group's prefill then reads its new tokens from the
 pool too (SGLang's paged form), which may round differently from the form for a whole
-batch, as may a plan for fewer requests.
+batch, as may a plan for fewer requests. Mini-batches (``activations/batches.py``) give
+groups requests that do not lie side by side: their rows are gathered, and their answers
+go back to where SGLang has these rows.
 
 Not validated on a GPU; the log says so at the start. What is tested on a CPU: the
 arithmetic (``indices.py``), and both passes of this class with a stand-in for the
@@ -40,6 +42,7 @@ from sgl_tiered.engines.sglang.layered.indices import (
     new_token_pages,
     page_positions,
     page_starts,
+    request_rows,
 )
 from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.layered.base import PassRequest
@@ -81,7 +84,7 @@ class _Part:
 
     Attributes:
         wrapper: FlashInfer's, planned for them.
-        rows: query rows, first and last + 1.
+        rows: query rows: side by side, or int64 [n] on the device.
         pages: which entries of the manager's table their reads name.
         out: int32 [n], the wrapper's index buffer; views what the run will read.
         positions: int32 [n], of the tokens' pages among ``pages``.
@@ -89,7 +92,7 @@ class _Part:
     """
 
     wrapper: Any
-    rows: tuple[int, int]
+    rows: slice | torch.Tensor
     pages: slice | Int64s
     out: torch.Tensor
     positions: torch.Tensor
@@ -170,27 +173,36 @@ class LayeredFlashInfer(FlashInferAttnBackend):
             else np.asarray(forward_batch.extend_seq_lens_cpu, np.int64)
         )
         pages = self._pages_of(forward_batch, kv_lens)
-        plan = driver.begin_pass(
-            [
-                PassRequest(rid, own, int(kv) - int(new), int(new), driver.decided(rid))
-                for rid, own, kv, new in zip(
-                    forward_batch.rids, pages, kv_lens, new_lens, strict=True
-                )
-            ]
-        )
+        requests = [
+            PassRequest(rid, own, int(kv) - int(new), int(new), driver.decided(rid))
+            for rid, own, kv, new in zip(
+                forward_batch.rids, pages, kv_lens, new_lens, strict=True
+            )
+        ]
+        order = np.arange(len(requests))
+        if driver.packing is not None:
+            order = np.asarray(driver.packing.order(requests), np.int64)
+        is_packed = bool(np.any(np.diff(order) != 1))
+        rows_of = request_rows(new_lens, order)
+        plan = driver.begin_pass([requests[n] for n in order])
         self._indptr = plan.indptr
-        self._plan_writes(np.concatenate(pages), kv_lens - new_lens, new_lens)
+        kv_lens, new_lens = kv_lens[order], new_lens[order]
+        listed = np.concatenate([pages[n] for n in order])
+        self._plan_writes(listed, kv_lens - new_lens, new_lens, rows_of)
         ends = np.concatenate([[0], np.cumsum(new_lens)])
-        if len(plan.groups) == 1:
+        if len(plan.groups) == 1 and not is_packed:
             super().init_forward_metadata(forward_batch)
             self._parts = [self._whole(is_decode, kv_lens, new_lens)]
             return
         wrappers = []
         for number, (first, last) in enumerate(plan.groups):
             lens = kv_lens[first:last]
-            wrapper = self._plan_group(forward_batch, is_decode, number, first, lens)
+            rows: slice | torch.Tensor = slice(int(ends[first]), int(ends[last]))
+            who: slice | torch.Tensor = slice(first, last)
+            if is_packed:
+                rows, who = self._index(rows_of[rows]), self._index(order[who])
+            wrapper = self._plan_group(forward_batch, is_decode, number, who, lens)
             own = slice(int(plan.indptr[first]), int(plan.indptr[last]))
-            rows = (int(ends[first]), int(ends[last]))
             self._parts.append(self._part(wrapper, rows, own, int(lens.sum())))
             wrappers.append(wrapper)
         self.forward_metadata = (
@@ -209,10 +221,16 @@ class LayeredFlashInfer(FlashInferAttnBackend):
         counts = -(-kv_lens // self._page_tokens)
         return [row[:count] for row, count in zip(numbers, counts, strict=True)]
 
-    def _plan_writes(self, pages: Int64s, num_context: Int64s, num_new: Int64s) -> None:
-        positions, offsets = new_token_pages(
-            self._indptr, num_context, num_new, self._page_tokens
-        )
+    def _index(self, numbers: Int64s) -> torch.Tensor:
+        return self._upload(numbers.astype(np.int32)).to(torch.int64)
+
+    def _plan_writes(
+        self, pages: Int64s, num_context: Int64s, num_new: Int64s, rows_of: Int64s
+    ) -> None:
+        """Tell where new tokens go; ``rows_of`` are their rows in the forward."""
+        told = new_token_pages(self._indptr, num_context, num_new, self._page_tokens)
+        positions, offsets = np.empty_like(told[0]), np.empty_like(told[1])
+        positions[rows_of], offsets[rows_of] = told
         written, index = np.unique(positions, return_inverse=True)
         self._writes = (
             pages[written],
@@ -229,7 +247,7 @@ class LayeredFlashInfer(FlashInferAttnBackend):
     def _whole(self, is_decode: bool, kv_lens: Int64s, new_lens: Int64s) -> _Part:
         """Return the one part of a batch that SGLang has planned."""
         planned = self.forward_metadata
-        rows = (0, int(new_lens.sum()))
+        rows = slice(0, int(new_lens.sum()))
         whole = slice(0, int(self._indptr[-1]))
         if is_decode:
             wrapper = planned.decode_wrappers[0]
@@ -245,7 +263,7 @@ class LayeredFlashInfer(FlashInferAttnBackend):
     def _part(
         self,
         wrapper: Any,
-        rows: tuple[int, int],
+        rows: slice | torch.Tensor,
         pages: slice | Int64s,
         num_tokens: int,
     ) -> _Part:
@@ -265,12 +283,11 @@ class LayeredFlashInfer(FlashInferAttnBackend):
         forward_batch: Any,
         is_decode: bool,
         number: int,
-        first: int,
+        own: slice | torch.Tensor,
         kv_lens: Int64s,
     ) -> Any:
         """Plan for some requests, as SGLang plans for all of them."""
         wrapper = self._wrapper(is_decode, number)
-        own = slice(first, first + len(kv_lens))
         lens, lens_cpu = forward_batch.seq_lens[own], torch.from_numpy(kv_lens)
         total = int(kv_lens.sum())
         rows = forward_batch.req_pool_indices[own]
@@ -393,7 +410,8 @@ class LayeredFlashInfer(FlashInferAttnBackend):
             loc = KVWriteLoc.for_layer(forward_batch, layer, swa_loc=None)
             scales = self._kv_write_scales(layer)
             self._pool.set_kv_buffer(layer, loc, k, v, *scales)
-        if len(self._parts) == 1:
+        # Alone and in the batch's own order: what SGLang has planned.
+        if len(self._parts) == 1 and isinstance(self._parts[0].rows, slice):
             manager.wait_unit(number, 0)
             self._write_indices(number, self._parts[0])
             out = run(q, k, v, layer, forward_batch, save_kv_cache=False)
@@ -419,9 +437,8 @@ class LayeredFlashInfer(FlashInferAttnBackend):
         for group, part in enumerate(self._parts):
             manager.wait_unit(number, group)
             self._write_indices(number, part)
-            begin, end = part.rows
-            out[begin:end] = part.wrapper.forward(
-                query[begin:end],
+            out[part.rows] = part.wrapper.forward(
+                query[part.rows],
                 kv_cache,
                 sm_scale=layer.scaling,
                 logits_soft_cap=layer.logit_cap,

@@ -19,6 +19,7 @@ __all__ = [
     "new_token_pages",
     "page_positions",
     "page_starts",
+    "request_rows",
 ]
 
 Int32s = npt.NDArray[np.int32]
@@ -106,3 +107,19 @@ def new_token_pages(
     tokens = steps + np.repeat(num_context - first, num_new)
     positions = np.repeat(indptr[:-1], num_new) + tokens // page_tokens
     return positions, (tokens % page_tokens).astype(np.int32)
+
+
+def request_rows(num_new: Int64s, order: Int64s) -> Int64s:
+    """Return int64 [sum of num_new]: a batch's rows, request by request in an order.
+
+    Args:
+        num_new: int64 [num_requests], rows of each request, as they lie.
+        order: int64 [num_requests], every request once.
+    """
+    assert len(order) == len(num_new), "an order of other requests"
+    begins = np.cumsum(num_new) - num_new
+    counts = num_new[order]
+    first = np.cumsum(counts) - counts
+    steps = np.arange(int(counts.sum()), dtype=np.int64)
+    rows: Int64s = steps + np.repeat(begins[order] - first, counts)
+    return rows
