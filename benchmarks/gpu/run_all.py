@@ -42,6 +42,7 @@ TESTS = (
             "cuda_ops",
             "cuda_layers",
             "cuda_acts",
+            "cuda_auto",
             "layered_indices",
             "collectives",
         )

@@ -110,14 +110,13 @@ def test_what_it_was_not_shown_to_work_with_is_refused():
             )
 
 
-def test_on_cuda_a_share_of_one_rank_is_taken():
-    """What auto goes by are figures of CPUs, and ranks there were tried by nobody."""
-    share = ActivationSettings(0.5)
-    refuse_with_activations(SimpleNamespace(tp_size=1), "cuda", share)
-    with pytest.raises(ConfigError, match="auto"):
-        refuse_with_activations(SimpleNamespace(), "cuda", ActivationSettings(None))
+@pytest.mark.parametrize("share", [0.5, None])
+def test_on_cuda_one_rank_is_taken(share):
+    """With a share or auto; ranks there were tried by nobody."""
+    told = ActivationSettings(share)
+    refuse_with_activations(SimpleNamespace(tp_size=1), "cuda", told)
     with pytest.raises(ConfigError, match="tp-size"):
-        refuse_with_activations(SimpleNamespace(tp_size=2), "cuda", share)
+        refuse_with_activations(SimpleNamespace(tp_size=2), "cuda", told)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

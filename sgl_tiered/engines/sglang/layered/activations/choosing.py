@@ -2,7 +2,7 @@
 
 The pool's and the host region's bytes are shared by it. What auto goes by is what can
 be known then: the model's shape, a rebuild that is tried on the spot, and the link that
-is emulated or was calibrated. Rank 0 decides for all ranks.
+is emulated, was calibrated or, on CUDA, is sampled. Rank 0 decides for all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     # One needs SGLang, and the other us.
     from sgl_tiered.engines.sglang.agreement import Ranks
     from sgl_tiered.engines.sglang.config import TieredConfig
+    from sgl_tiered.engines.sglang.layered.activations.device_figures import (
+        DeviceFigures,
+    )
     from sgl_tiered.engines.sglang.layered.activations.offloaded import (
         OffloadedWeights,
     )
@@ -93,11 +96,13 @@ class Links:
         latency_s: of a copy.
         bytes_per_s: towards the device.
         is_emulated: that it is slower than the machine.
+        is_guessed: nothing tells how fast it is.
     """
 
     latency_s: float
     bytes_per_s: float
     is_emulated: bool = False
+    is_guessed: bool = False
 
     @classmethod
     def known(cls, config: TieredConfig, calibration: Calibration | None) -> Links:
@@ -105,15 +110,27 @@ class Links:
         for section in config.emulate:
             if TierId.HOST in section.tiers and section.has_link:
                 fastest = min(section.bandwidth_bytes_per_s, section.read_bytes_per_s)
-                if math.isinf(fastest):
+                is_guessed = math.isinf(fastest)
+                if is_guessed:
                     fastest = _MEMORY_BYTES_PER_S
-                return cls(section.latency_s, fastest, True)
+                return cls(section.latency_s, fastest, True, is_guessed)
         fit = None
         if calibration is not None:
             fit = calibration.link(TierId.HOST.label, TierId.DEVICE.label)
         if fit is not None:
             return cls(fit.latency_s, fit.bytes_per_s)
-        return cls(0.0, _MEMORY_BYTES_PER_S)
+        return cls(0.0, _MEMORY_BYTES_PER_S, is_guessed=True)
+
+    def sampled(self, figures: DeviceFigures) -> Links:
+        """Return it with what was sampled in the place of a guess."""
+        if not self.is_guessed:
+            return self
+        return replace(
+            self,
+            latency_s=self.latency_s + figures.latency_s,
+            bytes_per_s=figures.upload_bytes_per_s,
+            is_guessed=False,
+        )
 
     def line(self, page_bytes: int) -> PageLine:
         """Return the time of pages of so many bytes."""
@@ -186,9 +203,9 @@ def choose(
     if share is not None:
         reason = f"{FLAG} {share:g} was asked for."
     else:
-        facts = _facts(config, layout, device_tokens, found, link, kv_gen, calibration)
-        best = choose_share(facts, found.hidden, one.num_kv_heads, one.head_dim)
-        share, reason = best.share, best.reason
+        share, reason, link = _best(
+            config, layout, device_tokens, found, link, kv_gen, calibration
+        )
     share, reason, *line = _first(
         ranks, [share, reason, kv_gen.overhead_s, kv_gen.page_s]
     )
@@ -265,6 +282,44 @@ def _kv_gen(
     )
 
 
+def _best(
+    config: TieredConfig,
+    layout: PageLayout,
+    device_tokens: int,
+    found: LayerProjections,
+    link: Links,
+    kv_gen: PageLine,
+    calibration: Calibration | None,
+) -> tuple[float, str, Links]:
+    """Return what auto takes and why, and the link as it is known then."""
+    figures = None
+    has_decode = calibration is not None and calibration.decode is not None
+    if found.device.type == "cuda" and (link.is_guessed or not has_decode):
+        try:
+            figures = _device_figures(found)
+        except RuntimeError as error:
+            reason = f"activations are refused: the device was not sampled ({error})."
+            return 0.0, reason, link
+        logger.info("sgl-tiered: %s auto sampled %s", FLAG, figures)
+        link = link.sampled(figures)
+    facts = _facts(
+        config, layout, device_tokens, found, link, kv_gen, calibration, figures
+    )
+    one = found.shape
+    best = choose_share(facts, found.hidden, one.num_kv_heads, one.head_dim)
+    return best.share, best.reason, link
+
+
+def _device_figures(found: LayerProjections) -> DeviceFigures:
+    """Return what the device takes; a test has its own."""
+    from sgl_tiered.engines.sglang.layered.activations.device_figures import (
+        sample_device,
+    )
+
+    weights = [linear.weight for linear in found.linears]
+    return sample_device(found.device, weights, _DECODERS)
+
+
 def _facts(
     config: TieredConfig,
     layout: PageLayout,
@@ -273,6 +328,7 @@ def _facts(
     link: Links,
     kv_gen: PageLine,
     calibration: Calibration | None,
+    figures: DeviceFigures | None,
 ) -> LayerFacts:
     """Return one layer of a step over all the KV that the server holds when it is full.
 
@@ -282,7 +338,7 @@ def _facts(
     assert settings is not None, "only layer-wise KV has activations"
     device_pages = device_tokens // layout.page_tokens
     num_pages = settings.host_bytes // layout.slot_bytes or 4 * device_pages
-    compute_s = _compute_s(found, layout, num_pages, calibration)
+    compute_s = _compute_s(found, layout, num_pages, calibration, figures)
     act_page_bytes = found.hidden * found.dtype.itemsize * layout.page_tokens
     weight_bytes = settings.weight_bytes
     if found.offloaded is not None:
@@ -305,14 +361,26 @@ def _compute_s(
     layout: PageLayout,
     num_pages: int,
     calibration: Calibration | None,
+    figures: DeviceFigures | None,
 ) -> float:
     """Return about how long a layer computes in such a step, rebuilding left out."""
     contexts = num_pages * layout.page_tokens
     if calibration is not None and calibration.decode is not None:
         return calibration.decode.seconds(_DECODERS, contexts) / layout.num_layers
+    # Its projection's time, for all of its weights, and its KV read once.
+    kv_bytes = num_pages * layout.layer_page_bytes
+    weights = max(found.layer_params / found.module(0).weight.numel(), 1.0)
+    if figures is not None:
+        kv_s = kv_bytes / figures.memory_bytes_per_s
+        return float(figures.projection_s * weights + kv_s)
+    kv_s = kv_bytes / _MEMORY_BYTES_PER_S
+    return float(_projection_s(found) * weights + kv_s)
+
+
+def _projection_s(found: LayerProjections) -> float:
+    """Return how long a CPU takes for the projection of some decoding requests."""
     import torch
 
-    # Its projection's time, for all of its weights, and its KV read once.
     weight: torch.Tensor = found.module(0).weight
     inputs = torch.zeros((_DECODERS, found.hidden), dtype=found.dtype)
     fastest = math.inf
@@ -321,6 +389,4 @@ def _compute_s(
             started_s = time.perf_counter()
             torch.nn.functional.linear(inputs, weight)
             fastest = min(fastest, time.perf_counter() - started_s)
-    weights = max(found.layer_params / weight.numel(), 1.0)
-    kv_s = num_pages * layout.layer_page_bytes / _MEMORY_BYTES_PER_S
-    return float(fastest * weights + kv_s)
+    return fastest

@@ -132,12 +132,6 @@ def refuse_with_activations(
         raise ConfigError(
             FLAG, f"is made for CPUs and CUDA, and not for {device}", "leave it out"
         )
-    if device == "cuda" and settings.share is None:
-        raise ConfigError(
-            FLAG,
-            "auto chooses by what a CPU takes, and knows nothing of CUDA yet",
-            "give a share from 0 to 1",
-        )
     if device == "cuda" and (getattr(server_args, "tp_size", 1) or 1) > 1:
         raise ConfigError(
             FLAG,
