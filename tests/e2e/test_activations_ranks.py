@@ -53,7 +53,7 @@ def plain(servers, mha):
     return found, alone
 
 
-@pytest.mark.parametrize("share", [0.5, 1])
+@pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.full)])
 def test_both_ranks_rebuild_alike(servers, mha, plain, share):
     """A rank that had parted would have stopped the server."""
     reference, alone = plain

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import numpy as np
 import pytest
-from sgl_tiered_workloads.server import free_port
+from sgl_tiered_workloads.server import SglangServer, free_port
 from sgl_tiered_workloads.sessions import random_tokens
 from sgl_tiered_workloads.systems import Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
@@ -234,9 +234,9 @@ def test_a_prefix_in_host_memory_is_routed_to_its_holder(server, servers, model)
     tiers = Tiers(host_bytes=64 * 2**20)
     flags = (*publishing(), "--tiered-load-policy", "always")
     device = Case(PAGE).device(model)
-    tiered = servers.get(tiered_spec(device, tiers, "tier-events", flags))
+    spec = tiered_spec(device, tiers, "tier-events", flags)
 
-    async def run():
+    async def run(tiered):
         async with routed(server, tiered=tiered) as (router, client):
             sent = prompt(900)
             await asyncio.to_thread(generate, tiered, sent)
@@ -263,4 +263,6 @@ def test_a_prefix_in_host_memory_is_routed_to_its_holder(server, servers, model)
             await asyncio.to_thread(tiered.flush_cache)
             await until(lambda: pages() is None)
 
-    asyncio.run(run())
+    # Beside the plain one, which ``servers`` would end first.
+    with SglangServer(spec, servers.log_dir) as tiered:
+        asyncio.run(run(tiered))

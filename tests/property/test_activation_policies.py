@@ -221,7 +221,8 @@ def test_no_share_is_better_than_the_balanced_one(facts: LayerFacts):
     best = balanced_split(facts)
     assert best == split_at(facts, best.num_act)
     every = [split_at(facts, num).seconds for num in range(facts.num_pages + 1)]
-    assert best.seconds == min(every)
+    # Equal sums of other terms may differ in their last bit.
+    assert best.seconds <= min(every) * (1 + 1e-12)
 
 
 @given(layer_facts(), st.data())

@@ -171,11 +171,6 @@ SEAMS: tuple[Seam, ...] = (
         ("block_hashes", "medium"),
     ),
     Seam(
-        "names of pages in events",
-        _SRT + "mem_cache.utils.compute_node_event_hash_values",
-        ("node", "page_size"),
-    ),
-    Seam(
         "names of adapters' pages in events",
         _SRT + "disaggregation.kv_events.namespaced_block_hash",
         ("block_hash", "namespace_seed"),

@@ -91,7 +91,9 @@ class SequenceExchange:
         num_pages: of every part.
         num_layers: of the model.
         pattern: who sends to whom.
-        name: of the prompt; arrivals of others are left alone.
+        name: of this exchange, of no other that a member may be in at that time, as
+            when one member has begun the next while another ends the last; arrivals
+            of others are left alone.
         type: where the receivers keep what they get.
         timeout_s: of each transfer; None for the pool's.
 
@@ -192,6 +194,10 @@ class SequenceExchange:
             return False
         head, raw = note
         part, layer = int(head["part"]), int(head["layer"])
+        if layer != self._num_complete.get(part):
+            # One before it went elsewhere: what is there of it nobody has told.
+            self._fail(f"layer {layer} of part {part} came out of its order")
+            return True
         # At the end the blocks are ours, and may have got other addresses.
         handed_over = len(arrival.addresses) > 0
         self._blocks[part] = arrival.addresses if handed_over else from_wire(raw)

@@ -22,6 +22,7 @@ from sgl_tiered.pool.mempool import MemPool, PoolConfig
 from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo
 from sgl_tiered.pool.programs.migration import RunningRequest
 from sgl_tiered.pool.programs.sequence_parallel import Pattern, SequenceExchange
+from sgl_tiered.pool.receiver import Arrival
 from sgl_tiered.pool.table_store import TableStore
 from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.testing.transport_peer import open_transport
@@ -115,6 +116,7 @@ class Instance:
             PoolConfig(timeout_s=FAR_S),
             pause,
         )
+        self.early: list[Arrival] = []
         self.see(range(num_instances))
 
     def see(self, instances: Sequence[int]) -> None:
@@ -187,7 +189,7 @@ class Part:
             num_pages,
             NUM_LAYERS,
             pattern=pattern,
-            name="prompt",
+            name=f"prompt by {pattern.value}",
             timeout_s=FAR_S,
         )
         self.own = own
@@ -216,7 +218,9 @@ class Part:
     def poll(self) -> None:
         """Look after pool and exchange."""
         self.node.pool.poll()
-        assert self.exchange.poll(self.node.pool.take_arrivals()) == []
+        # Others may have begun the next exchange.
+        arrivals = self.node.early + self.node.pool.take_arrivals()
+        self.node.early = self.exchange.poll(arrivals)
 
 
 def wait(done: Callable[[], bool], pause: Callable[[], None]) -> None:

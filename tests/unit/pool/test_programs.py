@@ -16,6 +16,7 @@ from sgl_tiered.pool.programs.migration import (
 )
 from sgl_tiered.pool.programs.notes import read_note, write_note
 from sgl_tiered.pool.programs.sequence_parallel import Pattern
+from sgl_tiered.pool.receiver import Arrival
 from sgl_tiered.transport.base import TransferStatus
 from tests.unit.pool.program_support import (
     DONE,
@@ -319,6 +320,16 @@ def test_without_room_nothing_is_begun(four: Pair) -> None:
     settled(four)
     assert four.nodes[1].used() == 0
     assert not four.nodes[2].pool.free_mem(full)
+
+
+def test_a_layer_that_never_came_fails_the_exchange(pair: Pair) -> None:
+    """Its note went to another exchange of that name: what is there is not read."""
+    part = Part(pair.nodes[1], range(2), 1, (1, 1), PROMPT[: 2 * PAGE], Pattern.RING)
+    head = {"name": "prompt by ring", "part": 0, "layer": 1}
+    arrival = Arrival((0, 1), np.zeros(0, np.uint64), write_note("sequence", head), 0)
+    assert part.exchange.poll([arrival]) == []
+    assert "layer 1 of part 0 came out of its order" in part.exchange.error
+    assert not part.exchange.has(0)
 
 
 # Disaggregated inference by calls alone.
