@@ -136,6 +136,8 @@ class Process:
         """Begin to fetch."""
         blocks = self.pool.alloc_mem(num_pages, BlockType.HOST)
         if blocks is None:
+            if tell:
+                say(error="there is no room here", num_pages=0, right=True)
             return
         found = self.pool.fetch(holder, tokens(prompt, num_pages), blocks)
         self.fetches.append((found, prompt, tell))

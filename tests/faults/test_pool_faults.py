@@ -114,6 +114,19 @@ class Node:
         wanted = sorted(node.instance for node in (self, *others))
         self.until(lambda found: found["members"] == wanted)
 
+    def fetches(self, holder: Node, num_pages: int) -> None:
+        """Have pages of prompt 0 brought, until all come.
+
+        Until it has seen the holder's new start, it asks the former one.
+        """
+
+        def all_came(_: dict[str, Any]) -> bool:
+            got = self.ask(f"fetch {holder.instance} 0 {num_pages}")
+            assert got["right"]
+            return bool(got["num_pages"] == num_pages)
+
+        self.until(all_came)
+
     def does_more(self, num: int) -> None:
         """Wait until it has ended so many operations more."""
         done = self.ask("check")["done"]
@@ -185,7 +198,7 @@ def test_a_killed_holder_fails_a_fetch_and_comes_back(
     again.knows(two)
     two.knows(again)
     two.until(lambda _: again.ask("hold 0 20")["ok"])
-    assert two.ask(f"fetch {again.instance} 0 20")["num_pages"] == 20
+    two.fetches(again, 20)
     settle(again, two)
 
 
@@ -210,7 +223,7 @@ def test_a_port_taken_over_is_not_taken_for_the_dead_one(
     assert got["num_pages"] == 0
     two.knows(three)
     three.knows(two)
-    assert two.ask(f"fetch {three.instance} 0 20")["num_pages"] == 20
+    two.fetches(three, 20)
     settle(two, three)
 
 
