@@ -68,8 +68,8 @@ test-faults: install ## every fault of every tier under real servers, full disks
 	@$(TEST) faults --faults-long $(ARGS)
 
 .PHONY: test-cluster
-test-cluster: install ## clusters of real servers under kills, stops and cut paths (45 minutes)
-	@$(TEST) cluster $(ARGS)
+test-cluster: install ## clusters of real servers under faults (45 minutes; FULL=1 for more)
+	@$(TEST) cluster $(if $(FULL),--full) $(ARGS)
 
 .PHONY: test-cxl
 test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest

@@ -57,6 +57,7 @@ __all__ = [
     "emptied",
     "play",
     "record_sessions",
+    "released",
     "router_state",
     "settled",
     "states",
@@ -436,6 +437,20 @@ def settled(cluster: Cluster) -> None:
         emptied(server)
         wait_until(lambda s=server: accounts(s)[2] == 0, f"{name}: no KV is left")
         assert server.exit_code() is None
+    _logs_are_clean(cluster)
+
+
+def released(cluster: Cluster) -> None:
+    """Demand that pools hold nothing for transfers that have failed.
+
+    That takes a minute after the last one, so it is asked once, when all is over.
+    """
+    for name, server in cluster.servers.items():
+        wait_until(lambda s=server: _unsettled(s, at_last=True) == 0, f"{name} is free")
+    _logs_are_clean(cluster)
+
+
+def _logs_are_clean(cluster: Cluster) -> None:
     for path in cluster.log_dir.rglob("*.log"):
         text = path.read_text(errors="replace")
         for word in ("leak detected", "double free", "use-after-free"):
@@ -480,12 +495,23 @@ def states(server: SglangServer, name: str) -> dict[str, Any]:
     return found
 
 
-def _unsettled(server: SglangServer) -> int:
-    """Return what is still held: for transfers that failed, and by copies of tiers."""
+_NOT_HELD = ("num_transfers", "num_fetches")
+"""Of a pool's ``under_way``: what waits for no grace time, as all the others may."""
+
+
+def _unsettled(server: SglangServer, *, at_last: bool = False) -> int:
+    """Return what is still held: for transfers that failed, and by copies of tiers.
+
+    What a failed push may touch stays pinned for the transport's grace of a minute, and
+    counts only ``at_last`` with a server in a pool.
+    """
     pair, tiers = states(server, "tiered_pd"), states(server, "tiered")
     held = int(pair.get("rooms_unsettled", 0)) + int(pair.get("releases_held", 0))
-    held += sum(int(tier["pinned"]) for tier in tiers.get("occupancy", {}).values())
     pool = tiers.get("pool") or {}
+    if pool and not at_last:
+        under_way = sum(int(pool["under_way"][name]) for name in _NOT_HELD)
+        return held + under_way + int(pool["pulls"]["under_way"])
+    held += sum(int(tier["pinned"]) for tier in tiers.get("occupancy", {}).values())
     held += sum(pool.get("under_way", {}).values())
     held += sum(each["active"] for each in pool.get("media", {}).values())
     return held + int(pool.get("pulls", {}).get("under_way", 0))

@@ -2,9 +2,18 @@
 
 Requests go to the pair; where one of it is struck, to the colocated server.
 After each fault the pair serves again. Bytes go over what ``auto`` finds here.
+
+The decode server reaches the prefill server by two forwarders: one before its bootstrap
+port (heartbeats, and the question where its rank is), one before the port of its rank
+(requests for KV, aborts). What goes the other way, bytes of KV and their status, has
+ports that SGLang draws on the decode server, and is not cut.
 """
 
 from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import replace
 
 import pytest
 from sgl_tiered_workloads.cluster.members import (
@@ -15,7 +24,12 @@ from sgl_tiered_workloads.cluster.members import (
     tiered,
 )
 from sgl_tiered_workloads.cluster.ports import Ports
-from sgl_tiered_workloads.cluster.running import Cluster, router
+from sgl_tiered_workloads.cluster.running import (
+    Cluster,
+    forwarder,
+    read_json,
+    router,
+)
 from sgl_tiered_workloads.systems import MB
 
 from tests.cluster.cluster_support import (
@@ -30,14 +44,106 @@ from tests.cluster.cluster_support import (
     under_way,
     up,
 )
-from tests.e2e.e2e_support import wait_until
+from tests.cluster.turns_support import as_their_mode_says
+from tests.e2e.disagg_support import Pair
+from tests.e2e.e2e_support import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
 MODES = (0, 1, 2, 3)
 HOST_BYTES = 64 * MB
 ROUTERS = ("router0", "router1")
-SIDES = (PREFILL, DECODE)
+BOOTSTRAP, RANK = "bootstrap", "rank"
+LOST = "Lost connection with prefill instance"
+"""What SGLang's decode server logs after two heartbeats without an answer."""
+FAULTS = (
+    # Those of the path first: a prefill server that comes back has another rank port.
+    "path dropped",
+    "path silent",
+    "prefill killed",
+    "decode killed",
+    "prefill stopped",
+    "decode stopped",
+    "colocated killed",
+    "router killed",
+)
+TURNS = {
+    0: ("path dropped", "decode killed", "prefill stopped"),
+    1: ("path silent", "prefill killed", "decode stopped"),
+    2: ("path dropped", "prefill killed", "decode stopped", "colocated killed"),
+    3: (
+        "path silent",
+        "prefill killed",
+        "decode killed",
+        "prefill stopped",
+        "router killed",
+    ),
+}
+"""The faults of each mode by default; ``--full`` has all in each."""
+
+
+class Wired(Cluster):
+    """A cluster whose decode server reaches the prefill server by two forwarders."""
+
+    def __enter__(self):
+        super().__enter__()
+        try:
+            self._put_before_rank()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self):
+        """End everything."""
+        rank = self.services.pop(RANK, None)
+        if rank is not None:
+            rank.stop()
+        super().stop()
+
+    def is_before_rank(self):
+        """Whether decode servers are still told the forwarder's port."""
+        return self._route(0)["rank_port"] == self._entrance
+
+    def _put_before_rank(self):
+        """Register a forwarder's port in place of the prefill rank's own."""
+        self._entrance = self.ports.take()
+        rank, known = self._route(0), self._route(-1)
+        path = forwarder(self._entrance, rank["rank_port"], self.log_dir, RANK)
+        self.services[RANK] = path
+        path.start()
+        fields = {
+            **{f"{name}_size": 1 for name in _PARALLEL},
+            **{f"{name}_rank": 0 for name in _PARALLEL},
+            "rank_ip": rank["rank_ip"],
+            "rank_port": self._entrance,
+            "page_size": known["page_size"],
+            "kv_cache_dtype": known["kv_cache_dtype"],
+            "decode_allocation_policy": known["decode_allocation_policy"],
+        }
+        request = urllib.request.Request(
+            self._bootstrap + "/route",
+            data=json.dumps(fields).encode(),
+            headers={"Content-Type": "application/json"},
+            method="PUT",
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_S):
+            pass
+        assert self.is_before_rank()
+
+    @property
+    def _bootstrap(self):
+        """Address of the bootstrap server itself."""
+        return f"http://127.0.0.1:{self.members[PREFILL].bootstrap_port}"
+
+    def _route(self, number):
+        """Ask the bootstrap server: with 0 where the rank is, with -1 what it is."""
+        names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank")
+        query = "&".join(f"{name}={number}" for name in (*names, "target_pp_rank"))
+        return read_json(f"{self._bootstrap}/route?{query}")
+
+
+_PARALLEL = ("attn_tp", "attn_cp", "attn_dp", "pp", "system_dp")
 
 
 @pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"caching{mode}")
@@ -46,32 +152,51 @@ def mode(request):
 
 
 @pytest.fixture(scope="module")
-def cluster(running, device, mode, tmp_path_factory):
+def entrance():
+    """The port before the bootstrap server, as decode servers are told it."""
+    return Ports().take()
+
+
+@pytest.fixture(scope="module")
+def cluster(running, device, mode, entrance, tmp_path_factory):
     """The three servers are named after their kinds."""
     logs = tmp_path_factory.mktemp(f"caching{mode}")
 
     def make():
         ports = Ports()
         handover = tiered(mode, f"file:{logs / 'pool'}", HOST_BYTES)
-        members = [
-            new_member(device, PREFILL, PREFILL, ports, handover=handover),
-            new_member(device, DECODE, DECODE, ports, handover=handover),
-            new_member(device, COLOCATED, COLOCATED, ports),
+        # The planner may find an answer of a page not worth a load.
+        flags = ("--tiered-load-policy", "always") if mode == 3 else ()
+        pair = [
+            new_member(device, kind, kind, ports, handover=handover, flags=flags)
+            for kind in (PREFILL, DECODE)
         ]
-        words = [each.word(f"http://127.0.0.1:{each.port}") for each in members]
+        members = [*pair, new_member(device, COLOCATED, COLOCATED, ports)]
+        path = forwarder(entrance, pair[0].bootstrap_port, logs, BOOTSTRAP)
+        told = [replace(pair[0], bootstrap_port=entrance), *members[1:]]
+        words = [each.word(f"http://127.0.0.1:{each.port}") for each in told]
         routers = [
             router(words, ports.take(), logs, flags=ROUTER_FLAGS, name=name)
             for name in ROUTERS
         ]
-        return Cluster(members, logs, behind=routers, ports=ports)
+        return Wired(members, logs, services=[path], behind=routers, ports=ports)
 
     return running(f"caching{mode}", make)
 
 
+@pytest.fixture(params=FAULTS)
+def fault(request, mode):
+    """A fault whose turn it is in this mode."""
+    if request.param not in TURNS[mode] and not request.config.getoption("--full"):
+        pytest.skip("in this mode by --full only")
+    return request.param
+
+
 @pytest.fixture(autouse=True)
-def whole(cluster, plain):
-    """Before and after each test all is there, the pair serves and nothing is left."""
-    settled(cluster)
+def whole(request, cluster, plain):
+    """After each test all is there, the pair serves and nothing is left."""
+    if "fault" in request.fixturenames:
+        request.getfixturevalue("fault")
     yield
     record = next(iter(plain.by_key.values()))
     wait_until(lambda: answered_by(cluster, record)[0] == DECODE, "the pair serves")
@@ -95,37 +220,71 @@ def test_answers_are_plains(cluster, plain, mode):
         assert second == first
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_killed_under_load(cluster, plain, side):
-    """One of the pair dies with transfers under way, and comes back."""
-    played = struck(
-        cluster, plain, side, lambda: cluster.kill(side), lambda: cluster.restart(side)
-    )
-    assert_right(plain, played)
+def test_a_session_turn_by_turn(cluster, turns, mode, entrance):
+    """Answers are plain's, and either side has and sends just what its mode says."""
+    pair = Pair(cluster.servers[PREFILL], cluster.servers[DECODE], entrance)
+    as_their_mode_says(pair, mode, turns)
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_stopped_under_load(cluster, plain, side):
-    """One of the pair falls silent with transfers under way, and goes on when its
-    requests have long been answered elsewhere."""
-    played = struck(
-        cluster, plain, side, lambda: cluster.pause(side), lambda: cluster.resume(side)
-    )
-    assert_right(plain, played)
-
-
-def test_the_other_kind_killed(cluster, plain):
-    """The colocated server dies while nothing needs it: the pair serves on."""
-    cluster.kill(COLOCATED)
-    try:
-        played = play(cluster.routers, plain)
+def test_under_a_fault(cluster, plain, fault):
+    """One of the pair, its path or a router is gone or silent, with transfers under
+    way: requests go elsewhere, and the pair serves again when it is back."""
+    what, _, how = fault.partition(" ")
+    if what == "path":
+        assert_right(plain, with_path_cut(cluster, plain, how))
+    elif what == "router":
+        assert_right(plain, with_router_killed(cluster, plain), router_struck=True)
+    elif what == "colocated":
+        # Nothing needs it: nobody notices.
+        cluster.kill(COLOCATED)
+        try:
+            played = play(cluster.routers, plain)
+            assert_right(plain, played)
+            assert not played.broken
+        finally:
+            cluster.restart(COLOCATED)
+    elif how == "killed":
+        played = struck(
+            cluster,
+            plain,
+            what,
+            lambda: cluster.kill(what),
+            lambda: cluster.restart(what),
+        )
         assert_right(plain, played)
-        assert not played.broken
-    finally:
-        cluster.restart(COLOCATED)
+    else:
+        played = struck(
+            cluster,
+            plain,
+            what,
+            lambda: cluster.pause(what),
+            lambda: cluster.resume(what),
+        )
+        assert_right(plain, played)
 
 
-def test_a_router_killed(cluster, plain):
+def with_path_cut(cluster, plain, how):
+    """Cut decode's way to prefill until decode takes prefill for lost."""
+    assert cluster.is_before_rank(), "the prefill server was started anew before"
+    url, decode = cluster.routers[0], cluster.servers[DECODE]
+
+    def num_lost():
+        return decode.log_path.read_text(errors="replace").count(LOST)
+
+    before = num_lost()
+
+    def fault():
+        wait_until(lambda: under_way(url, DECODE) > 0, "the decode server has work")
+        for path in (BOOTSTRAP, RANK):
+            cluster.kill(path) if how == "dropped" else cluster.pause(path)
+        wait_until(lambda: num_lost() > before, "prefill is taken for lost")
+        for path in (BOOTSTRAP, RANK):
+            cluster.restart(path) if how == "dropped" else cluster.resume(path)
+
+    return storm(cluster.routers, plain, fault)
+
+
+def with_router_killed(cluster, plain):
     """Clients go to the other replica; the pair ends what the dead one had begun."""
     url, other = cluster.routers
 
@@ -136,5 +295,4 @@ def test_a_router_killed(cluster, plain):
         cluster.restart(ROUTERS[0])
         wait_until(lambda: up(url, DECODE), "the first one knows the pair again")
 
-    played = storm(cluster.routers, plain, fault)
-    assert_right(plain, played, router_struck=True)
+    return storm(cluster.routers, plain, fault)

@@ -40,6 +40,13 @@ REGISTRIES = (
         marks=pytest.mark.skipif(ETCD is None, reason="etcd is not installed"),
     ),
 )
+WITH = {
+    ("holder", "killed"): "file",
+    ("holder", "stopped"): "etcd",
+    ("puller", "killed"): "etcd",
+    ("puller", "stopped"): "file",
+}
+"""The registry that a fault is tried with; ``--full`` tries it with both."""
 
 
 @pytest.fixture(scope="module", params=REGISTRIES)
@@ -65,11 +72,27 @@ def cluster(request, running, device, tmp_path_factory):
     return running(f"peers-{request.param}", make)
 
 
+@pytest.fixture(params=["killed", "stopped"])
+def fault(request):
+    """What becomes of who is struck."""
+    return request.param
+
+
+@pytest.fixture(params=["holder", "puller"])
+def side(request, cluster, fault):
+    """Who is struck, where it is this registry's turn."""
+    if not request.config.getoption("--full") and ETCD is not None:
+        wanted = WITH[request.param, fault]
+        if (wanted == "etcd") != (REGISTRY in cluster.services):
+            pytest.skip(f"by default with the registry {wanted}; with both by --full")
+    return request.param
+
+
 @pytest.fixture(autouse=True)
-def whole(cluster):
-    """Before and after each test both are in the pool, and nothing is left."""
-    knows_the_other(cluster)
-    settled(cluster)
+def whole(request, cluster):
+    """After each test both are in the pool, and nothing is left."""
+    if "side" in request.fixturenames:
+        request.getfixturevalue("side")
     yield
     knows_the_other(cluster)
     settled(cluster)
@@ -125,81 +148,72 @@ def test_answers_are_plains(cluster, plain):
     assert pulls_again(cluster, plain)
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_the_holder_struck(cluster, plain, fault):
-    """The left one is gone, or silent, with pulls under way: the right one computes,
-    and pulls again when it is back."""
+def struck(cluster, name, fault, meanwhile):
+    """Strike a server or the registry, and heal it when ``meanwhile`` is over."""
+    if fault == "killed":
+        cluster.kill(name)
+    else:
+        cluster.pause(name)
+    meanwhile()
+    if fault == "killed":
+        cluster.restart(name)
+    else:
+        cluster.resume(name)
+    knows_the_other(cluster)
+
+
+def test_a_server_struck(cluster, plain, side, fault):
+    """One is gone, or silent, with pulls under way: the other one serves on, what it
+    has lent is free again, and pulls go on when the first is back."""
     told(cluster, plain)
+    name, other = (LEFT, RIGHT) if side == "holder" else (RIGHT, LEFT)
+
+    def meanwhile():
+        wait_until(
+            lambda: len(members_of(cluster, other)) == 1, f"the lease of {name} ends"
+        )
+        if side == "puller":
+            assert_right(plain, play([cluster.url(LEFT)], plain))
 
     def strike():
         wait_until(lambda: is_asked(cluster), "a pull is under way")
-        if fault == "killed":
-            cluster.kill(LEFT)
-        else:
-            cluster.pause(LEFT)
-        wait_until(
-            lambda: len(members_of(cluster, RIGHT)) == 1, "the left one's lease ends"
-        )
-        if fault == "killed":
-            cluster.restart(LEFT)
-        else:
-            cluster.resume(LEFT)
-        knows_the_other(cluster)
-
-    played = stormed(cluster, plain, strike)
-    assert_right(plain, played)
-    assert not played.broken
-    wait_until(lambda: pulls_again(cluster, plain), "the right one pulls again")
-
-
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_the_puller_struck(cluster, plain, fault):
-    """The right one is gone, or silent, with pulls under way: the left one serves on,
-    and what it lent is free again."""
-    told(cluster, plain)
-
-    def strike():
-        wait_until(lambda: is_asked(cluster), "a pull is under way")
-        if fault == "killed":
-            cluster.kill(RIGHT)
-        else:
-            cluster.pause(RIGHT)
-        wait_until(
-            lambda: len(members_of(cluster, LEFT)) == 1, "the right one's lease ends"
-        )
-        assert_right(plain, play([cluster.url(LEFT)], plain))
-        if fault == "killed":
-            cluster.restart(RIGHT)
-        else:
-            cluster.resume(RIGHT)
-        knows_the_other(cluster)
+        struck(cluster, name, fault, meanwhile)
 
     played = stormed(cluster, plain, strike)
     # Nobody stands in front of the right one: its clients see it go.
-    assert_right(plain, played, router_struck=True)
+    assert_right(plain, played, router_struck=side == "puller")
+    assert side == "puller" or not played.broken
     wait_until(lambda: pulls_again(cluster, plain), "the right one pulls again")
 
 
-@pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_the_registry_struck(cluster, plain, fault):
-    """Without the registry both serve on; they find each other when it is back."""
+    """Without the registry, pulls under way, both serve on until long after their
+    leases; they are in the pool and find each other when it is back."""
     if REGISTRY not in cluster.services:
         pytest.skip("a file is the registry: there is no process to strike")
     told(cluster, plain)
 
-    def strike():
-        if fault == "killed":
-            cluster.kill(REGISTRY)
-        else:
-            cluster.pause(REGISTRY)
+    def is_alone(name):
+        pool = states(cluster.servers[name], "tiered")["pool"]
+        return pool["trouble"] != "" and pool["lease_left_s"] == 0
+
+    def meanwhile():
+        for name in (LEFT, RIGHT):
+            wait_until(lambda n=name: is_alone(n), f"the lease of {name} is over")
         assert_right(plain, play([cluster.url(LEFT)], plain))
-        if fault == "killed":
-            cluster.restart(REGISTRY)
-        else:
-            cluster.resume(REGISTRY)
-        knows_the_other(cluster)
+
+    def strike():
+        wait_until(lambda: is_asked(cluster), "a pull is under way")
+        struck(cluster, REGISTRY, fault, meanwhile)
 
     played = stormed(cluster, plain, strike)
     assert_right(plain, played)
     assert not played.broken
     wait_until(lambda: pulls_again(cluster, plain), "the right one pulls again")
+    for name in (LEFT, RIGHT):
+        wait_until(
+            lambda n=name: (
+                states(cluster.servers[n], "tiered")["pool"]["trouble"] == ""
+            ),
+            f"{name} has no trouble",
+        )
