@@ -3,8 +3,9 @@
 The receiver lends blocks of its own to the holder, which writes the pages to them and
 says what each sums to; the receiver sums up what arrived before anybody may use it. A
 loan is over when the holder has answered that all was written, or, after a failure, has
-answered a ``Cancel``: then nothing of it writes any more; or ``grace_s`` after its
-incarnation is over. Until then the blocks are held, whatever their owner does.
+answered a ``Cancel``: then nothing of it writes any more; and where its incarnation or
+ours is over, when its ``Fence`` has passed. Until then the blocks are held, whatever
+their owner does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.pool.base import BlockStore
+from sgl_tiered.pool.fences import Fence, Fences
 from sgl_tiered.pool.messages import (
     AskHeld,
     AskPages,
@@ -130,11 +132,18 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class _Loan:
-    """Blocks that an instance may still write to after a fetch has failed."""
+    """Blocks that an instance may still write to after a fetch has failed.
+
+    Attributes:
+        cancel: whose answer ends it.
+        fence: that ends it, where nobody can be asked any more.
+        until_s: when it ends, where that is known.
+    """
 
     peer: Incarnation
     addresses: UInt64s
     cancel: Request | None = None
+    fence: Fence | None = None
     until_s: float = field(default=math.inf)
 
 
@@ -144,16 +153,24 @@ class Fetches:
     Args:
         store: the blocks.
         clock: for grace times.
-        grace_s: how long blocks lent to an incarnation that is over stay unused.
+        grace_s: how long blocks stay unused in which other bytes have arrived than
+            those that were sent.
         sums: sums up what arrived.
+        fences: say when those who are gone write no more.
     """
 
     def __init__(
-        self, store: BlockStore, clock: Clock, grace_s: float, sums: SumsOf
+        self,
+        store: BlockStore,
+        clock: Clock,
+        grace_s: float,
+        sums: SumsOf,
+        fences: Fences,
     ) -> None:
         self._store = store
         self._clock = clock
         self._grace_s = grace_s
+        self._fences = fences
         self._sums = sums
         self._running: list[Fetch] = []
         self._loans: list[_Loan] = []
@@ -202,17 +219,19 @@ class Fetches:
         now_s = self._clock.now()
         for loan in list(self._loans):
             if loan.cancel is not None and loan.cancel.answer is not None:
-                refused = loan.cancel.answer.refusal
+                if loan.cancel.answer.refusal:
+                    # Who cannot say that it is done may still be at it.
+                    loan.fence = self._fences.open(loan.peer)
+                else:
+                    loan.until_s = now_s
                 loan.cancel = None
-                # Who cannot say that it is done may still be at it.
-                loan.until_s = now_s + self._grace_s if refused else now_s
-            if loan.until_s <= now_s:
+            has_passed = loan.fence is not None and loan.fence.has_passed
+            if has_passed or loan.until_s <= now_s:
                 self._loans.remove(loan)
                 self._take_back(loan.addresses)
 
     def end_all(self, error: str) -> None:
-        """Fail all, and wait a grace time from now on: nobody can be asked any more."""
-        now_s = self._clock.now()
+        """Fail all: the conversations of this incarnation are over."""
         for fetch in self._running:
             if fetch.sums is None:
                 fetch.fail(error)
@@ -220,7 +239,8 @@ class Fetches:
         self._running = [fetch for fetch in self._running if fetch.sums is not None]
         for loan in self._loans:
             loan.cancel = None
-            loan.until_s = min(loan.until_s, now_s + self._grace_s)
+            if loan.fence is None and math.isinf(loan.until_s):
+                loan.fence = self._fences.open(loan.peer)
 
     def _advance(
         self, fetch: Fetch, requests: Requests, is_there: Callable[..., bool]
@@ -248,7 +268,7 @@ class Fetches:
         self._running.remove(fetch)
         loan = _Loan(fetch.peer, fetch.addresses, request.cancel)
         if not is_there(*fetch.peer):
-            loan.until_s = self._clock.now() + self._grace_s
+            loan.fence = self._fences.open(fetch.peer)
         elif loan.cancel is None:
             loan.cancel = requests.cancel(request)
         self._loans.append(loan)
@@ -263,7 +283,7 @@ class Fetches:
         fetch.fail(_GONE_WRONG)
         # Somebody else may have written there.
         until_s = self._clock.now() + self._grace_s
-        self._loans.append(_Loan(fetch.peer, fetch.addresses, None, until_s))
+        self._loans.append(_Loan(fetch.peer, fetch.addresses, until_s=until_s))
 
     def _take_back(self, addresses: UInt64s) -> None:
         self._lent.difference_update(addresses.tolist())

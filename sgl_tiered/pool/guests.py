@@ -2,17 +2,17 @@
 
 A guest's block is held, so that nobody else gets it while bytes may arrive. It becomes
 ours when the guest finishes it, free when the guest frees it; and when the guest's
-incarnation is over, its blocks are refused at once and free after a grace time: what
-the dead one had handed to the network may arrive until then.
+incarnation is over, its blocks are refused at once, and free when its process is known
+to write no more (``Fences``).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.pool.base import BlockStore
+from sgl_tiered.pool.fences import Fence, Fences
 from sgl_tiered.pool.messages import Incarnation
 
 __all__ = ["Guests"]
@@ -23,17 +23,14 @@ class Guests:
 
     Args:
         store: the blocks.
-        clock: for the grace time.
-        grace_s: how long blocks of an incarnation that is over are kept unused.
+        fences: say when those who are gone write no more.
     """
 
-    def __init__(self, store: BlockStore, clock: Clock, grace_s: float) -> None:
+    def __init__(self, store: BlockStore, fences: Fences) -> None:
         self._store = store
-        self._clock = clock
-        self._grace_s = grace_s
+        self._fences = fences
         self._blocks: dict[Incarnation, set[int]] = {}
-        # (end of the grace time, blocks), oldest first.
-        self._quarantine: list[tuple[float, UInt64s]] = []
+        self._quarantine: list[tuple[Fence, UInt64s]] = []
 
     @property
     def num_blocks(self) -> int:
@@ -42,7 +39,7 @@ class Guests:
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks whose grace time runs."""
+        """Blocks that incarnations which are over may still write to."""
         return sum(len(blocks) for _, blocks in self._quarantine)
 
     @property
@@ -86,11 +83,13 @@ class Guests:
             # Held still: refused from now on, and free with the release.
             refusal = self._store.free(addresses)
             assert not refusal, refusal
-            until_s = self._clock.now() + self._grace_s
-            self._quarantine.append((until_s, addresses))
+            self._quarantine.append((self._fences.open(peer), addresses))
 
     def poll(self) -> None:
-        """Free blocks whose grace time is over."""
-        now_s = self._clock.now()
-        while self._quarantine and self._quarantine[0][0] <= now_s:
-            self._store.release(self._quarantine.pop(0)[1])
+        """Free blocks that nobody writes to any more."""
+        if not any(fence.has_passed for fence, _ in self._quarantine):
+            return
+        for fence, addresses in self._quarantine:
+            if fence.has_passed:
+                self._store.release(addresses)
+        self._quarantine = [each for each in self._quarantine if not each[0].has_passed]

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import numpy.typing as npt
 
@@ -22,6 +21,8 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import UInt8s, UInt64s
 from sgl_tiered.pool.base import BlockStore, BlockType, Inserted, allocator
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
+from sgl_tiered.pool.config import PoolConfig, PoolUsage
+from sgl_tiered.pool.fences import Fences, Words
 from sgl_tiered.pool.fetch import Fetch, Fetches, Search
 from sgl_tiered.pool.guests import Guests
 from sgl_tiered.pool.layouts import MemoryForm, Way
@@ -45,7 +46,7 @@ from sgl_tiered.pool.sender import Sender
 from sgl_tiered.pool.serving import Servings
 from sgl_tiered.pool.sums import SumsOf
 from sgl_tiered.pool.transfer import Job, Rank, Transfer
-from sgl_tiered.transport.batched import DEFAULT_GRACE_S
+from sgl_tiered.transport.release import ReleaseWatch
 
 __all__ = ["MemPool", "PoolConfig", "PoolUsage"]
 
@@ -53,50 +54,6 @@ _PAUSE_S = 50e-6
 """Between two polls of a call that waits: a twentieth of a message's way."""
 _MAX_ASKED = 16
 """Instances that one ``locate`` asks, where the caller does not say which."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """Times of a pool, in seconds.
-
-    Attributes:
-        timeout_s: of a transfer or a remote allocation, unless the call says another.
-        retry_s: pause before a request is sent again.
-        grace_s: how long blocks that an instance held here stay unused after its
-            incarnation is over; longer than what it had handed to the network lives,
-            so the same as the transport's.
-        locate_s: how long ``locate`` waits for answers.
-    """
-
-    timeout_s: float = 10.0
-    retry_s: float = 0.5
-    grace_s: float = DEFAULT_GRACE_S
-    locate_s: float = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """What a pool has under way; all zero when nothing is.
-
-    Attributes:
-        num_guest_blocks: blocks here that belong to others.
-        num_quarantined_blocks: blocks here of incarnations that are over.
-        num_transfers: transfers that have not ended.
-        num_endings: ended ones whose blocks a peer or the network may still touch.
-        num_requests: requests without an answer.
-        num_fetches: fetches that have not ended.
-        num_lent_blocks: blocks here that holders write to, or may still write to.
-        num_served: fetches of others from here.
-    """
-
-    num_guest_blocks: int
-    num_quarantined_blocks: int
-    num_transfers: int
-    num_endings: int
-    num_requests: int
-    num_fetches: int = 0
-    num_lent_blocks: int = 0
-    num_served: int = 0
 
 
 class MemPool:
@@ -113,6 +70,7 @@ class MemPool:
         pause: waits a moment, in calls that wait.
         executor: sums up fetched pages; None: this thread does.
         wake: called when the executor has done something.
+        watch: looks for processes of peers that are gone; None for one of its own.
 
     Attributes:
         lease_ends_s: until when this instance may write to others; any thread may
@@ -131,6 +89,7 @@ class MemPool:
         pause: Callable[[], None] = lambda: time.sleep(_PAUSE_S),
         executor: Executor | None = None,
         wake: Callable[[], None] = lambda: None,
+        watch: ReleaseWatch | None = None,
     ) -> None:
         self._store = store
         self._instance = store.instance
@@ -143,13 +102,16 @@ class MemPool:
         self._config = config or PoolConfig()
         self._pause = pause
         self._view = View(0)
-        self._guests = Guests(store, clock, self._config.grace_s)
+        grace_s = self._config.grace_s
+        self._watch = watch or ReleaseWatch(clock, after_death_s=grace_s)
         self._requests = Requests(self._me, channel, clock, self._config.retry_s)
+        self._fences = Fences(self._me, self._requests, self._watch, clock)
+        self._guests = Guests(store, self._fences)
         self._sender = Sender(
             store, info, ranks, self._requests, clock, self._may_write, self._pump
         )
         self._sums = sums = SumsOf(info.shape, self._memories(), executor, wake)
-        self._fetches = Fetches(store, clock, self._config.grace_s, sums)
+        self._fetches = Fetches(store, clock, grace_s, sums, self._fences)
         self._servings = Servings(
             store,
             sums,
@@ -157,8 +119,9 @@ class MemPool:
             self._sender.launch,
             self._config.timeout_s,
         )
+        self._words = words = Words(incarnation, self._sender.left_for)
         self._receiver = Receiver(
-            self._me, store, self._guests, info, channel, self._servings, sums
+            self._me, store, self._guests, info, channel, self._servings, sums, words
         )
         self._searches: list[Search] = []
         self._num_searches = 0
@@ -464,6 +427,7 @@ class MemPool:
     def see(self, view: View) -> None:
         """Act on a new view: what concerns incarnations that are over, ends now."""
         former, self._view = self._view, view
+        self._fences.see(view)
         self._receiver.see(view)
         for member in former.members:
             peer = (member.instance, member.incarnation)
@@ -481,6 +445,7 @@ class MemPool:
         self._requests.poll()
         self._sender.advance(self._view.has)
         self._receiver.advance()
+        self._fences.poll()
         self._fetches.advance(self._requests, self._view.has)
         for search in self._searches:
             search.advance()
@@ -491,12 +456,14 @@ class MemPool:
         """Go on as a new incarnation, as the lease of the last one is over.
 
         Blocks here stay as they are. All that is under way with others ends; what they
-        may still write to is set aside for a grace time.
+        may still write to is set aside until they do not.
         """
         self.stop("the lease of this instance was over")
         self._me = (self._instance, incarnation)
         self._requests.begin_anew(self._me)
         self._receiver.begin_anew(self._me)
+        self._words.begin_anew(incarnation)
+        self._fences.begin_anew(self._me)
 
     def stop(self, reason: str) -> None:
         """End all that is under way with others; the reason is one clause."""
@@ -507,6 +474,11 @@ class MemPool:
         for search in self._searches:
             search.advance()
         self._searches.clear()
+
+    def close(self, reason: str) -> None:
+        """End all, for good."""
+        self.stop(reason)
+        self._watch.close()
 
     def take_arrivals(self) -> list[Arrival]:
         """Return what others have sent since the last call."""
@@ -524,6 +496,7 @@ class MemPool:
             self._fetches.num_running,
             self._fetches.num_lent,
             self._servings.num_under_way,
+            self._fences.num_open,
         )
 
     def _peer(self, instance: int) -> Incarnation | None:

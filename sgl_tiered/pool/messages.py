@@ -24,6 +24,7 @@ from sgl_tiered.transport.messages import Message
 __all__ = [
     "Answer",
     "AskBlocks",
+    "AskDone",
     "AskHeld",
     "AskPages",
     "Body",
@@ -154,6 +155,18 @@ class AskPages(Message, frozen=True):
     timeout_s: float
 
 
+class AskDone(Message, frozen=True):
+    """Say whether something writes to the sender that you began in former times.
+
+    That is before one of you two was the incarnation that it is now.
+
+    Attributes:
+        incarnation: yours, of that time; refuse it if it was another process.
+    """
+
+    incarnation: int
+
+
 class Cancel(Message, frozen=True):
     """A former request is not to be carried out any more, if it was not yet.
 
@@ -191,7 +204,7 @@ class Answer(Message, frozen=True):
     sums: bytes = b""
 
 
-Body = AskBlocks | FreeBlocks | Finish | AskHeld | AskPages | Cancel | Answer
+Body = AskBlocks | FreeBlocks | Finish | AskHeld | AskPages | AskDone | Cancel | Answer
 
 
 class Envelope(Message, frozen=True):

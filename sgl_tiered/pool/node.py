@@ -31,6 +31,7 @@ from sgl_tiered.core.plans import UInt8s
 from sgl_tiered.errors import TieredError
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.channel import ControlChannel
+from sgl_tiered.pool.fences import PROCESS
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import (
     InstanceKind,
@@ -45,6 +46,7 @@ from sgl_tiered.pool.registry_url import open_registry
 from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.transport.base import Transport
 from sgl_tiered.transport.keys import load_keyring
+from sgl_tiered.transport.process import Process
 
 __all__ = ["NodeConfig", "NodeMemory", "PoolNode", "store_memories"]
 
@@ -276,7 +278,7 @@ class PoolNode:
         if self._is_closed:
             return
         self._is_closed = True
-        self.pool.stop("this instance has left the pool")
+        self.pool.close("this instance has left the pool")
         self._undo.close()
 
     # The owner's thread.
@@ -343,6 +345,7 @@ class PoolNode:
     def _join(self) -> Lease:
         config = self._config
         endpoints = {**config.endpoints, **self._channel.endpoints}
+        endpoints[PROCESS] = Process.own().name
         before_s = self._clock.now()
         lease = self._registry.join(config.name, config.kind, endpoints)
         self._lease_ends_s = before_s + lease.ttl_s

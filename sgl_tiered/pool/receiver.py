@@ -18,12 +18,14 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.base import BlockStore, BlockType, allocator
+from sgl_tiered.pool.fences import Words
 from sgl_tiered.pool.guests import Guests
 from sgl_tiered.pool.layouts import KVShape
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.messages import (
     Answer,
     AskBlocks,
+    AskDone,
     AskHeld,
     AskPages,
     Body,
@@ -95,6 +97,7 @@ class Receiver:
         channel: carries the answers.
         servings: what others fetch from here.
         sums: sums up what has arrived, where the sender says what it sums to.
+        words: answers who asks whether something of ours still writes there.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Receiver:
         channel: Channel,
         servings: Servings,
         sums: SumsOf,
+        words: Words,
     ) -> None:
         self._me = me
         self._store = store
@@ -115,6 +119,7 @@ class Receiver:
         self._channel = channel
         self._servings = servings
         self._sums = sums
+        self._words = words
         self._checks: list[_Check] = []
         self._view = View(0)
         self._is_draining = False
@@ -136,6 +141,7 @@ class Receiver:
         for peer in self._guests.peers:
             if not view.has(*peer):
                 self._guests.lose(peer)
+        self._words.see(view)
         for peer in [peer for peer in self._answers if not view.has(*peer)]:
             del self._answers[peer], self._settled[peer]
 
@@ -147,6 +153,9 @@ class Receiver:
             return
         if member.incarnation > sender[1]:
             self._answer(envelope, Answer("the sender has started anew meanwhile"))
+            return
+        if envelope.receiver[1] > self._me[1]:
+            # We have the lease, and are not told yet; the request comes again.
             return
         if envelope.receiver != self._me:
             text = f"instance {self._me[0]} has started anew meanwhile"
@@ -218,6 +227,8 @@ class Receiver:
             return Answer()
         if isinstance(body, Finish):
             return self._check(sender, number, body)
+        if isinstance(body, AskDone):
+            return self._words.answer(sender, body.incarnation)
         if isinstance(body, Cancel):
             if self._servings.cancel(sender, body.request, number):
                 return None

@@ -95,6 +95,20 @@ class Sender:
 
     # Transfers.
 
+    def left_for(self, peer: Incarnation) -> list[Transfer]:
+        """Return what has ended, one way or the other, and may still write to a peer.
+
+        That is all that was begun with a former incarnation of its instance, or by a
+        former one of this; and what has failed since.
+        """
+        left = [each for each, ending in self._endings if ending.peer[0] == peer[0]]
+        for transfer in self._transfers:
+            receiver = transfer.job.peer
+            is_over = transfer.step is Step.OVER or receiver != peer
+            if receiver[0] == peer[0] and is_over:
+                left.append(transfer)
+        return left
+
     def send(self, job: Job, refusal: str = "") -> Transfer:
         """Begin a transfer; with a refusal, one that has failed already."""
         staged = job.sources if refusal else self.in_memory(job.sources)

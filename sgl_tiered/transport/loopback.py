@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from sgl_tiered.transport.batched import (
     DEFAULT_TIMEOUT_S,
     BatchedTransport,
 )
+from sgl_tiered.transport.process import Process
 
 __all__ = ["LoopbackLibrary", "open_loopback"]
 
@@ -33,17 +32,6 @@ Int64s = npt.NDArray[np.int64]
 
 _KIND = "loopback"
 _MAX_IN_FLIGHT = 256
-_EXIT_FLAGS = 0x404
-"""PF_EXITING and PF_SIGNALED of the kernel's task flags."""
-_SIGKILL_BIT = 1 << 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """A process, told apart from a later one with its number."""
-
-    pid: int
-    started: int
 
 
 class LoopbackLibrary:
@@ -68,31 +56,30 @@ class LoopbackLibrary:
 
     def endpoint(self) -> tuple[str, bytes]:
         """Return this process."""
-        pid = os.getpid()
-        return f"{pid}:{_state(pid)[1]}", b""
+        own = Process.own()
+        return f"{own.pid}:{own.started}", b""
 
     def register(self, address: int, num_bytes: int) -> None:
         """Nothing to do: the kernel finds all memory of a process."""
 
-    def connect(self, address: PeerAddress) -> _Process:
+    def connect(self, address: PeerAddress) -> Process:
         """Return the process that an endpoint names."""
         pid, _, started = address.endpoint.partition(":")
-        return _Process(int(pid), int(started))
+        return Process(int(pid), int(started))
 
-    def reach(self, link: _Process) -> str:
+    def reach(self, link: Process) -> str:
         """Return why the process is not there."""
         return self.gone(link)
 
-    def gone(self, link: _Process) -> str:
+    def gone(self, link: Process) -> str:
         """Return whether the process has ended."""
-        state, started = _state(link.pid)
-        if state in ("", "Z", "X") or started != link.started:
+        if link.state() in ("", "Z", "X"):
             return f"process {link.pid} has ended"
         return ""
 
     def submit(
         self,
-        link: _Process,
+        link: Process,
         is_push: bool,
         local: Int64s,
         remote: Int64s,
@@ -105,8 +92,8 @@ class LoopbackLibrary:
     def check(self, ticket: Any) -> TransferStatus:
         """Copy, unless the process is stopped."""
         link, is_push, local, remote, length = ticket
-        state, _ = _state(link.pid)
-        if self.gone(link):
+        state = link.state()
+        if state in ("", "Z", "X"):
             return TransferStatus.FAILED
         if state in ("T", "t"):
             return TransferStatus.RUNNING
@@ -114,7 +101,7 @@ class LoopbackLibrary:
         # A dying process still has memory for a moment.
         return TransferStatus.FAILED if self.gone(link) else status
 
-    def disconnect(self, link: _Process) -> None:
+    def disconnect(self, link: Process) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
@@ -163,18 +150,3 @@ def open_loopback(
             f"process_vm_writev does not work here: {os.strerror(code)}"
         )
     return BatchedTransport(library, clock=clock, timeout_s=timeout_s, grace_s=grace_s)
-
-
-def _state(pid: int) -> tuple[str, int]:
-    """Return the state of a process and when it began.
-
-    The state is the kernel's letter; X if it is about to end, empty if it is not there.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "", 0
-    # The name, in parentheses, may itself hold spaces and parentheses.
-    fields = text.rpartition(")")[2].split()
-    is_dying = int(fields[6]) & _EXIT_FLAGS or int(fields[28]) & _SIGKILL_BIT
-    return "X" if is_dying else fields[0], int(fields[19])

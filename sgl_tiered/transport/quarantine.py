@@ -4,8 +4,8 @@ A range is held until two things have happened, in this order:
 
 1. its *fence* has passed: somebody who knows has said that nothing new will touch it.
    For the side that began a transfer that is the library's own word that the batch has
-   ended; for the other side it is the word of the first one, or of the registry that
-   its incarnation is over;
+   ended; for the other side it is the word of the first one, or what ``release.py``
+   knows of its process;
 2. ``grace_s`` have gone by since. The libraries let single pieces of a failed batch run
    on for a moment, and a dead sender's last bytes may still be under way.
 

@@ -1,6 +1,6 @@
 """A pool node in a process of its own, told what to do by lines of JSON.
 
-    python tests/faults/pool_process.py NAME REGISTRY TRANSPORT TTL_S GRACE_S PORT SEED
+    pool_process.py NAME REGISTRY TRANSPORT TTL_S GRACE_S TIMEOUT_S PORT SEED
 
 Pages' bytes follow from their tokens, so whoever finds a page can tell whether it is
 the right one. It prints a line of JSON when it is in the pool, and one per command:
@@ -8,6 +8,11 @@ the right one. It prints a line of JSON when it is in the pool, and one per comm
     hold P N         compute and keep pages 0 .. N-1 of prompt P
     fetch I P N      have them written here by instance I; says what came of it
     send I P N       send them to instance I, which keeps them
+    lend I N         have N blocks allocated at instance I, for the next command
+    push I P N       begin to write pages to those blocks, and do not wait for it
+    fill             take all blocks that can be had and write to them; says how many
+    filled           say whether all that was taken so is as it was written
+    drop             give it back
     work N           N random operations more, while the commands go on being heard
     check            say what was done so far, and whether everything kept here is right
     settle           end the work, wait until nothing is under way; say what is left
@@ -29,6 +34,7 @@ from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import BlockType
+from sgl_tiered.pool.block_slots import NO_ADDRESSES
 from sgl_tiered.pool.layouts import KVShape, Shard
 from sgl_tiered.pool.membership import Lease
 from sgl_tiered.pool.mempool import PoolConfig
@@ -82,6 +88,7 @@ class Process:
         transport: str,
         ttl_s: float,
         grace_s: float,
+        timeout_s: float,
         port: int,
     ) -> None:
         opener = open_mooncake if transport == "mooncake" else open_loopback
@@ -93,7 +100,7 @@ class Process:
                 registry,
                 port=port,
                 ttl_s=ttl_s,
-                pool=PoolConfig(timeout_s=3.0, retry_s=0.25),
+                pool=PoolConfig(timeout_s=timeout_s, retry_s=0.25),
             ),
             SHAPE,
             self.make_store,
@@ -103,6 +110,9 @@ class Process:
         self.fetches: list[tuple[Any, int, bool]] = []
         self.sends: list[tuple[Any, bool]] = []
         self.work = 0
+        self.lent = NO_ADDRESSES
+        self.pushes: list[Any] = []
+        self.taken: list[int] = []
         self.counts = {"wrong": 0, "fetched": 0, "sent": 0, "failed": 0, "done": 0}
 
     def make_store(self, lease: Lease) -> TableStore:
@@ -152,6 +162,44 @@ class Process:
             to, prompt_tokens, found, type=BlockType.HOST, only_missing=only_missing
         )
         self.sends.append((transfer, tell))
+
+    def lend(self, to: int, num_pages: int) -> bool:
+        """Have blocks allocated elsewhere."""
+        found = self.pool.alloc_mem(num_pages, BlockType.HOST, id=to)
+        self.lent = NO_ADDRESSES if found is None else found
+        return found is not None
+
+    def push(self, to: int, prompt: int, num_pages: int) -> str:
+        """Begin to write to them; return why not."""
+        found = self.pool.match(tokens(prompt, num_pages))
+        self.pushes.append(self.pool.transfer(to, found, self.lent, more=True))
+        return str(self.pushes[-1].error)
+
+    def num_pushing(self) -> int:
+        """Return how many pieces are in the hands of the transport's library."""
+        ours = [*self.pushes, *self.pool._sender._transfers]
+        return sum(push.num_running for each in ours for _, _, push in each._pushes)
+
+    def fill(self) -> int:
+        """Take all blocks that nobody has, and write each one's number to it."""
+        num = 0
+        while (found := self.pool.alloc_mem(1, BlockType.HOST)) is not None:
+            (slot,) = slots_of(found).tolist()
+            self.memory.array[slot] = slot
+            self.taken.append(int(found[0]))
+            num += 1
+        return num
+
+    def is_filled(self) -> bool:
+        """Return whether nobody else has written there."""
+        slots = slots_of(np.array(self.taken, np.uint64))
+        return bool((self.memory.array[slots] == slots[:, None].astype(np.uint8)).all())
+
+    def drop(self) -> None:
+        """Give back what was taken."""
+        refusal = self.pool.free_mem(np.array(self.taken, np.uint64))
+        assert not refusal, refusal
+        self.taken.clear()
 
     def look(self) -> None:
         """Take note of what has ended."""
@@ -221,11 +269,10 @@ def say(**fields: Any) -> None:
 
 def main() -> None:
     """Do what the lines say, until there are no more."""
-    name, registry, transport, ttl_s, grace_s, port, seed = sys.argv[1:]
+    name, registry, transport, *times, port, seed = sys.argv[1:]
     rng = np.random.default_rng(int(seed))
-    process = Process(
-        name, registry, transport, float(ttl_s), float(grace_s), int(port)
-    )
+    ttl_s, grace_s, timeout_s = map(float, times)
+    process = Process(name, registry, transport, ttl_s, grace_s, timeout_s, int(port))
     node = process.node
     say(instance=node.instance, incarnation=node.incarnation)
     os.set_blocking(sys.stdin.fileno(), False)
@@ -263,18 +310,35 @@ def main() -> None:
                 process.fetch(*values, tell=True)
             elif word == "send":
                 process.send(*values, only_missing=True, tell=True)
+            elif word == "lend":
+                say(ok=process.lend(*values))
+            elif word == "push":
+                say(error=process.push(*values))
+            elif word == "fill":
+                say(num=process.fill())
+            elif word == "filled":
+                say(right=process.is_filled())
+            elif word == "drop":
+                say(ok=process.drop() is None)
             elif word == "work":
                 process.work = values[0]
             elif word == "settle":
                 process.work, settling = 0, True
             else:
-                members = [m.instance for m in node.view.members]
+                state = node.state()
+                under_way = state["under_way"]
                 say(
                     **process.counts,
                     wrong_kept=process.num_wrong(),
-                    members=members,
+                    members=[m.instance for m in node.view.members],
                     incarnation=node.incarnation,
-                    trouble=node.state()["trouble"],
+                    trouble=state["trouble"],
+                    lease_left_s=state["lease_left_s"],
+                    pushing=process.num_pushing(),
+                    fetching=under_way["num_fetches"],
+                    kept_for_the_gone=under_way["num_quarantined_blocks"],
+                    lent=under_way["num_lent_blocks"],
+                    fences=under_way["num_fences"],
                 )
     node.close()
     # Mooncake's threads may outlive what they use.

@@ -7,6 +7,7 @@ test says so: long after a transfer has timed out, or after its sender has died.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,8 @@ from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import MediumUsage
 from sgl_tiered.pool.cache_store import CacheStore
-from sgl_tiered.pool.channel import MESSAGES
+from sgl_tiered.pool.channel import CONTROL, MESSAGES
+from sgl_tiered.pool.fences import PROCESS
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
@@ -33,7 +35,10 @@ from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import PeerAddress, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.knocking import Place as Whereabouts
+from sgl_tiered.transport.knocking import Reach
 from sgl_tiered.transport.messages import Part, Times
+from sgl_tiered.transport.release import ReleaseWatch
 
 SHAPE = KVShape(num_layers=2, num_heads=2, head_bytes=2, page_tokens=2)
 (SHARD,) = Shard.split(SHAPE, 1, 1)
@@ -41,7 +46,7 @@ LAYOUT = SHARD.layout(SHAPE)
 CONFIG = PoolConfig(timeout_s=2.0, retry_s=0.5, grace_s=10.0)
 TRANSPORT_GRACE_S = 1.0
 PIECE_LIFE_S = 8.0
-"""No piece moves later than so long after it was handed to the library."""
+"""No piece moves later than so long after the end of the process that sent it."""
 STEP_S = 0.25
 
 
@@ -57,13 +62,13 @@ class Array:
 
 @dataclass(eq=False)
 class Piece:
-    """A range on its way: moves when the test lets it."""
+    """A range on its way: moves when the test lets it, however late that is."""
 
     sender: int
     local: int
     remote: int
     length: int
-    until_s: float
+    until_s: float = math.inf
     status: TransferStatus = TransferStatus.RUNNING
 
 
@@ -89,7 +94,14 @@ class World:
         """Return the members now."""
         members = tuple(
             Member(
-                f"node-{n}", n, self.incarnations[n], InstanceKind.COLOCATED, {}, False
+                f"node-{n}",
+                n,
+                self.incarnations[n],
+                InstanceKind.COLOCATED,
+                {
+                    CONTROL: f"tcp://{n}:{self.starts[n]}",
+                    PROCESS: f"{n}.{self.starts[n]}",
+                },
             )
             for n in sorted(self.nodes)
         )
@@ -99,16 +111,31 @@ class World:
         """Start an instance, or start it anew."""
         self.incarnations[instance] = self.incarnations.get(instance, 0) + 1
         self.starts[instance] = self.starts.get(instance, 0) + 1
+        for piece in self.pieces:
+            if piece.sender == instance:
+                # The process that has sent it is over.
+                until_s = self.clock.now() + PIECE_LIFE_S
+                piece.until_s = min(piece.until_s, until_s)
         self.version += 1
         node = Node(self, instance, self.incarnations[instance], blocks)
         self.nodes[instance] = node
         return node
 
-    def rejoin(self, instance: int) -> None:
-        """Let an instance lose its lease, which all see, and take another."""
+    def look_for(self, place: Whereabouts) -> Reach:
+        """Say whether a process is there, whatever the registry says."""
+        instance, start = place.endpoint
+        return Reach.THERE if self.starts[int(instance)] == start else Reach.OVER
+
+    def stop(self, instance: int) -> Node:
+        """Let an instance stop until its lease is over, which all others see."""
         node = self.nodes.pop(instance)
         self.version += 1
         self.see()
+        return node
+
+    def go_on(self, node: Node) -> None:
+        """Let a stopped instance go on: it takes another lease."""
+        instance = node.me[0]
         self.nodes[instance] = node
         self.incarnations[instance] += 1
         self.version += 1
@@ -210,9 +237,8 @@ class FakeLibrary:
     ) -> list[tuple[int, Piece]]:
         """Put pieces on their way."""
         assert is_push
-        until_s = self._world.clock.now() + PIECE_LIFE_S
         rows = zip(local.tolist(), remote.tolist(), lengths.tolist(), strict=True)
-        made = [Piece(self._instance, a, b, n, until_s) for a, b, n in rows]
+        made = [Piece(self._instance, a, b, n) for a, b, n in rows]
         self._world.pieces += made
         return [(1, piece) for piece in made]
 
@@ -283,6 +309,12 @@ class Node:
                 tiers,
                 incarnation,
             )
+        self.watch = ReleaseWatch(
+            world.clock,
+            world.look_for,
+            after_death_s=CONFIG.grace_s,
+            threaded=False,
+        )
         self.pool = MemPool(
             self.store,
             incarnation,
@@ -292,6 +324,7 @@ class Node:
             world.clock,
             CONFIG,
             pause=world.pump,
+            watch=self.watch,
         )
         self.pool.see(world.view())
 
@@ -310,6 +343,7 @@ class Node:
         """Move transport and pool along."""
         self.transport.pump()
         self.pool.poll()
+        self.watch.look()
 
     # Memory.
 

@@ -438,7 +438,55 @@ class MemPoolMachine(RuleBasedStateMachine):
             return
         node = self.world.nodes[n]
         self.remotes = [r for r in self.remotes if r.owner is not node]
-        self.world.rejoin(n)
+        self.world.go_on(self.world.stop(n))
+
+    @rule(
+        n=NODE,
+        away=st.integers(1, 2),
+        tokens=PROMPTS,
+        fetched=FLAG,
+        seconds=st.lists(st.sampled_from([2.5, 9.0, 40.0]), max_size=4),
+        arrive=FLAG,
+        really=RARELY,
+    )
+    def stop_in_a_push(
+        self,
+        n: int,
+        away: int,
+        tokens: np.ndarray,
+        fetched: bool,
+        seconds: list[float],
+        arrive: bool,
+        really: bool,
+    ) -> None:
+        """A sender is stopped for however long; then it goes on, with its bytes.
+
+        The others give all blocks that can be had to somebody else meanwhile.
+        """
+        if not really:
+            return
+        to = (n + away) % NUM_NODES
+        if fetched:
+            self.fetch_what_is_there(to, NUM_NODES - away, tokens, BlockType.MIXED)
+        else:
+            self.send_new(n, away, tokens, BlockType.MIXED, False)
+        self.take_arrivals()
+        self.remotes = [r for r in self.remotes if r.owner.me[0] != n]
+        stopped = self.world.stop(n)
+        for some in [0.0, *seconds]:
+            self.world.advance(some)
+            for node in self.world.nodes.values():
+                for _ in range(2):
+                    self.world.deliver(len(self.world.messages))
+                    node.poll()
+            self.take_fetched()
+            for node in self.world.nodes.values():
+                for _ in range(3):
+                    self.draft(node.me[0], tokens, BlockType.MIXED)
+        self.world.go_on(stopped)
+        if arrive:
+            for piece in [p for p in self.world.pieces if p.sender == n]:
+                self.world.end_piece(piece, arrives=True)
 
     @precondition(lambda self: self.stale)
     @rule(pick=PICK)

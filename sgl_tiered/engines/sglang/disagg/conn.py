@@ -8,13 +8,16 @@ nothing of it can arrive any more; and memory is not taken back by the clock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import zmq
+from sglang.srt.disaggregation.common.conn import AbortNotification
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
     MooncakeKVManager,
@@ -30,7 +33,8 @@ from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
     open_kv_transport,
 )
-from sgl_tiered.engines.sglang.disagg.release import ReleaseWatch
+from sgl_tiered.transport.knocking import Place
+from sgl_tiered.transport.release import ReleaseWatch
 
 __all__ = [
     "TieredKVBootstrapServer",
@@ -252,11 +256,31 @@ class TieredKVReceiver(MooncakeKVReceiver):
         self.kv_mgr.count("tokens_held_by_decode", held)
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
-        ports = [(i["rank_ip"], int(i["rank_port"])) for i in self.bootstrap_infos]
+        infos = tuple(self.bootstrap_infos)
         if force_arm or self.init_time is not None:
-            self.kv_mgr.releases.hold(self.bootstrap_room, ports)
+            places = [Place((i["rank_ip"], int(i["rank_port"]))) for i in infos]
+            self.kv_mgr.releases.hold(
+                self.bootstrap_room, places, lambda: self._remind(infos)
+            )
         self.kv_mgr.count("requests_aborted", 1)
         super()._send_abort_notification(force_arm=force_arm)
+
+    def _remind(self, infos: Sequence[dict[str, Any]]) -> None:
+        """Ask for the prefill's word again: what SGLang sends once may be lost."""
+        generation = self._abort_generation
+        if generation is None:
+            return
+        message = AbortNotification(
+            room=self.bootstrap_room,
+            decode_ip=self.kv_mgr.local_ip,
+            decode_port=self.kv_mgr.rank_port,
+            generation=generation,
+        ).to_zmq()
+        for info in infos:
+            with contextlib.suppress(zmq.ZMQError):
+                socket, lock = self._connect_to_bootstrap_server(info)
+                with lock:
+                    socket.send_multipart(message, flags=zmq.NOBLOCK)
 
 
 class TieredKVBootstrapServer(MooncakeKVBootstrapServer):

@@ -1,0 +1,109 @@
+"""A process stopped in the middle of a push, for longer than any grace time.
+
+When it goes on, so do its writes: until it has said that nothing of it is left, nobody
+else may have got the blocks. Loopback, whose pushes stand still while the receiver is
+stopped, so that "in the middle" is no matter of chance.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from sgl_tiered.errors import TransportUnavailableError
+from sgl_tiered.transport.loopback import open_loopback
+from tests.faults.pool_process import NUM_BLOCKS
+from tests.faults.pool_support import Node, settle
+
+GRACE_S = 1.0
+TTL_S, TIMEOUT_S = 8.0, 120.0
+"""So that pushes begin before they, or the leases of stopped processes, end."""
+NUM_PAGES = 20
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
+    """Who sends, with a prompt, and who receives."""
+    try:
+        open_loopback().close()
+    except TransportUnavailableError as error:
+        pytest.skip(f"not run: {error}")
+    registry = f"file:{tmp_path / 'pool.json'}"
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(
+                Node(name, registry, "loopback", TTL_S, GRACE_S, TIMEOUT_S)
+            )
+            for name in ("one", "two")
+        )
+        one.knows(two)
+        two.knows(one)
+        assert one.ask(f"hold 0 {NUM_PAGES}")["ok"]
+        yield one, two
+
+
+def stopped_in_a_push(one: Node, two: Node) -> None:
+    """One writes to blocks that it was given by two; both are stopped."""
+    assert one.ask(f"lend {two.instance} {NUM_PAGES}")["ok"]
+    two.stop()
+    assert not one.ask(f"push {two.instance} 0 {NUM_PAGES}")["error"]
+    one.until(lambda found: found["pushing"] > 0)
+    one.stop()
+
+
+def stopped_in_a_fetch(one: Node, two: Node) -> None:
+    """One writes pages that two has asked for; both are stopped."""
+    one.stop()
+    two.tell(f"fetch {one.instance} 0 {NUM_PAGES}")
+    two.until(lambda found: found["fetching"] > 0)
+    two.stop()
+    one.go_on()
+    one.until(lambda found: found["pushing"] > 0)
+    one.stop()
+
+
+@pytest.mark.parametrize("way", ["push", "fetch"])
+def test_blocks_are_kept_until_the_stopped_one_has_its_say(
+    pair: tuple[Node, Node], way: str
+) -> None:
+    """However long; then they are free, and all that others had is as it was."""
+    one, two = pair
+    (stopped_in_a_push if way == "push" else stopped_in_a_fetch)(one, two)
+    two.go_on()
+    if way == "fetch":
+        assert two.hear()["num_pages"] == 0
+    two.knows()
+    kept = "kept_for_the_gone" if way == "push" else "lent"
+    two.until(lambda found: found["fences"] == 1)
+    assert two.ask("fill")["num"] == NUM_BLOCKS - NUM_PAGES
+    time.sleep(4 * GRACE_S)
+    found = two.ask("check")
+    assert (found[kept], found["fences"]) == (NUM_PAGES, 1)
+    assert two.ask("fill")["num"] == 0
+    one.go_on()
+    two.knows(one)
+    two.until(lambda found: found["fences"] == 0)
+    assert two.ask("fill")["num"] == NUM_PAGES
+    assert two.ask("filled")["right"]
+    two.ask("drop")
+    settle(one, two)
+
+
+def test_the_end_of_the_stopped_one_frees_them(pair: tuple[Node, Node]) -> None:
+    """A process that is over writes no more, and nobody has to say so."""
+    one, two = pair
+    stopped_in_a_push(one, two)
+    two.go_on()
+    two.knows()
+    two.until(lambda found: found["fences"] == 1)
+    one.process.kill()
+    one.process.wait()
+    two.until(lambda found: found["fences"] == 0)
+    assert two.ask("fill")["num"] == NUM_BLOCKS
+    assert two.ask("filled")["right"]
+    two.ask("drop")
+    settle(two)
