@@ -19,6 +19,7 @@ from tests.cluster.cluster_support import (
     Reference,
     record_sessions,
     released,
+    settled,
 )
 from tests.cluster.turns_support import AnsweredTurn, record_turns
 from tests.e2e.conftest import Servers, model, servers
@@ -96,6 +97,7 @@ def running(
         if not current or current[0][0] != name:
             stop()
             current.append((name, make().__enter__()))
+            settled(current[0][1])
         return current[0][1]
 
     yield get

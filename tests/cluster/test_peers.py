@@ -90,9 +90,10 @@ def side(request, cluster, fault):
 
 @pytest.fixture(autouse=True)
 def whole(request, cluster):
-    """After each test both are in the pool, and nothing is left."""
+    """Before and after each test both are in the pool, and nothing is left."""
     if "side" in request.fixturenames:
         request.getfixturevalue("side")
+    knows_the_other(cluster)
     yield
     knows_the_other(cluster)
     settled(cluster)

@@ -29,6 +29,7 @@ from sgl_tiered.transport.base import TransferStatus
 from sgl_tiered.transport.by_name import open_transport
 from sgl_tiered.transport.keys import load_keyring, make_keys
 from sgl_tiered.transport.loopback import open_loopback
+from sgl_tiered.transport.process import Process
 
 SHAPE = KVShape(num_layers=2, num_heads=2, head_bytes=16, page_tokens=4)
 (SHARD,) = Shard.split(SHAPE, 1, 1)
@@ -148,6 +149,7 @@ def test_a_node_says_how_it_is(start: Callable[..., PoolNode]) -> None:
     assert member["kind"] == "prefill"
     assert member["endpoints"]["http"] == "x:1"
     assert member["endpoints"]["control"].startswith("tcp://127.0.0.1:")
+    assert Process.named(member["endpoints"]["process"]) == Process.own()
 
 
 def test_those_without_the_key_are_not_heard(
