@@ -236,7 +236,9 @@ def test_what_is_begun_later_is_not_waited_for(world: World) -> None:
     here, there = world.nodes[0], world.nodes[1]
     world.go_on(world.stop(0))
     talk(world)
-    here.pool.transfer(1, here.pool.match(PROMPT)[:1], type=BlockType.HOST)
+    another = here.pool.alloc_mem(1, BlockType.HOST)
+    assert another is not None
+    here.pool.transfer(1, another, type=BlockType.HOST)
     talk(world)
     later = [piece for piece in world.pieces if piece not in former]
     assert later
