@@ -57,6 +57,8 @@ def stopped_in_a_push(one: Node, two: Node) -> None:
 
 def stopped_in_a_fetch(one: Node, two: Node) -> None:
     """One writes pages that two has asked for; both are stopped."""
+    # Their endpoints have shaken hands: a message reaches one that is stopped.
+    assert two.ask(f"fetch {one.instance} 2 4")["error"]
     one.stop()
     two.tell(f"fetch {one.instance} 0 {NUM_PAGES}")
     two.until(lambda found: found["fetching"] > 0)
