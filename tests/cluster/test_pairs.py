@@ -3,10 +3,10 @@
 Requests go to the pair; where one of it is struck, to the colocated server.
 After each fault the pair serves again. Bytes go over what ``auto`` finds here.
 
-The decode server reaches the prefill server by two forwarders: one before its bootstrap
-port (heartbeats, and the question where its rank is), one before the port of its rank
-(requests for KV, aborts). What goes the other way, bytes of KV and their status, has
-ports that SGLang draws on the decode server, and is not cut.
+Where a path is cut, the decode server reaches the prefill server by two forwarders: one
+before its bootstrap port (heartbeats, and the question where its rank is), one before
+the port of its rank (requests for KV, aborts). What goes the other way, bytes of KV and
+their status, has ports that SGLang draws on the decode server, and is not cut.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ BOOTSTRAP, RANK = "bootstrap", "rank"
 LOST = "Lost connection with prefill instance"
 """What SGLang's decode server logs after two heartbeats without an answer."""
 FAULTS = (
-    # Those of the path first: a prefill server that comes back has another rank port.
     "path dropped",
     "path silent",
     "prefill killed",
@@ -83,40 +82,42 @@ TURNS = {
 
 
 class Wired(Cluster):
-    """A cluster whose decode server reaches the prefill server by two forwarders."""
+    """A cluster whose decode server reaches the prefill server's rank by a forwarder.
 
-    def __enter__(self):
-        super().__enter__()
-        try:
-            self._put_before_rank()
-        except BaseException:
-            self.stop()
-            raise
-        return self
+    Only while it is ``wired``: a forwarder hides whether somebody is behind it.
+    """
 
     def stop(self):
         """End everything."""
-        rank = self.services.pop(RANK, None)
-        if rank is not None:
-            rank.stop()
+        self.unwire()
         super().stop()
 
-    def is_before_rank(self):
-        """Whether decode servers are still told the forwarder's port."""
-        return self._route(0)["rank_port"] == self._entrance
-
-    def _put_before_rank(self):
+    def wire(self):
         """Register a forwarder's port in place of the prefill rank's own."""
-        self._entrance = self.ports.take()
-        rank, known = self._route(0), self._route(-1)
-        path = forwarder(self._entrance, rank["rank_port"], self.log_dir, RANK)
+        entrance, rank = self.ports.take(), self._route(0)
+        self._rank_port = rank["rank_port"]
+        path = forwarder(entrance, self._rank_port, self.log_dir, RANK)
         self.services[RANK] = path
         path.start()
+        self._register(entrance)
+
+    def register_directly(self):
+        """Register the prefill rank's own port again."""
+        self._register(self._rank_port)
+
+    def unwire(self):
+        """End the forwarder, if there is one."""
+        path = self.services.pop(RANK, None)
+        if path is not None:
+            path.stop(grace_s=1.0)
+
+    def _register(self, port):
+        rank, known = self._route(0), self._route(-1)
         fields = {
             **{f"{name}_size": 1 for name in _PARALLEL},
             **{f"{name}_rank": 0 for name in _PARALLEL},
             "rank_ip": rank["rank_ip"],
-            "rank_port": self._entrance,
+            "rank_port": port,
             "page_size": known["page_size"],
             "kv_cache_dtype": known["kv_cache_dtype"],
             "decode_allocation_policy": known["decode_allocation_policy"],
@@ -129,7 +130,7 @@ class Wired(Cluster):
         )
         with urllib.request.urlopen(request, timeout=PATIENCE_S):
             pass
-        assert self.is_before_rank()
+        assert self._route(0)["rank_port"] == port
 
     @property
     def _bootstrap(self):
@@ -264,24 +265,44 @@ def test_under_a_fault(cluster, plain, fault):
 
 
 def with_path_cut(cluster, plain, how):
-    """Cut decode's way to prefill until decode takes prefill for lost."""
-    assert cluster.is_before_rank(), "the prefill server was started anew before"
+    """Cut decode's way to prefill until decode takes prefill for lost.
+
+    It asks for the way again then: so it is led by the forwarder before, and not after.
+    """
     url, decode = cluster.routers[0], cluster.servers[DECODE]
+    record = next(iter(plain.by_key.values()))
 
-    def num_lost():
-        return decode.log_path.read_text(errors="replace").count(LOST)
+    def until_lost(strike):
+        def num_lost():
+            return decode.log_path.read_text(errors="replace").count(LOST)
 
-    before = num_lost()
+        before = num_lost()
+        strike()
+        wait_until(lambda: num_lost() > before, "prefill is taken for lost")
+
+    def serves():
+        return answered_by(cluster, record)[0] == DECODE
+
+    def cut():
+        for path in (BOOTSTRAP, RANK):
+            cluster.kill(path) if how == "dropped" else cluster.pause(path)
 
     def fault():
         wait_until(lambda: under_way(url, DECODE) > 0, "the decode server has work")
-        for path in (BOOTSTRAP, RANK):
-            cluster.kill(path) if how == "dropped" else cluster.pause(path)
-        wait_until(lambda: num_lost() > before, "prefill is taken for lost")
+        until_lost(cut)
+        cluster.register_directly()
         for path in (BOOTSTRAP, RANK):
             cluster.restart(path) if how == "dropped" else cluster.resume(path)
 
-    return storm(cluster.routers, plain, fault)
+    wait_until(serves, "the decode server knows the prefill server")
+    until_lost(lambda: cluster.kill(BOOTSTRAP))
+    cluster.wire()
+    cluster.restart(BOOTSTRAP)
+    try:
+        wait_until(serves, "the decode server has found the way")
+        return storm(cluster.routers, plain, fault)
+    finally:
+        cluster.unwire()
 
 
 def with_router_killed(cluster, plain):
