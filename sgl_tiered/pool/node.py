@@ -419,14 +419,14 @@ class PoolNode:
         while not self._closing.is_set():
             try:
                 view = self._registry.watch(version, _WATCH_S)
+                if view is None:
+                    # A registry that has forgotten everything counts from the start.
+                    view = self._registry.view()
+                    view = view if view.version < version else None
             except (TieredError, OSError) as error:
                 _LOG.debug("the registry cannot be watched: %s", error)
                 self._closing.wait(_WATCH_S)
                 continue
-            if view is None:
-                # A registry that has forgotten everything counts from the start.
-                view = self._registry.view()
-                view = view if view.version < version else None
             if view is not None:
                 version = view.version
                 self._next_view = view
