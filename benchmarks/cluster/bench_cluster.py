@@ -9,6 +9,9 @@ server of ours without and with all caches (1P1D, 1P1D-CC), and SGLang's own pai
 both radix caches on. ShareGPT, LooGLE's cut and ReAct shapes. Systems that are set
 against each other run side by side and take turns; all get the prompts that PD got.
 
+Pool, only where asked for (``--part pool``): what a server in a pool costs where
+nothing is reused, against plain SGLang, and what it gains where a peer has the prompt.
+
 README.md says more. A table, and one JSON object as the last line.
 """
 
@@ -73,18 +76,19 @@ from sgl_tiered_workloads.turns import Session
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 from movement.ending import run_to_end
 from movement.tools import answered
+from parts.pooled import measure_pooled, pooled_members
 from reuse.parts import rotated
 
-PARTS = ("routers", "pairs")
+DEFAULT_PARTS = ("routers", "pairs")
+PARTS = (*DEFAULT_PARTS, "pool")
 MODEL = "bench"
-CELL_REQUESTS = 60
+CELL_REQUESTS, PAIR_REQUESTS = 60, 30
 ROUNDED = 12
 """Requests whose answers tell how plain SGLang rounds; half of them are taken."""
 NUM_SERVERS, SHARE_RATIO = 3, 2
+NUM_USERS = 4
 HALVES = 2
 """A cell of a pair is measured in so many pieces, with others in between."""
-AGAIN = f"{PAIR_CC} again"
-"""The same system in its second group; set against what ran beside it only."""
 Cells = dict[tuple[str, str], list[RequestRecord]]
 
 
@@ -110,6 +114,8 @@ class Bench:
             result |= await self._routers(model)
         if "pairs" in self.args.part:
             result |= await self._pairs(model)
+        if "pool" in self.args.part:
+            result |= await self._pool(model)
         for line in table(self.cells):
             print(line)
         result["cells"] = {
@@ -180,10 +186,10 @@ class Bench:
 
     async def _pairs(self, model: Path) -> dict[str, Any]:
         rates: dict[str, float] = {}
-        spreads = await self._spreads(model)
+        spread = await self._spread(model)
         for group in GROUPS:
             try:
-                await self._group(group, model, rates, spreads)
+                await self._group(group, model, rates, spread)
             except ServerStartError as error:
                 self.problems.append(f"{' and '.join(group)}: {error}"[:2000])
                 self.say(self.problems[-1])
@@ -191,27 +197,36 @@ class Bench:
                     break
         return self._pair_figures()
 
-    async def _spreads(self, model: Path) -> dict[str, Spread]:
-        """Measure, on a plain server alone, how far it is from itself on each load."""
+    async def _spread(self, model: Path) -> Spread:
+        """Measure how far a plain server is from itself, over all loads.
+
+        Between batches of one and of more, and between prompts computed whole and in
+        parts: a rare move that one load does not show is as possible on it.
+        """
         ports, logs = Ports(), self._logs("plain")
         cluster = Cluster(plain_servers(model, ports, 1), logs, say=self.say)
-        spreads = {}
+        spreads: list[Spread] = []
         async with _Running(cluster):
             (server,) = cluster.servers.values()
             for load in LOADS:
                 sessions = draw_sessions(load, ROUNDED, self.args.seed, self.args.data)
-                async with StreamingClient(server.url) as client:
-                    records = await run_sessions(client, sessions, ClosedLoop(1))
-                chosen = [answered(record) for record in records[:ROUNDED]]
-                spreads[load] = await rounding_spread(server, chosen, PAGE)
-        return spreads
+                alone = await self._play(server.url, sessions, ClosedLoop(1))
+                await self._empty([server])
+                batched = await self._play(server.url, replayed(alone), ClosedLoop(4))
+                spreads.append(measure_spread(alone, batched))
+                spreads.append(
+                    await rounding_spread(
+                        server, alone[:ROUNDED], PAGE, ROUNDED // 2, spreads
+                    )
+                )
+        return widest_spread(spreads)
 
     async def _group(
         self,
         group: Sequence[str],
         model: Path,
         rates: dict[str, float],
-        spreads: dict[str, Spread],
+        spread: Spread,
     ) -> None:
         """Let the systems of a group take turns with every load."""
         self.say(f"{' beside '.join(group)}")
@@ -234,21 +249,18 @@ class Bench:
                     # PD is first: its answers are in the prompts of all the others.
                     order = group if PLAIN in group else rotated(group, half)
                     for name in order:
-                        label = _label(name, group)
                         await self._half(
-                            cluster, systems[name], label, load, half, rates[load]
+                            cluster, systems[name], load, half, rates[load]
                         )
                 for name in group:
                     if name != PLAIN:
-                        base, label = self.cells[load, PLAIN], _label(name, group)
-                        answers = self.cells[load, label]
-                        self._gate(f"{load}: {label}", base, answers, spreads[load])
+                        base, answers = self.cells[load, PLAIN], self.cells[load, name]
+                        self._gate(f"{load}: {name}", base, answers, spread)
 
     async def _half(
         self,
         cluster: Cluster,
         system: System,
-        label: str,
         load: str,
         half: int,
         rate: float,
@@ -266,16 +278,16 @@ class Bench:
         draw = np.random.default_rng(seed)
         arrivals = poisson_arrivals(rate / turns, len(sessions), draw)
         records = await self._play(system.front.url, sessions, arrivals)
-        self._keep(load, label, records, half)
+        self._keep(load, system.name, records, half)
         told = figures(records)
         self.say(
-            f"  {load} {half} {label}: {len(records)} requests, TTFT mean "
+            f"  {load} {half} {system.name}: {len(records)} requests, TTFT mean "
             f"{told['ttft_mean_s']:.3f} s, TPOT {told['tpot_mean_s'] * 1e3:.0f} ms, "
             f"JCT {told['jct_mean_s']:.2f} s, cached {told['cached_share']:.1%}"
         )
 
     def _drawn(self, load: str, seed: int) -> list[Session]:
-        count = self.args.requests // HALVES
+        count = self.args.pair_requests // HALVES
         return draw_sessions(load, count, seed, self.args.data)
 
     async def _warm(self, system: System) -> None:
@@ -287,11 +299,11 @@ class Bench:
                 answered(await client.send(request))
 
     async def _rate(self, system: System, load: str) -> float:
-        """Return the requests/s to offer: a share of what PD does in a closed loop."""
+        """Return the requests/s to offer: a share of what PD does for four users."""
         sessions = draw_sessions(load, 16, self.args.seed + 7_000, self.args.data)
-        began_s = time.monotonic()
-        records = await self._play(system.front.url, sessions, ClosedLoop(4))
-        rate = len(records) / (time.monotonic() - began_s)
+        records = await self._play(system.front.url, sessions, ClosedLoop(NUM_USERS))
+        # By Little's law, and not by the time that it took: in the end few still run.
+        rate = NUM_USERS / float(np.mean([record.e2e_s for record in records]))
         self.say(f"  {load}: PD does {rate:.2f} requests/s")
         return float(rate * self.args.pair_load)
 
@@ -301,7 +313,7 @@ class Bench:
         gains = self._ratios(PAIR_CC, PAIR_BASIC)
         if len(gains) == len(LOADS):
             result["cc_ttft_gain_worst"] = 1.0 - max(gains.values())
-        peers = self._ratios(AGAIN, SGLANG_PAIR)
+        peers = self._ratios(PAIR_CC, SGLANG_PAIR)
         if len(peers) == len(LOADS):
             result["cc_ttft_vs_sglang_pd"] = max(peers.values())
         return result | {
@@ -317,6 +329,15 @@ class Bench:
             for load in LOADS
             if (load, ours) in self.cells and (load, theirs) in self.cells
         }
+
+    # -- Pool ------------------------------------------------------------------
+
+    async def _pool(self, model: Path) -> dict[str, Any]:
+        self.say("a server in a pool, beside plain SGLang")
+        ports, logs = Ports(), self._logs("pool")
+        members = pooled_members(model, ports, f"file:{logs / 'registry'}")
+        async with _Running(Cluster(members, logs, ports=ports, say=self.say)) as all_:
+            return await measure_pooled(all_.servers, self.rng, self.say, self.problems)
 
     # -- Sending and judging ---------------------------------------------------
 
@@ -379,10 +400,6 @@ class _Running:
         await asyncio.to_thread(self._cluster.stop)
 
 
-def _label(name: str, group: Sequence[str]) -> str:
-    return AGAIN if name == PAIR_CC and SGLANG_PAIR in group else name
-
-
 def main() -> int:
     """Run the bench; 0 unless a server failed or answers differ."""
     full = os.environ.get("FULL") == "1"
@@ -393,7 +410,13 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder of the traces' files")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--requests", type=int, default=CELL_REQUESTS, help="per cell; fewer to try"
+        "--requests", type=int, default=CELL_REQUESTS, help="per cell of the routers"
+    )
+    parser.add_argument(
+        "--pair-requests",
+        type=int,
+        default=CELL_REQUESTS if full else PAIR_REQUESTS,
+        help="per cell of the pairs",
     )
     parser.add_argument(
         "--caching",
@@ -412,7 +435,7 @@ def main() -> int:
         help="documents' sessions per time that a cold one takes on an idle server",
     )
     parser.add_argument(
-        "--pair-load", type=float, default=0.5, help="share of PD's closed loop"
+        "--pair-load", type=float, default=0.35, help="share of PD's closed loop"
     )
     parser.add_argument(
         "--sglang-router",
@@ -421,7 +444,7 @@ def main() -> int:
         help="the Python that has sglang-router (scripts/peers.sh makes it)",
     )
     args = parser.parse_args()
-    args.part = args.part or list(PARTS)
+    args.part = args.part or list(DEFAULT_PARTS)
     args.sglang_router = args.sglang_router.absolute()
     return run_to_end(Bench(args).run(), args.out)
 
