@@ -7,7 +7,8 @@ share ratio 2: every document is asked about by two users, Poisson arrivals.
 Pairs: two colocated servers without and with caches (PD, PD-CC), a prefill and a decode
 server of ours without and with all caches (1P1D, 1P1D-CC), and SGLang's own pair with
 both radix caches on. ShareGPT, LooGLE's cut and ReAct shapes. Systems that are set
-against each other run side by side and take turns; all get the prompts that PD got.
+against each other run side by side and take turns; all get the same sessions, in which
+a turn holds the system's own answers, as with a real client.
 
 Pool, only where asked for (``--part pool``): what a server in a pool costs where
 nothing is reused, against plain SGLang, and what it gains where a peer has the prompt.
@@ -205,6 +206,7 @@ class Bench:
         """
         ports, logs = Ports(), self._logs("plain")
         cluster = Cluster(plain_servers(model, ports, 1), logs, say=self.say)
+        users = ClosedLoop(NUM_USERS)
         spreads: list[Spread] = []
         async with _Running(cluster):
             (server,) = cluster.servers.values()
@@ -212,7 +214,7 @@ class Bench:
                 sessions = draw_sessions(load, ROUNDED, self.args.seed, self.args.data)
                 alone = await self._play(server.url, sessions, ClosedLoop(1))
                 await self._empty([server])
-                batched = await self._play(server.url, replayed(alone), ClosedLoop(4))
+                batched = await self._play(server.url, replayed(alone), users)
                 spreads.append(measure_spread(alone, batched))
                 spreads.append(
                     await rounding_spread(
@@ -237,6 +239,9 @@ class Bench:
             for n in group
         }
         members = [each for system in systems.values() for each in system.members]
+        if PLAIN not in group:
+            members += plain_servers(model, ports, 1)
+        judge = members[0 if PLAIN in group else -1].name
         behind = [system.front for system in systems.values()]
         cluster = Cluster(members, logs, behind=behind, ports=ports, say=self.say)
         async with _Running(cluster):
@@ -246,16 +251,15 @@ class Bench:
                 if load not in rates:
                     rates[load] = await self._rate(systems[PLAIN], load)
                 for half in range(HALVES):
-                    # PD is first: its answers are in the prompts of all the others.
-                    order = group if PLAIN in group else rotated(group, half)
-                    for name in order:
+                    for name in rotated(group, half):
                         await self._half(
                             cluster, systems[name], load, half, rates[load]
                         )
                 for name in group:
                     if name != PLAIN:
                         base, answers = self.cells[load, PLAIN], self.cells[load, name]
-                        self._gate(f"{load}: {name}", base, answers, spread)
+                        plain = await self._reference(cluster.url(judge), base, answers)
+                        self._gate(f"{load}: {name}", plain, answers, spread)
 
     async def _half(
         self,
@@ -269,11 +273,8 @@ class Bench:
         servers = [cluster.servers[member.name] for member in system.members]
         await self._empty(servers)
         seed = self.args.seed * 100 + LOADS.index(load) * 10 + half
-        if system.name == PLAIN:
-            sessions = self._drawn(load, seed)
-        else:
-            told = self.cells[load, PLAIN]
-            sessions = replayed([r for r in told if r.repeat == half])
+        count = self.args.pair_requests // HALVES
+        sessions = draw_sessions(load, count, seed, self.args.data)
         turns = sum(session.num_turns for session in sessions) / len(sessions)
         draw = np.random.default_rng(seed)
         arrivals = poisson_arrivals(rate / turns, len(sessions), draw)
@@ -285,10 +286,6 @@ class Bench:
             f"{told['ttft_mean_s']:.3f} s, TPOT {told['tpot_mean_s'] * 1e3:.0f} ms, "
             f"JCT {told['jct_mean_s']:.2f} s, cached {told['cached_share']:.1%}"
         )
-
-    def _drawn(self, load: str, seed: int) -> list[Session]:
-        count = self.args.pair_requests // HALVES
-        return draw_sessions(load, count, seed, self.args.data)
 
     async def _warm(self, system: System) -> None:
         """Compute, hit and decode once each before anything counts."""
@@ -347,6 +344,28 @@ class Bench:
         async with StreamingClient(url, tells_session=True) as client:
             records = await run_sessions(client, sessions, arrivals)
         return [answered(record) for record in records]
+
+    async def _reference(
+        self, url: str, base: Sequence[RequestRecord], answers: Sequence[RequestRecord]
+    ) -> list[RequestRecord]:
+        """Return plain SGLang's answers to the prompts of another system.
+
+        Once an answer differs by rounding, the prompts of its session do too: those are
+        asked anew, at the plain server behind ``url``.
+        """
+        known = {(record.key, tuple(record.prompt)): record for record in base}
+        places = asyncio.Semaphore(NUM_USERS)
+
+        async def ask(record: RequestRecord) -> RequestRecord:
+            told = known.get((record.key, tuple(record.prompt)))
+            if told is not None:
+                return told
+            async with places:
+                request = PlannedRequest(record.key, record.prompt, len(record.output))
+                return answered(await client.send(request, record.order))
+
+        async with StreamingClient(url) as client:
+            return list(await asyncio.gather(*(ask(record) for record in answers)))
 
     def _keep(
         self, load: str, system: str, records: Sequence[RequestRecord], repeat: int
