@@ -147,7 +147,10 @@ class Bench:
                 for name in rotated(FRONTS, repeat):
                     await self._empty(servers)
                     sessions = shared_documents(documents, SHARE_RATIO, seed)
-                    records = await self._play(services[name].url, sessions, arrivals)
+                    # Where a session's name is hashed to is luck: new in each repeat.
+                    records = await self._play(
+                        services[name].url, sessions, arrivals, f"{seed}."
+                    )
                     self._keep(load, name, records, repeat)
                     told = figures(records)
                     self.say(
@@ -339,9 +342,15 @@ class Bench:
     # -- Sending and judging ---------------------------------------------------
 
     async def _play(
-        self, url: str, sessions: Sequence[Session], arrivals: OpenLoop | ClosedLoop
+        self,
+        url: str,
+        sessions: Sequence[Session],
+        arrivals: OpenLoop | ClosedLoop,
+        prefix: str = "",
     ) -> list[RequestRecord]:
-        async with StreamingClient(url, tells_session=True) as client:
+        async with StreamingClient(
+            url, tells_session=True, session_prefix=prefix
+        ) as client:
             records = await run_sessions(client, sessions, arrivals)
         return [answered(record) for record in records]
 
@@ -445,7 +454,7 @@ def main() -> int:
         help="--tiered-pd-caching of 1P1D-CC; figures are named after 3",
     )
     parser.add_argument(
-        "--repeats", type=int, default=9 if full else 3, help="of the routers' cells"
+        "--repeats", type=int, default=15 if full else 7, help="of the routers' cells"
     )
     parser.add_argument(
         "--router-load",

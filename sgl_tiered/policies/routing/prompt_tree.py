@@ -1,19 +1,14 @@
 """Route to where the prompt's prefix is, unless waiting there costs more than it saves.
 
 MemServe takes the instance with the longest common prefix, and sees neither load nor
-tier. Here all three are one figure in prompt tokens, what is to be computed before this
-request's first token could come, and what others wait for because of it:
+tier. Here all three are one figure, the prompt tokens to be computed before this
+request's first token could come:
 
-    own  = prompt - sum of credit * cached
-    cost = waiting + running_cost * running + own * (1 + r / (1 - r))
+    cost = waiting + running_cost * running + prompt - sum of credit * cached
 
 A credit is the share of a token's prefill that a cached token of that place saves: 1 on
-the device, less where it has to be loaded first. r is the share of instances on which
-prompts wait to be computed. A token computed delays all that come until the queue is
-empty again, r / (1 - r) of them in the mean (M/G/1); never more than one is counted.
-So one prompt is not computed on many instances at once because each of its requests
-finds the first one computing. With no load and credits of 1 this is the paper's rule.
-Equal costs: the longer prefix, then the lower load, then in turn.
+the device, less where it has to be loaded first. With no load and credits of 1 this is
+the paper's rule. Equal costs: the longer prefix, then the lower load, then in turn.
 """
 
 from __future__ import annotations
@@ -45,8 +40,6 @@ DEFAULT_CREDITS: Mapping[str, float] = {
 }
 """Assumptions, not measurements: they keep the order of the tiers, and load below
 compute. A measured machine has its own (``--credits``)."""
-_MOST_DELAYED = 1.0
-"""Where all compute, r / (1 - r) knows no bound; the queue itself then counts most."""
 
 
 class PromptTreeRouting:
@@ -78,26 +71,23 @@ class PromptTreeRouting:
         self._credits = tuple(table[place] for place in PLACES)
         self._running_cost_tokens = running_cost_tokens
 
-    def cost_tokens(
-        self, request: RequestFacts, instance: InstanceFacts, weight: float
-    ) -> float:
-        """Return the cost in prompt tokens; ``weight`` is of those to be computed."""
+    def cost_tokens(self, request: RequestFacts, instance: InstanceFacts) -> float:
+        """Return the prompt tokens to be computed before this request's first one."""
         saved = 0.0
         # Added up one by one, in the same order as ``best`` does it for all at once.
         for credit, cached in zip(self._credits, instance.cached_tokens, strict=True):
             saved += credit * cached
         own = max(request.num_tokens - saved, 0.0)
-        return load_tokens(instance, self._running_cost_tokens) + weight * own
+        return load_tokens(instance, self._running_cost_tokens) + own
 
     def rank(
         self, request: RequestFacts, instances: Sequence[InstanceFacts]
     ) -> tuple[int, ...]:
         """Return the positions by rising cost."""
         places = turned(request.turn, len(instances))
-        weight = _weight(sum(i.waiting_tokens > 0 for i in instances), len(instances))
         keys = [
             (
-                self.cost_tokens(request, each, weight),
+                self.cost_tokens(request, each),
                 -each.num_cached,
                 load_tokens(each, self._running_cost_tokens),
                 places[position],
@@ -109,8 +99,7 @@ class PromptTreeRouting:
     def best(self, request: RequestFacts, fleet: FleetFacts) -> int:
         """Return the position of the least cost."""
         loads = loads_of(fleet, self._running_cost_tokens)
-        weight = _weight(int(np.count_nonzero(fleet.waiting_tokens > 0)), len(fleet))
-        costs = loads + weight * request.num_tokens
+        costs = loads + float(request.num_tokens)
         num_cached = np.zeros(len(fleet), np.int64)
         if len(fleet.holders):
             saved = np.zeros(len(fleet.holders))
@@ -119,14 +108,6 @@ class PromptTreeRouting:
             ):
                 saved += credit * cached
             own = np.maximum(request.num_tokens - saved, 0.0)
-            costs[fleet.holders] = loads[fleet.holders] + weight * own
+            costs[fleet.holders] = loads[fleet.holders] + own
             num_cached[fleet.holders] = fleet.cached_tokens.sum(axis=1)
         return least(request.turn, costs, -num_cached, loads)
-
-
-def _weight(num_computing: int, num_instances: int) -> float:
-    """Return what a token to be computed costs all, in tokens of delay."""
-    idle = num_instances - num_computing
-    if num_computing >= _MOST_DELAYED * idle:
-        return 1.0 + _MOST_DELAYED
-    return 1.0 + num_computing / idle
