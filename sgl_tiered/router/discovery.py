@@ -224,10 +224,10 @@ class Discovery:
     def _look(self) -> bool:
         """Wait for something new, for a moment; False if there is no answer."""
         pool, own = self._open()
-        view: View | None = None
         if self._looked.is_set() and not self._troubles["watch"]:
-            view = pool.watch(self._version, _WATCH_S)
-        view = view or pool.look()
+            pool.watch(self._version, _WATCH_S)
+        # A watch may give an old view where there is no answer; a look does not.
+        view = pool.look()
         is_read = self._read(own)
         if view is None or not is_read:
             self._say("watch", self._silent())
@@ -261,12 +261,15 @@ class Discovery:
             self._forgotten = kept
         there = {each.name for each in view.members}
         self._forgotten = tuple(name for name in self._forgotten if name not in there)
-        kept_on = tuple(each for each in self.members if each.name in self._forgotten)
         self._version = view.version
-        members = (*kept_on, *view.members)
+        members = (*self._kept_on(), *view.members)
         if members != self.members:
             self.members = members
             self._on_news()
+
+    def _kept_on(self) -> tuple[Member, ...]:
+        """Return the members that the registry has forgotten."""
+        return tuple(each for each in self.members if each.name in self._forgotten)
 
     def _write(self) -> None:
         """Note what is not noted yet; what cannot be noted stays.
@@ -363,9 +366,10 @@ class Discovery:
         view = pool.look()
         if notes is None or view is None:
             return
+        members = (*self._kept_on(), *view.members)
         for key, note in notes.items():
             change = change_from(note.value)
-            if change is not None and is_over(change, _name(key), view.members):
+            if change is not None and is_over(change, _name(key), members):
                 own.erase(key, note.version)
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.gate import check_equality, negative_control
 from sgl_tiered_workloads.server import SglangServer, free_port
 from sgl_tiered_workloads.sessions import random_tokens, replay
@@ -56,10 +57,11 @@ class Pair:
 
     def start(self, name, flags=()):
         """Start a server of the pool."""
+        ports = Ports()
         events = {
             "publisher": "zmq",
-            "endpoint": f"tcp://*:{free_port()}",
-            "replay_endpoint": f"tcp://*:{free_port()}",
+            "endpoint": f"tcp://*:{ports.take()}",
+            "replay_endpoint": f"tcp://*:{ports.take()}",
         }
         spec = tiered_spec(
             CASE.device(self.model, POOL_TOKENS),

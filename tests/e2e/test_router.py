@@ -15,7 +15,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import numpy as np
 import pytest
-from sgl_tiered_workloads.server import SglangServer, free_port
+from sgl_tiered_workloads.cluster.ports import Ports
+from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import random_tokens
 from sgl_tiered_workloads.systems import Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
@@ -35,10 +36,11 @@ HIT_TOKENS = PROMPT_TOKENS // PAGE * PAGE
 
 def publishing():
     """Return the flags of a publisher and a replay endpoint."""
+    ports = Ports()
     told = {
         "publisher": "zmq",
-        "endpoint": f"tcp://*:{free_port()}",
-        "replay_endpoint": f"tcp://*:{free_port()}",
+        "endpoint": f"tcp://*:{ports.take()}",
+        "replay_endpoint": f"tcp://*:{ports.take()}",
     }
     return ("--kv-events-config", json.dumps(told))
 
