@@ -2,7 +2,8 @@
 
 The sessions are told to the left one; then rounds go to the right one, which forgets
 all before each, so that every round pulls. It must answer right whatever becomes of the
-left one or of the registry.
+left one or of the registry. A router knows of the two by the registry alone: after each
+fault it must find them again, and it serves while the registry is gone.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from pathlib import Path
 import pytest
 from sgl_tiered_workloads.cluster.members import COLOCATED, new_member
 from sgl_tiered_workloads.cluster.ports import Ports
-from sgl_tiered_workloads.cluster.running import Cluster, etcd
+from sgl_tiered_workloads.cluster.running import Cluster, etcd, router
 from sgl_tiered_workloads.systems import MB, Tiers
 
 from tests.cluster.cluster_support import (
+    ROUTER_FLAGS,
     assert_right,
     emptied,
     play,
     settled,
     states,
     storm,
+    struck,
 )
 from tests.e2e.e2e_support import wait_until
 
@@ -57,10 +60,10 @@ def cluster(request, running, device, tmp_path_factory):
         members = []
         for name in (LEFT, RIGHT):
             flags = (*FLAGS, "--tiered-pool", url, "--tiered-pool-name", name)
-            members.append(
-                new_member(device, COLOCATED, name, ports, flags=flags, events=False)
-            )
-        return Cluster(members, logs, services=services, ports=ports)
+            members.append(new_member(device, COLOCATED, name, ports, flags=flags))
+        told = (*ROUTER_FLAGS, "--registry", url)
+        front = router([], ports.take(), logs, flags=told)
+        return Cluster(members, logs, services=services, behind=[front], ports=ports)
 
     return running(f"peers-{request.param}", make)
 
@@ -193,6 +196,7 @@ def test_the_registry_struck(cluster, plain, fault):
         else:
             cluster.pause(REGISTRY)
         assert_right(plain, play([cluster.url(LEFT)], plain))
+        assert_right(plain, play(cluster.routers, plain))
         if fault == "killed":
             cluster.restart(REGISTRY)
         else:
@@ -203,3 +207,14 @@ def test_the_registry_struck(cluster, plain, fault):
     assert_right(plain, played)
     assert not played.broken
     wait_until(lambda: pulls_again(cluster, plain), "the right one pulls again")
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_server_behind_the_router_struck(cluster, plain, fault):
+    """Its lease ends, so the router sends nothing there, and who waited there goes to
+    the other one; a new start, or one that goes on, is found again."""
+    if fault == "killed":
+        ends = (lambda: cluster.kill(LEFT), lambda: cluster.restart(LEFT))
+    else:
+        ends = (lambda: cluster.pause(LEFT), lambda: cluster.resume(LEFT))
+    assert_right(plain, struck(cluster, plain, LEFT, *ends))

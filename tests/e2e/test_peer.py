@@ -7,20 +7,25 @@ the checks and computed. Loads are forced (``always``), so that nothing depends 
 fast the machine is.
 """
 
+import asyncio
 import json
 import os
 import signal
 import urllib.request
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.gate import check_equality, negative_control
 from sgl_tiered_workloads.server import SglangServer, free_port
 from sgl_tiered_workloads.sessions import random_tokens, replay
 from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Tiers, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
+from sgl_tiered.router.config import RouterConfig
+from sgl_tiered.router.front import Router
 from tests.e2e.e2e_support import (
     PATIENCE_S,
     START_TIMEOUT_S,
@@ -45,12 +50,19 @@ class Pair:
 
     def __init__(self, folder, model):
         self.folder = folder
+        self.registry = f"file:{folder / 'pool'}"
         self.model = model
         self.a = self.start("a")
         self.b = self.start("b")
 
     def start(self, name, flags=()):
         """Start a server of the pool."""
+        ports = Ports()
+        events = {
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{ports.take()}",
+            "replay_endpoint": f"tcp://*:{ports.take()}",
+        }
         spec = tiered_spec(
             CASE.device(self.model, POOL_TOKENS),
             Tiers(100 * MB),
@@ -58,9 +70,10 @@ class Pair:
             (
                 *CPU_FLAGS[:1],
                 "--tiered-load-policy=always",
-                f"--tiered-pool=file:{self.folder / 'pool'}",
+                f"--tiered-pool={self.registry}",
                 f"--tiered-pool-name={name}",
                 "--tiered-pool-transport=loopback",
+                f"--kv-events-config={json.dumps(events)}",
                 *flags,
             ),
             FAULTS,
@@ -164,6 +177,41 @@ def test_a_hint_names_the_holder(pair):
     told = generate(pair.b, tokens, headers)["tiered"][0]["peer"]
     assert (told["holder"], told["pages"]) == ("a", (len(tokens) - 1) // CASE.page_size)
     assert stats(pair.b)["counters"].get("peer_searches", 0) == asked
+
+
+def test_a_router_finds_them_by_the_registry(pair):
+    """What a server writes into its entry is enough to serve and to follow it."""
+    # Two each: an idle server may publish the last one's events with its next work.
+    for seed in (8, 9):
+        for server in (pair.a, pair.b):
+            generate(server, prompt(seed))
+
+    async def run():
+        router = Router(RouterConfig(port=0, registry=pair.registry))
+        await router.start()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not is_found(router, "a") or not is_found(router, "b"):
+                    await asyncio.sleep(0.05)
+            front = SimpleNamespace(url=f"http://127.0.0.1:{router.port}")
+            told = await asyncio.to_thread(generate, front, prompt(8))
+            assert told["completion_tokens"] == 4
+            for name, server in (("a", pair.a), ("b", pair.b)):
+                config = router.fleet.get(name).config
+                assert (config.url, config.kind) == (server.url, "colocated")
+        finally:
+            await router.close()
+
+    asyncio.run(run())
+
+
+def is_found(router, name):
+    """Whether a server is up, and its events are followed from the first one on."""
+    instance = router.fleet.get(name)
+    if instance is None or not instance.is_up:
+        return False
+    (feed,) = instance.feeds
+    return feed.is_connected and feed.holder.is_complete
 
 
 def test_spoiled_pages_turn_the_gate_red(pair, reference):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sgl_tiered.engines.sglang.pooled.endpoints import endpoints_of
 from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
 from sgl_tiered.engines.sglang.pooled.shape import pool_shape
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
@@ -121,7 +122,7 @@ def join_pool(
         kind=_KINDS.get(mode, InstanceKind.COLOCATED),
         host=settings.host,
         keys=settings.keys,
-        endpoints={"http": _url(server_args, settings.host)},
+        endpoints=endpoints_of(server_args, settings.host),
     )
     transport = open_transport(settings.transport, settings.host)
     try:
@@ -153,14 +154,6 @@ def join_pool(
         transport.address.kind,
     )
     return ServedPool(node, made[0], pulls, transport.close)
-
-
-def _url(server_args: Any, pool_host: str) -> str:
-    """Return where this server's HTTP is, as a router would name it."""
-    host = str(getattr(server_args, "host", "") or pool_host)
-    if host in ("0.0.0.0", "::"):
-        host = pool_host
-    return f"http://{host}:{getattr(server_args, 'port', 0)}"
 
 
 def _spoiled(store: BlockStore, shape: KVShape) -> list[NodeMemory]:
