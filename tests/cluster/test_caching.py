@@ -63,8 +63,8 @@ def pair(case, answers, model, tmp_path_factory):
     flags = pair_flags(caching, tiers if caching > 1 else None)
     if caching == 3:
         flags += ("--tiered-pool", f"file:{folder / 'pool'}")
-        # The planner may find an answer of a page not worth a load.
-        flags += ("--tiered-load-policy", "always")
+        # The planner may find an answer of a page not worth a load, or a return.
+        flags += ("--tiered-load-policy", "always", "--tiered-pd-returns", "always")
     prefill = tiers.flags if tiers is not None and caching == 1 else ()
     pair = start_pair(Device(model, POOL_TOKENS, PAGE), folder, flags, prefill)
     yield pair

@@ -96,7 +96,15 @@ GOOD = {
         "--disaggregation-mode=decode",
         "--tiered-pd-caching=3",
         "--tiered-pd-transport=loopback",
+        "--tiered-pd-returns=always",
         "--tiered-pool=file:{tmp}/pool",
+    ],
+    "prefill layerkv": [
+        *ON,
+        *PD,
+        "--disaggregation-mode=prefill",
+        "--page-size=16",
+        "--tiered-layerkv=on",
     ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
@@ -266,15 +274,36 @@ BAD = {
         [*ON, "--disaggregation-mode=prefill"],
         "--radix-cache-backend: tiered was tested with our transfer backend only",
     ),
-    "prefill layerkv": (
+    "decode layerkv": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=decode",
+            "--page-size=16",
+            "--tiered-layerkv=on",
+        ],
+        "--tiered-layerkv: does not go with --disaggregation-mode decode",
+    ),
+    "prefill activations": (
         [
             *ON,
             *PD,
             "--disaggregation-mode=prefill",
             "--page-size=16",
             "--tiered-layerkv=on",
+            "--tiered-activations=0.5",
         ],
-        "--tiered-layerkv: does not go with --disaggregation-mode prefill",
+        "--tiered-activations: does not go with --disaggregation-mode prefill",
+    ),
+    "returns without returns": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=decode",
+            "--tiered-pd-caching=2",
+            "--tiered-pd-returns=never",
+        ],
+        "--tiered-pd-returns: chooses among the returns",
     ),
     "decode on-evict": (
         [

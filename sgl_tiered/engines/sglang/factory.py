@@ -347,7 +347,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     if placed is not None:
         from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 
-        return LayeredRuntime(parts, placed.driver)
+        layered = LayeredRuntime(parts, placed.driver)
+        if ctx.server_args.disaggregation_mode == "prefill":
+            layered.send_from(pool)
+        return layered
     wait_whole = _forward_skips_layers(ctx, pool)
     if sparse is not None:
         from sgl_tiered.engines.sglang.sparse.cache import SparseRuntime
