@@ -31,6 +31,7 @@ from sgl_tiered.core.plans import UInt8s
 from sgl_tiered.errors import TieredError
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.channel import ControlChannel
+from sgl_tiered.pool.disk_reads import DiskReads
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import (
     InstanceKind,
@@ -124,6 +125,7 @@ class PoolNode:
             the number of its start (``lease.incarnation``); called once.
         transport: moves the bytes; its grace time is the pool's. Close it after this.
         memories: what peers reach of a store; None for rows of whole pages.
+        make_reads: what brings pages of a store's disk to memory for peers, if any.
         clock: one that all processes of the machine share.
 
     Attributes:
@@ -144,6 +146,7 @@ class PoolNode:
         transport: Transport,
         *,
         memories: Callable[[BlockStore], Sequence[NodeMemory]] | None = None,
+        make_reads: Callable[[BlockStore], DiskReads] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._config = config
@@ -177,6 +180,7 @@ class PoolNode:
             undo.callback(transport.notify(self._wake))
             self.store = make_store(self._lease)
             assert self.store.instance == self._lease.instance, "not the id it got"
+            self._reads = None if make_reads is None else make_reads(self.store)
             made = memories or (lambda store: store_memories(store, shape))
             self.pool = self._make_pool(shape, made(self.store))
             view = self._registry.view()
@@ -227,6 +231,10 @@ class PoolNode:
     def wait(self, timeout_s: float) -> bool:
         """Wait until ``poll`` has something to do; False if it has not in time."""
         return bool(select.select([self._event], [], [], timeout_s)[0])
+
+    def stay_awake(self) -> None:
+        """Make ``fileno`` readable: something else will soon have ended here."""
+        self._wake()
 
     def drain(self) -> bool:
         """Ask that nobody gives this instance new blocks; False without a lease.
@@ -300,6 +308,7 @@ class PoolNode:
             pause=self._pause,
             executor=self._sums,
             wake=self._wake,
+            reads=self._reads,
         )
         pool.lease_ends_s = self._lease_ends_s
         return pool

@@ -69,13 +69,17 @@ class PooledTree(TieredRadixCache):
         pool = self._pool
         if pool.pulls.num_awaited and self.tiered.engine_idle():
             pool.node.wait(_IDLE_WAIT_S)
+        if pool.reads.num_under_way and self.tiered.engine_idle():
+            # The disk does not wake who sleeps while idle.
+            self.tiered.completions.wait(_IDLE_WAIT_S)
+            pool.node.stay_awake()
         pool.poll()
         super().check_hicache_events()
 
     def reset(self) -> None:
         """Forget every page; what is pulled now never becomes one."""
         if self._tiered is not None and self._tiered.pool is not None:
-            self._tiered.pool.pulls.reset()
+            self._tiered.pool.reset()
         super().reset()
 
     def release_host_resources(self) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
 from sgl_tiered.engines.sglang.pooled.shape import pool_shape
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.pipelines.completions import PromoteFinished
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.cache_store import CacheStore
+from sgl_tiered.pool.disk_reads import DiskReads
 from sgl_tiered.pool.layouts import KVShape
 from sgl_tiered.pool.membership import InstanceKind, Lease
 from sgl_tiered.pool.node import NodeConfig, NodeMemory, PoolNode, store_memories
@@ -46,6 +49,7 @@ class ServedPool:
         node: membership, messages, bytes.
         store: the cache's copies as blocks.
         pulls: of pages that peers hold.
+        reads: of this server's disk, for peers.
         close_transport: called when the node has been closed.
     """
 
@@ -54,17 +58,29 @@ class ServedPool:
         node: PoolNode,
         store: CacheStore,
         pulls: PeerPulls,
+        reads: DiskReads,
         close_transport: Callable[[], None],
     ) -> None:
         self.node = node
         self.store = store
         self.pulls = pulls
+        self.reads = reads
         self._close_transport = close_transport
 
     def poll(self) -> None:
-        """Look after messages and pulls."""
+        """Look after messages, pulls and reads."""
         self.node.poll()
         self.pulls.poll()
+        self.reads.poll()
+
+    def took(self, event: PromoteFinished) -> bool:
+        """Take the end of a read for a peer; False for any other promotion."""
+        return self.reads.finished(event.plan, event.positions, event.result)
+
+    def reset(self) -> None:
+        """Forget requests: the cache is emptied. What is under way ends unused."""
+        self.pulls.reset()
+        self.reads.cancel_all()
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture, for ``GET /tiered/stats``."""
@@ -100,6 +116,7 @@ def join_pool(
     parts = runtime.parts
     layout = parts.device.layout
     made: list[CacheStore] = []
+    reads: list[DiskReads] = []
 
     def make_store(lease: Lease) -> BlockStore:
         made.append(
@@ -112,6 +129,20 @@ def join_pool(
             )
         )
         return made[0]
+
+    def make_reads(store: BlockStore) -> DiskReads:
+        assert store is made[0], "there is one store"
+        reads.append(
+            DiskReads(
+                parts.cache,
+                made[0],
+                runtime.transfers.promoter,
+                parts.clock,
+                lambda: runtime.is_reading,
+                lambda: runtime.coordinator.waiting_prompts(DEFAULT_WINDOW),
+            )
+        )
+        return reads[0]
 
     shape = pool_shape(layout, kv_heads)
     mode = str(getattr(server_args, "disaggregation_mode", "null"))
@@ -131,6 +162,7 @@ def join_pool(
             make_store,
             transport,
             memories=(lambda s: _spoiled(s, shape)) if spoils_sent else None,
+            make_reads=make_reads,
         )
     except BaseException:
         transport.close()
@@ -152,7 +184,7 @@ def join_pool(
         node.instance,
         transport.address.kind,
     )
-    return ServedPool(node, made[0], pulls, transport.close)
+    return ServedPool(node, made[0], pulls, reads[0], transport.close)
 
 
 def _url(server_args: Any, pool_host: str) -> str:
