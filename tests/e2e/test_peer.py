@@ -46,14 +46,19 @@ class Pair:
     def __init__(self, folder, model):
         self.folder = folder
         self.model = model
+        self.num_disks = 0
         self.a = self.start("a")
         self.b = self.start("b")
 
     def start(self, name, flags=()):
-        """Start a server of the pool."""
+        """Start a server of the pool; each start of ``a`` has an empty disk."""
+        tiers = Tiers(100 * MB)
+        if name == "a":
+            self.num_disks += 1
+            tiers = Tiers(100 * MB, self.folder / f"disk-{self.num_disks}", 200 * MB)
         spec = tiered_spec(
             CASE.device(self.model, POOL_TOKENS),
-            Tiers(100 * MB),
+            tiers,
             f"peer-{name}",
             (
                 *CPU_FLAGS[:1],
@@ -164,6 +169,40 @@ def test_a_hint_names_the_holder(pair):
     told = generate(pair.b, tokens, headers)["tiered"][0]["peer"]
     assert (told["holder"], told["pages"]) == ("a", (len(tokens) - 1) // CASE.page_size)
     assert stats(pair.b)["counters"].get("peer_searches", 0) == asked
+
+
+def test_what_only_the_disk_of_a_peer_has_is_pulled(pair, reference):
+    """A reads it for b, and the answers are plain's; a second time memory has it."""
+    plain = reference(CASE)
+    chosen = plain.chat[-3:]
+    drop(pair.b, "device", "host")
+    first = list(chosen[0].prompt)
+    sequential(pair.a, replay(chosen))
+    drop(pair.a, "device", "host")
+    state = stats(pair.a)
+    assert state["occupancy"]["disk"]["used"] > 0
+    assert state["occupancy"]["host"]["used"] == 0
+    before = edge(state, "disk->host")
+    told = generate(pair.b, first)["tiered"][0]["peer"]
+    assert told["pages"] == (len(first) - 1) // CASE.page_size
+    assert told["disk_pages"] == told["pages"]
+    assert edge(stats(pair.a), "disk->host") - before == told["disk_pages"]
+    drop(pair.b, "device", "host")
+    again = generate(pair.b, first)["tiered"][0]["peer"]
+    assert (again["pages"], again["disk_pages"]) == (told["pages"], 0)
+    drop(pair.b, "device", "host")
+    drop(pair.a, "device", "host")
+    answers = sequential(pair.b, replay(chosen))
+    assert len(pulled(answers)) == len(chosen)
+    result = check_equality(
+        chosen,
+        answers,
+        page_size=CASE.page_size,
+        spread=plain.spread,
+        min_exact_fraction=0.0,
+        must_cover=["peer"],
+    )
+    assert result.passed, result.summary()
 
 
 def test_spoiled_pages_turn_the_gate_red(pair, reference):
