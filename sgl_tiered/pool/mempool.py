@@ -23,6 +23,7 @@ from sgl_tiered.pool.base import BlockStore, BlockType, Inserted, allocator
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
 from sgl_tiered.pool.config import PoolConfig, PoolUsage
 from sgl_tiered.pool.disk_reads import DiskReads
+from sgl_tiered.pool.facts import Facts
 from sgl_tiered.pool.fetch import Fetch, Fetches, Search
 from sgl_tiered.pool.guests import Guests
 from sgl_tiered.pool.layouts import MemoryForm, Way
@@ -70,6 +71,8 @@ class MemPool:
         executor: sums up fetched pages; None: this thread does.
         wake: called when the executor has done something.
         reads: what the disk is read for others; None where the blocks are all there is.
+        facts: what this rank and the others tell each other; None where this process
+            moves the bytes of all ranks. With several, no call may wait.
 
     Attributes:
         lease_ends_s: until when this instance may write to others; any thread may
@@ -89,7 +92,9 @@ class MemPool:
         executor: Executor | None = None,
         wake: Callable[[], None] = lambda: None,
         reads: DiskReads | None = None,
+        facts: Facts | None = None,
     ) -> None:
+        self._facts = facts = facts or Facts()
         self._store = store
         self._instance = store.instance
         # By type; what every decode step calls should look nothing up.
@@ -104,9 +109,20 @@ class MemPool:
         self._guests = Guests(store, clock, self._config.grace_s)
         self._requests = Requests(self._me, channel, clock, self._config.retry_s)
         self._sender = Sender(
-            store, info, ranks, self._requests, clock, self._may_write, self._pump
+            store,
+            info,
+            ranks,
+            self._requests,
+            clock,
+            self._may_write,
+            self._pump,
+            facts,
         )
-        self._sums = sums = SumsOf(info.shape, self._memories(), executor, wake)
+        memories: dict[int, tuple[UInt8s, MemoryForm]] = {}
+        # Who moves the bytes of several ranks sums up none: each has a part.
+        if len(info.ranks) == facts.num_ranks:
+            memories = self._memories(ranks[0])
+        self._sums = sums = SumsOf(info.shape, memories, executor, wake, facts)
         self._fetches = Fetches(store, clock, self._config.grace_s, sums)
         self._servings = Servings(
             store,
@@ -404,8 +420,8 @@ class MemPool:
             refusal = f"instance {id} is not in the pool"
         elif id == self._instance:
             refusal = "the holder is this instance"
-        elif len(self._info.ranks) > 1:
-            refusal = "pages cannot be fetched to several ranks"
+        elif not self._sums.is_able:
+            refusal = "pages cannot be fetched to several ranks of one process"
         if refusal:
             fetch.fail(refusal)
             return fetch
@@ -493,18 +509,18 @@ class MemPool:
         return None if member is None else (instance, member.incarnation)
 
     def _pump(self) -> None:
+        assert self._facts.num_ranks == 1, "ranks that wait in a call would part"
         # First the pause: who is there may have changed since the last poll.
         self._pause()
         self.poll()
 
-    def _memories(self) -> dict[int, tuple[UInt8s, MemoryForm]]:
-        """Return by medium the memory of our only rank, and how pages lie there."""
+    def _memories(self, rank: Rank) -> dict[int, tuple[UInt8s, MemoryForm]]:
+        """Return by medium the memory of a rank, and how pages lie there."""
         found = {}
-        if len(self._info.ranks) == 1:
-            for place in self._info.ranks[0].places:
-                memory = self._store.memory(TierId(place.medium))
-                if memory is not None:
-                    found[place.medium] = (memory, place.form)
+        for place in self._info.ranks[rank.number].places:
+            memory = self._store.memory(TierId(place.medium))
+            if memory is not None:
+                found[place.medium] = (memory, place.form)
         return found
 
     def _may_write(self) -> bool:

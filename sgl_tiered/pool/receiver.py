@@ -217,8 +217,7 @@ class Receiver:
         if isinstance(body, AskHeld):
             return self._say(body)
         if isinstance(body, AskPages):
-            refusal = self._refusal(sender, body.info.shape)
-            return Answer(refusal) if refusal else self._serve(sender, number, body)
+            return self._serve(sender, number, body)
         if isinstance(body, FreeBlocks):
             self._guests.free(sender, from_wire(body.addresses))
             return Answer()
@@ -250,8 +249,18 @@ class Receiver:
         return Answer(num_pages=len(found), media=by_medium)
 
     def _serve(self, sender: Incarnation, number: int, body: AskPages) -> Answer | None:
-        if len(self._info.ranks) > 1 or len(body.info.ranks) > 1:
-            return Answer("pages of several ranks cannot be fetched")
+        here, there = len(self._info.ranks), len(body.info.ranks)
+        if here != there:
+            # KV of other partitions is not the same to the bit, nor in sums.
+            return Answer(
+                f"instance {self._me[0]} has {here} ranks and the receiver {there}, "
+                "and pages are fetched between as many only"
+            )
+        refusal = self._refusal(sender, body.info.shape)
+        if not refusal and not self._sums.is_able:
+            refusal = "pages of several ranks of one process cannot be fetched"
+        if refusal:
+            return Answer(refusal)
         return self._servings.begin(sender, number, body)
 
     def _lend(self, sender: Incarnation, body: AskBlocks) -> Answer:

@@ -49,8 +49,8 @@ STEP_S = 0.25
 class Array:
     """A region that is a plain array."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.array = np.zeros((num_rows, LAYOUT.page_bytes), np.uint8)
+    def __init__(self, num_rows: int, row_bytes: int = LAYOUT.page_bytes) -> None:
+        self.array = np.zeros((num_rows, row_bytes), np.uint8)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -383,9 +383,8 @@ def _over_the_wire(message: Envelope) -> Envelope:
     return read[1]
 
 
-def content(page: bytes) -> np.ndarray:
+def content(page: bytes, num_bytes: int = LAYOUT.page_bytes) -> np.ndarray:
     """Return the bytes of a page that is named by its tokens and all before them."""
-    num_bytes = LAYOUT.page_bytes
     digest = hashlib.shake_128(page).digest(num_bytes)
     return np.frombuffer(digest, np.uint8)
 

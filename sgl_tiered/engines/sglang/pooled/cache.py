@@ -15,9 +15,6 @@ from sgl_tiered.pool.peers import Hint
 
 __all__ = ["PooledTree", "pooled"]
 
-_IDLE_WAIT_S = 0.001
-"""Nothing to compute and pages on their way: a nap that leaves the peer a core."""
-
 
 class PooledTree(TieredRadixCache):
     """What pools add to a tiered tree; mixed into the class that is served."""
@@ -65,16 +62,19 @@ class PooledTree(TieredRadixCache):
         return num_tokens, node
 
     def check_hicache_events(self) -> None:
-        """Look after the pool, then take the ends of transfers."""
+        """Look after the pool, and take the ends of transfers.
+
+        Of several ranks those come first: with them the ranks meet, and the pool acts
+        on what they have told each other there.
+        """
         pool = self._pool
-        if pool.pulls.num_awaited and self.tiered.engine_idle():
-            pool.node.wait(_IDLE_WAIT_S)
-        if pool.reads.num_under_way and self.tiered.engine_idle():
-            # The disk does not wake who sleeps while idle.
-            self.tiered.completions.wait(_IDLE_WAIT_S)
-            pool.node.stay_awake()
-        pool.poll()
+        if self.tiered.engine_idle():
+            pool.rest(self.tiered.completions)
+        if not pool.is_shared:
+            pool.poll()
         super().check_hicache_events()
+        if pool.is_shared:
+            pool.poll()
 
     def reset(self) -> None:
         """Forget every page; what is pulled now never becomes one."""
