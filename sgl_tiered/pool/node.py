@@ -485,8 +485,9 @@ class PoolNode:
                 self._say("")
                 pool: MemPool | None = getattr(self, "pool", None)
                 # Not for a lease that the owner has not heard of; ranks hear together.
-                alone = self._crew is None and pool is not None
-                if alone and pool.incarnation == self._held.incarnation:
+                alone = self._crew is None
+                same = pool is not None and pool.incarnation == self._held.incarnation
+                if alone and pool is not None and same:
                     pool.lease_ends_s = self._lease_ends_s
                 return
             self._take_anew()

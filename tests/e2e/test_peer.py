@@ -41,9 +41,16 @@ FAULTS = {"SGL_TIERED_ALLOW_FAULTS": "1"}
 
 
 class Pair:
-    """Two servers of one pool: ``a`` computes, ``b`` pulls."""
+    """Two servers of one pool: ``a`` computes, ``b`` pulls.
 
-    def __init__(self, folder, model):
+    Args:
+        folder: for registry, logs and disks.
+        model: what they serve.
+        dress: makes of a server's spec what is started.
+    """
+
+    def __init__(self, folder, model, dress=lambda spec: spec):
+        self.dress = dress
         self.folder = folder
         self.model = model
         self.num_disks = 0
@@ -71,7 +78,7 @@ class Pair:
             FAULTS,
         )
         server = SglangServer(
-            spec, self.folder / name, free_port(None), START_TIMEOUT_S
+            self.dress(spec), self.folder / name, free_port(None), START_TIMEOUT_S
         )
         server.start()
         return server

@@ -213,7 +213,7 @@ class RanksMachine(RuleBasedStateMachine):
     @rule()
     def go_well(self) -> None:
         """All goes well for a moment, up to where bytes are under way."""
-        for _ in range(3):
+        for _ in range(6):
             self.world.deliver(len(self.world.messages))
             for node in self.nodes.values():
                 node.poll()
@@ -327,7 +327,7 @@ def ask(world: World) -> None:
 
 
 def talk(world: World) -> None:
-    for _ in range(4):
+    for _ in range(8):
         world.deliver(len(world.messages))
         for node in world.nodes.values():
             node.poll()
