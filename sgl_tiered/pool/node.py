@@ -310,6 +310,9 @@ class PoolNode:
 
     def take(self) -> list[Envelope]:
         """Return the messages that have come."""
+        if not self._waiting:
+            return []
+        # Before looking: what comes from now on must wake again.
         self._waiting = False
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event)
