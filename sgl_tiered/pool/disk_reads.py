@@ -42,7 +42,6 @@ class DiskRead:
         read: how to cut it short.
         done: it has ended, whole or not.
         num_read: of those pages, how many are in memory now.
-        seconds: from the question to the end.
     """
 
     num_pages: int
@@ -50,7 +49,6 @@ class DiskRead:
     read: Read
     done: bool = False
     num_read: int = 0
-    seconds: float = 0.0
 
 
 class DiskReads:
@@ -60,7 +58,7 @@ class DiskReads:
         cache: plans the reads.
         store: its copies as blocks.
         reader: reads; None where it cannot.
-        clock: times the reads.
+        clock: says when a read began.
         is_busy: whether this instance reads its disk for its own requests.
         needed: prompts whose copies are not evicted for others.
     """
@@ -159,7 +157,6 @@ class DiskReads:
         self._cache.promoter.finish(plan, positions, result)
         read.done = True
         read.num_read = int(np.count_nonzero(result.ok))
-        read.seconds = self._clock.now() - read.began_s
         return True
 
     def poll(self) -> None:

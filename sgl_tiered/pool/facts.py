@@ -119,6 +119,6 @@ class Facts:
         for rank, found in enumerate(told):
             for number, value in (found or {}).items():
                 self._open[int(number)].hear(rank, value)
-        for number in [n for n in self._told if self._open[n].is_common]:
-            del self._open[number]
-            self._told.remove(number)
+        for over in [n for n in self._told if self._open[n].is_common]:
+            del self._open[over]
+            self._told.remove(over)

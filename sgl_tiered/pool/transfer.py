@@ -373,15 +373,15 @@ class Transfer:
         return None if is_running else ("", False)
 
     def _transmit(self) -> None:
-        assert self._pushed is not None
-        told = self._pushed.told
-        for error, is_late in told:
-            if error:
-                self._timed_out = is_late
-                self.fail(error)
+        # There are none for no blocks.
+        if self._pushed is not None:
+            for error, is_late in self._pushed.told:
+                if error:
+                    self._timed_out = is_late
+                    self.fail(error)
+                    return
+            if not self._pushed.is_common:
                 return
-        if len(told) < self._facts.num_ranks:
-            return
         if self._sums is not None and not self._sums.done():
             return
         finish, targets = self.job.finish, self.targets

@@ -40,6 +40,7 @@ from tests.property.pool_world import (
     Array,
     FakeLibrary,
     World,
+    _over_the_wire,
     content,
     make_cache,
     pages_of,
@@ -98,16 +99,16 @@ class Recorder:
 
     Attributes:
         sent: all of it.
-        outbox: where it goes; None on other ranks than the first.
+        world: where it goes; None on other ranks than the first.
     """
 
-    outbox: list[Envelope] | None
+    world: World | None
     sent: list[Envelope] = field(default_factory=list)
 
     def send(self, message: Envelope) -> None:
         self.sent.append(message)
-        if self.outbox is not None:
-            self.outbox.append(message)
+        if self.world is not None:
+            self.world.messages.append(_over_the_wire(message))
 
     def take(self) -> list[Envelope]:
         raise AssertionError("the crew takes")
@@ -144,8 +145,7 @@ class OneRank:
 
     def open(self, node: RankedNode, infos: tuple[RankInfo, ...], facts: Facts) -> None:
         """Make the pool, once it is known how all ranks are built."""
-        outbox = node.world.messages if self.number == 0 else None
-        self.recorder = Recorder(outbox)
+        self.recorder = Recorder(node.world if self.number == 0 else None)
         self.pool = MemPool(
             self.store,
             node.me,

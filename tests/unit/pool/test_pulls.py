@@ -229,15 +229,16 @@ def test_what_lies_on_a_disk_is_pulled_where_that_pays(bench: Bench) -> None:
     link_s = bench.pulls._link(1).seconds(NUM_PAGES * LAYOUT.page_bytes)
     bench.arrive(hints=())
     (search,) = bench.peers.searches
-    search.done, search.holders = True, [Holder(1, NUM_PAGES, 6, 0.2)]
+    disk_s = 0.5 * bench.pulls._saved_s(PROMPT, 0, NUM_PAGES)
+    search.done, search.holders = True, [Holder(1, NUM_PAGES, 6, disk_s)]
     bench.pulls.poll()
     (flight,) = bench.peers.flights
-    bench.clock.advance(0.3)
-    flight.num_read, flight.read_s = 6, 0.3 - link_s
+    bench.clock.advance(disk_s + link_s)
+    flight.num_read, flight.read_s = 6, disk_s
     flight.land()
     bench.pulls.poll()
     told = bench.pulls.wanted("r").as_dict()
-    assert told["predicted_s"] == pytest.approx(0.2 + link_s, abs=1e-5)
+    assert told["predicted_s"] == pytest.approx(disk_s + link_s, abs=1e-5)
     assert (told["pages"], told["disk_pages"]) == (NUM_PAGES, 6)
     after_s = bench.pulls._link(1).seconds(NUM_PAGES * LAYOUT.page_bytes)
     assert after_s == pytest.approx(link_s, rel=0.2)
