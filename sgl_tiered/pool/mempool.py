@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 
 import numpy.typing as npt
 
@@ -22,6 +21,9 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import UInt8s, UInt64s
 from sgl_tiered.pool.base import BlockStore, BlockType, Inserted, allocator
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
+from sgl_tiered.pool.config import PoolConfig, PoolUsage
+from sgl_tiered.pool.disk_reads import DiskReads
+from sgl_tiered.pool.facts import Facts
 from sgl_tiered.pool.fetch import Fetch, Fetches, Search
 from sgl_tiered.pool.guests import Guests
 from sgl_tiered.pool.layouts import MemoryForm, Way
@@ -45,7 +47,6 @@ from sgl_tiered.pool.sender import Sender
 from sgl_tiered.pool.serving import Servings
 from sgl_tiered.pool.sums import SumsOf
 from sgl_tiered.pool.transfer import Job, Rank, Transfer
-from sgl_tiered.transport.batched import DEFAULT_GRACE_S
 
 __all__ = ["MemPool", "PoolConfig", "PoolUsage"]
 
@@ -53,50 +54,6 @@ _PAUSE_S = 50e-6
 """Between two polls of a call that waits: a twentieth of a message's way."""
 _MAX_ASKED = 16
 """Instances that one ``locate`` asks, where the caller does not say which."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """Times of a pool, in seconds.
-
-    Attributes:
-        timeout_s: of a transfer or a remote allocation, unless the call says another.
-        retry_s: pause before a request is sent again.
-        grace_s: how long blocks that an instance held here stay unused after its
-            incarnation is over; longer than what it had handed to the network lives,
-            so the same as the transport's.
-        locate_s: how long ``locate`` waits for answers.
-    """
-
-    timeout_s: float = 10.0
-    retry_s: float = 0.5
-    grace_s: float = DEFAULT_GRACE_S
-    locate_s: float = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """What a pool has under way; all zero when nothing is.
-
-    Attributes:
-        num_guest_blocks: blocks here that belong to others.
-        num_quarantined_blocks: blocks here of incarnations that are over.
-        num_transfers: transfers that have not ended.
-        num_endings: ended ones whose blocks a peer or the network may still touch.
-        num_requests: requests without an answer.
-        num_fetches: fetches that have not ended.
-        num_lent_blocks: blocks here that holders write to, or may still write to.
-        num_served: fetches of others from here.
-    """
-
-    num_guest_blocks: int
-    num_quarantined_blocks: int
-    num_transfers: int
-    num_endings: int
-    num_requests: int
-    num_fetches: int = 0
-    num_lent_blocks: int = 0
-    num_served: int = 0
 
 
 class MemPool:
@@ -113,6 +70,9 @@ class MemPool:
         pause: waits a moment, in calls that wait.
         executor: sums up fetched pages; None: this thread does.
         wake: called when the executor has done something.
+        reads: what the disk is read for others; None where the blocks are all there is.
+        facts: what this rank and the others tell each other; None where this process
+            moves the bytes of all ranks. With several, no call may wait.
 
     Attributes:
         lease_ends_s: until when this instance may write to others; any thread may
@@ -131,7 +91,10 @@ class MemPool:
         pause: Callable[[], None] = lambda: time.sleep(_PAUSE_S),
         executor: Executor | None = None,
         wake: Callable[[], None] = lambda: None,
+        reads: DiskReads | None = None,
+        facts: Facts | None = None,
     ) -> None:
+        self._facts = facts = facts or Facts()
         self._store = store
         self._instance = store.instance
         # By type; what every decode step calls should look nothing up.
@@ -146,9 +109,20 @@ class MemPool:
         self._guests = Guests(store, clock, self._config.grace_s)
         self._requests = Requests(self._me, channel, clock, self._config.retry_s)
         self._sender = Sender(
-            store, info, ranks, self._requests, clock, self._may_write, self._pump
+            store,
+            info,
+            ranks,
+            self._requests,
+            clock,
+            self._may_write,
+            self._pump,
+            facts,
         )
-        self._sums = sums = SumsOf(info.shape, self._memories(), executor, wake)
+        memories: dict[int, tuple[UInt8s, MemoryForm]] = {}
+        # Who moves the bytes of several ranks sums up none: each has a part.
+        if len(info.ranks) == facts.num_ranks:
+            memories = self._memories(ranks[0])
+        self._sums = sums = SumsOf(info.shape, memories, executor, wake, facts)
         self._fetches = Fetches(store, clock, self._config.grace_s, sums)
         self._servings = Servings(
             store,
@@ -156,9 +130,11 @@ class MemPool:
             self._sender.in_memory,
             self._sender.launch,
             self._config.timeout_s,
+            clock,
+            reads,
         )
         self._receiver = Receiver(
-            self._me, store, self._guests, info, channel, self._servings, sums
+            self._me, store, self._guests, info, channel, self._servings, sums, reads
         )
         self._searches: list[Search] = []
         self._num_searches = 0
@@ -386,6 +362,7 @@ class MemPool:
         tokenList: npt.ArrayLike,  # noqa: N803
         *,
         namespace: bytes = b"",
+        first_page: int = 0,
         ids: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> Search:
@@ -394,6 +371,7 @@ class MemPool:
         Args:
             tokenList: token ids from the prompt's start on.
             namespace: digest of a ``Namespace``.
+            first_page: pages before this one are not needed.
             ids: whom; None for up to 16 of those that are there.
             timeout_s: how long to wait for answers; None for the pool's.
         """
@@ -406,7 +384,7 @@ class MemPool:
         self._num_searches += 1
         wanted = others if ids is None else [i for i in ids if i in others]
         peers = [peer for peer in map(self._peer, wanted) if peer is not None]
-        body = AskHeld(namespace, tokens_to_wire(tokenList))
+        body = AskHeld(namespace, tokens_to_wire(tokenList), first_page)
         wait_s = self._config.locate_s if timeout_s is None else timeout_s
         search.ask(self._requests, peers, body, wait_s)
         if peers:
@@ -442,8 +420,8 @@ class MemPool:
             refusal = f"instance {id} is not in the pool"
         elif id == self._instance:
             refusal = "the holder is this instance"
-        elif len(self._info.ranks) > 1:
-            refusal = "pages cannot be fetched to several ranks"
+        elif not self._sums.is_able:
+            refusal = "pages cannot be fetched to several ranks of one process"
         if refusal:
             fetch.fail(refusal)
             return fetch
@@ -531,18 +509,18 @@ class MemPool:
         return None if member is None else (instance, member.incarnation)
 
     def _pump(self) -> None:
+        assert self._facts.num_ranks == 1, "ranks that wait in a call would part"
         # First the pause: who is there may have changed since the last poll.
         self._pause()
         self.poll()
 
-    def _memories(self) -> dict[int, tuple[UInt8s, MemoryForm]]:
-        """Return by medium the memory of our only rank, and how pages lie there."""
+    def _memories(self, rank: Rank) -> dict[int, tuple[UInt8s, MemoryForm]]:
+        """Return by medium the memory of a rank, and how pages lie there."""
         found = {}
-        if len(self._info.ranks) == 1:
-            for place in self._info.ranks[0].places:
-                memory = self._store.memory(TierId(place.medium))
-                if memory is not None:
-                    found[place.medium] = (memory, place.form)
+        for place in self._info.ranks[rank.number].places:
+            memory = self._store.memory(TierId(place.medium))
+            if memory is not None:
+                found[place.medium] = (memory, place.form)
         return found
 
     def _may_write(self) -> bool:

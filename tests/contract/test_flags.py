@@ -39,6 +39,7 @@ GOOD = {
         "--tiered-lossy-default=allow",
         "--tiered-emulate=host:latency=0.001",
     ],
+    "pool ranks": [*ON, "--tiered-pool=local", "--tp-size=2"],
     "layerkv on": [
         *ON,
         "--page-size=16",
@@ -201,10 +202,6 @@ BAD = {
             "--tiered-pool-keys={tmp}",
         ],
         "--tiered-pool-transport",
-    ),
-    "pool ranks": (
-        [*ON, "--tiered-pool=local", "--tp-size=2"],
-        "--tiered-pool: does not go with --tp-size",
     ),
     "pool activations": (
         [

@@ -46,26 +46,38 @@ FAULTS = {"SGL_TIERED_ALLOW_FAULTS": "1"}
 
 
 class Pair:
-    """Two servers of one pool: ``a`` computes, ``b`` pulls."""
+    """Two servers of one pool: ``a`` computes, ``b`` pulls.
 
-    def __init__(self, folder, model):
+    Args:
+        folder: for registry, logs and disks.
+        model: what they serve.
+        dress: makes of a server's spec what is started.
+    """
+
+    def __init__(self, folder, model, dress=lambda spec: spec):
+        self.dress = dress
         self.folder = folder
         self.registry = f"file:{folder / 'pool'}"
         self.model = model
+        self.num_disks = 0
         self.a = self.start("a")
         self.b = self.start("b")
 
     def start(self, name, flags=()):
-        """Start a server of the pool."""
+        """Start a server of the pool; each start of ``a`` has an empty disk."""
         ports = Ports()
         events = {
             "publisher": "zmq",
             "endpoint": f"tcp://*:{ports.take()}",
             "replay_endpoint": f"tcp://*:{ports.take()}",
         }
+        tiers = Tiers(100 * MB)
+        if name == "a":
+            self.num_disks += 1
+            tiers = Tiers(100 * MB, self.folder / f"disk-{self.num_disks}", 200 * MB)
         spec = tiered_spec(
             CASE.device(self.model, POOL_TOKENS),
-            Tiers(100 * MB),
+            tiers,
             f"peer-{name}",
             (
                 *CPU_FLAGS[:1],
@@ -79,7 +91,7 @@ class Pair:
             FAULTS,
         )
         server = SglangServer(
-            spec, self.folder / name, free_port(None), START_TIMEOUT_S
+            self.dress(spec), self.folder / name, free_port(None), START_TIMEOUT_S
         )
         server.start()
         return server
@@ -212,6 +224,40 @@ def is_found(router, name):
         return False
     (feed,) = instance.feeds
     return feed.is_connected and feed.holder.is_complete
+
+
+def test_what_only_the_disk_of_a_peer_has_is_pulled(pair, reference):
+    """A reads it for b, and the answers are plain's; a second time memory has it."""
+    plain = reference(CASE)
+    chosen = plain.chat[-3:]
+    drop(pair.b, "device", "host")
+    first = list(chosen[0].prompt)
+    sequential(pair.a, replay(chosen))
+    drop(pair.a, "device", "host")
+    state = stats(pair.a)
+    assert state["occupancy"]["disk"]["used"] > 0
+    assert state["occupancy"]["host"]["used"] == 0
+    before = edge(state, "disk->host")
+    told = generate(pair.b, first)["tiered"][0]["peer"]
+    assert told["pages"] == (len(first) - 1) // CASE.page_size
+    assert told["disk_pages"] == told["pages"]
+    assert edge(stats(pair.a), "disk->host") - before == told["disk_pages"]
+    drop(pair.b, "device", "host")
+    again = generate(pair.b, first)["tiered"][0]["peer"]
+    assert (again["pages"], again["disk_pages"]) == (told["pages"], 0)
+    drop(pair.b, "device", "host")
+    drop(pair.a, "device", "host")
+    answers = sequential(pair.b, replay(chosen))
+    assert len(pulled(answers)) == len(chosen)
+    result = check_equality(
+        chosen,
+        answers,
+        page_size=CASE.page_size,
+        spread=plain.spread,
+        min_exact_fraction=0.0,
+        must_cover=["peer"],
+    )
+    assert result.passed, result.summary()
 
 
 def test_spoiled_pages_turn_the_gate_red(pair, reference):

@@ -289,7 +289,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         )
         reader = stager
         shares.watch(Share.LOAD, lambda: reader.busy)
-        if make_prefetch_policy(config.prefetch).looks_ahead:
+        looks_ahead = make_prefetch_policy(config.prefetch).looks_ahead
+        # Peers are sent what memory has, and what it gets for them.
+        if looks_ahead or config.pool is not None:
             promoter = ahead = PromoteWorker(
                 disk,
                 host,

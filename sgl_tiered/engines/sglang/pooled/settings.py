@@ -116,11 +116,10 @@ def named_pool(settings: PoolSettings, port: int) -> PoolSettings:
     return replace(settings, name=default_name(port))
 
 
-def refuse_with_pool(server_args: Any, config: Any) -> None:
+def refuse_with_pool(config: Any) -> None:
     """Refuse what a pool was not shown to work with.
 
     Args:
-        server_args: as given; what nobody has named is not refused.
         config: the other settings of the tiers.
 
     Raises:
@@ -128,9 +127,6 @@ def refuse_with_pool(server_args: Any, config: Any) -> None:
     """
     activations = config.layerkv is not None and config.layerkv.activations is not None
     reasons = {
-        "--tp-size above 1: several ranks do not agree yet on what a peer sent": (
-            (getattr(server_args, "tp_size", 1) or 1) > 1
-        ),
         "--tiered-activations: what is exchanged is KV": activations,
         "--tiered-sparsity: what is exchanged are whole pages": (
             config.sparsity is not None
