@@ -7,7 +7,11 @@ share ratio 2: every document is asked about by two users, Poisson arrivals.
 Pairs: two colocated servers without and with caches (PD, PD-CC), a prefill and a decode
 server of ours without and with all caches (1P1D, 1P1D-CC), and SGLang's own pair with
 both radix caches on. ShareGPT, LooGLE's cut and ReAct shapes. Systems that are set
-against each other run side by side and take turns; all get the prompts that PD got.
+against each other run side by side and take turns; all get the same sessions, in which
+a turn holds the system's own answers, as with a real client.
+
+Pool, only where asked for (``--part pool``): what a server in a pool costs where
+nothing is reused, against plain SGLang, and what it gains where a peer has the prompt.
 
 README.md says more. A table, and one JSON object as the last line.
 """
@@ -73,18 +77,19 @@ from sgl_tiered_workloads.turns import Session
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 from movement.ending import run_to_end
 from movement.tools import answered
+from parts.pooled import measure_pooled, pooled_members
 from reuse.parts import rotated
 
-PARTS = ("routers", "pairs")
+DEFAULT_PARTS = ("routers", "pairs")
+PARTS = (*DEFAULT_PARTS, "pool")
 MODEL = "bench"
-CELL_REQUESTS = 60
+CELL_REQUESTS, PAIR_REQUESTS = 60, 30
 ROUNDED = 12
 """Requests whose answers tell how plain SGLang rounds; half of them are taken."""
 NUM_SERVERS, SHARE_RATIO = 3, 2
+NUM_USERS = 4
 HALVES = 2
 """A cell of a pair is measured in so many pieces, with others in between."""
-AGAIN = f"{PAIR_CC} again"
-"""The same system in its second group; set against what ran beside it only."""
 Cells = dict[tuple[str, str], list[RequestRecord]]
 
 
@@ -110,6 +115,8 @@ class Bench:
             result |= await self._routers(model)
         if "pairs" in self.args.part:
             result |= await self._pairs(model)
+        if "pool" in self.args.part:
+            result |= await self._pool(model)
         for line in table(self.cells):
             print(line)
         result["cells"] = {
@@ -140,7 +147,10 @@ class Bench:
                 for name in rotated(FRONTS, repeat):
                     await self._empty(servers)
                     sessions = shared_documents(documents, SHARE_RATIO, seed)
-                    records = await self._play(services[name].url, sessions, arrivals)
+                    # Where a session's name is hashed to is luck: new in each repeat.
+                    records = await self._play(
+                        services[name].url, sessions, arrivals, f"{seed}."
+                    )
                     self._keep(load, name, records, repeat)
                     told = figures(records)
                     self.say(
@@ -180,10 +190,10 @@ class Bench:
 
     async def _pairs(self, model: Path) -> dict[str, Any]:
         rates: dict[str, float] = {}
-        spreads = await self._spreads(model)
+        spread = await self._spread(model)
         for group in GROUPS:
             try:
-                await self._group(group, model, rates, spreads)
+                await self._group(group, model, rates, spread)
             except ServerStartError as error:
                 self.problems.append(f"{' and '.join(group)}: {error}"[:2000])
                 self.say(self.problems[-1])
@@ -191,27 +201,37 @@ class Bench:
                     break
         return self._pair_figures()
 
-    async def _spreads(self, model: Path) -> dict[str, Spread]:
-        """Measure, on a plain server alone, how far it is from itself on each load."""
+    async def _spread(self, model: Path) -> Spread:
+        """Measure how far a plain server is from itself, over all loads.
+
+        Between batches of one and of more, and between prompts computed whole and in
+        parts: a rare move that one load does not show is as possible on it.
+        """
         ports, logs = Ports(), self._logs("plain")
         cluster = Cluster(plain_servers(model, ports, 1), logs, say=self.say)
-        spreads = {}
+        users = ClosedLoop(NUM_USERS)
+        spreads: list[Spread] = []
         async with _Running(cluster):
             (server,) = cluster.servers.values()
             for load in LOADS:
                 sessions = draw_sessions(load, ROUNDED, self.args.seed, self.args.data)
-                async with StreamingClient(server.url) as client:
-                    records = await run_sessions(client, sessions, ClosedLoop(1))
-                chosen = [answered(record) for record in records[:ROUNDED]]
-                spreads[load] = await rounding_spread(server, chosen, PAGE)
-        return spreads
+                alone = await self._play(server.url, sessions, ClosedLoop(1))
+                await self._empty([server])
+                batched = await self._play(server.url, replayed(alone), users)
+                spreads.append(measure_spread(alone, batched))
+                spreads.append(
+                    await rounding_spread(
+                        server, alone[:ROUNDED], PAGE, ROUNDED // 2, spreads
+                    )
+                )
+        return widest_spread(spreads)
 
     async def _group(
         self,
         group: Sequence[str],
         model: Path,
         rates: dict[str, float],
-        spreads: dict[str, Spread],
+        spread: Spread,
     ) -> None:
         """Let the systems of a group take turns with every load."""
         self.say(f"{' beside '.join(group)}")
@@ -222,6 +242,9 @@ class Bench:
             for n in group
         }
         members = [each for system in systems.values() for each in system.members]
+        if PLAIN not in group:
+            members += plain_servers(model, ports, 1)
+        judge = members[0 if PLAIN in group else -1].name
         behind = [system.front for system in systems.values()]
         cluster = Cluster(members, logs, behind=behind, ports=ports, say=self.say)
         async with _Running(cluster):
@@ -231,24 +254,20 @@ class Bench:
                 if load not in rates:
                     rates[load] = await self._rate(systems[PLAIN], load)
                 for half in range(HALVES):
-                    # PD is first: its answers are in the prompts of all the others.
-                    order = group if PLAIN in group else rotated(group, half)
-                    for name in order:
-                        label = _label(name, group)
+                    for name in rotated(group, half):
                         await self._half(
-                            cluster, systems[name], label, load, half, rates[load]
+                            cluster, systems[name], load, half, rates[load]
                         )
                 for name in group:
                     if name != PLAIN:
-                        base, label = self.cells[load, PLAIN], _label(name, group)
-                        answers = self.cells[load, label]
-                        self._gate(f"{load}: {label}", base, answers, spreads[load])
+                        base, answers = self.cells[load, PLAIN], self.cells[load, name]
+                        plain = await self._reference(cluster.url(judge), base, answers)
+                        self._gate(f"{load}: {name}", plain, answers, spread)
 
     async def _half(
         self,
         cluster: Cluster,
         system: System,
-        label: str,
         load: str,
         half: int,
         rate: float,
@@ -257,26 +276,19 @@ class Bench:
         servers = [cluster.servers[member.name] for member in system.members]
         await self._empty(servers)
         seed = self.args.seed * 100 + LOADS.index(load) * 10 + half
-        if system.name == PLAIN:
-            sessions = self._drawn(load, seed)
-        else:
-            told = self.cells[load, PLAIN]
-            sessions = replayed([r for r in told if r.repeat == half])
+        count = self.args.pair_requests // HALVES
+        sessions = draw_sessions(load, count, seed, self.args.data)
         turns = sum(session.num_turns for session in sessions) / len(sessions)
         draw = np.random.default_rng(seed)
         arrivals = poisson_arrivals(rate / turns, len(sessions), draw)
         records = await self._play(system.front.url, sessions, arrivals)
-        self._keep(load, label, records, half)
+        self._keep(load, system.name, records, half)
         told = figures(records)
         self.say(
-            f"  {load} {half} {label}: {len(records)} requests, TTFT mean "
+            f"  {load} {half} {system.name}: {len(records)} requests, TTFT mean "
             f"{told['ttft_mean_s']:.3f} s, TPOT {told['tpot_mean_s'] * 1e3:.0f} ms, "
             f"JCT {told['jct_mean_s']:.2f} s, cached {told['cached_share']:.1%}"
         )
-
-    def _drawn(self, load: str, seed: int) -> list[Session]:
-        count = self.args.requests // HALVES
-        return draw_sessions(load, count, seed, self.args.data)
 
     async def _warm(self, system: System) -> None:
         """Compute, hit and decode once each before anything counts."""
@@ -287,11 +299,11 @@ class Bench:
                 answered(await client.send(request))
 
     async def _rate(self, system: System, load: str) -> float:
-        """Return the requests/s to offer: a share of what PD does in a closed loop."""
+        """Return the requests/s to offer: a share of what PD does for four users."""
         sessions = draw_sessions(load, 16, self.args.seed + 7_000, self.args.data)
-        began_s = time.monotonic()
-        records = await self._play(system.front.url, sessions, ClosedLoop(4))
-        rate = len(records) / (time.monotonic() - began_s)
+        records = await self._play(system.front.url, sessions, ClosedLoop(NUM_USERS))
+        # By Little's law, and not by the time that it took: in the end few still run.
+        rate = NUM_USERS / float(np.mean([record.e2e_s for record in records]))
         self.say(f"  {load}: PD does {rate:.2f} requests/s")
         return float(rate * self.args.pair_load)
 
@@ -301,7 +313,7 @@ class Bench:
         gains = self._ratios(PAIR_CC, PAIR_BASIC)
         if len(gains) == len(LOADS):
             result["cc_ttft_gain_worst"] = 1.0 - max(gains.values())
-        peers = self._ratios(AGAIN, SGLANG_PAIR)
+        peers = self._ratios(PAIR_CC, SGLANG_PAIR)
         if len(peers) == len(LOADS):
             result["cc_ttft_vs_sglang_pd"] = max(peers.values())
         return result | {
@@ -318,14 +330,51 @@ class Bench:
             if (load, ours) in self.cells and (load, theirs) in self.cells
         }
 
+    # -- Pool ------------------------------------------------------------------
+
+    async def _pool(self, model: Path) -> dict[str, Any]:
+        self.say("a server in a pool, beside plain SGLang")
+        ports, logs = Ports(), self._logs("pool")
+        members = pooled_members(model, ports, f"file:{logs / 'registry'}")
+        async with _Running(Cluster(members, logs, ports=ports, say=self.say)) as all_:
+            return await measure_pooled(all_.servers, self.rng, self.say, self.problems)
+
     # -- Sending and judging ---------------------------------------------------
 
     async def _play(
-        self, url: str, sessions: Sequence[Session], arrivals: OpenLoop | ClosedLoop
+        self,
+        url: str,
+        sessions: Sequence[Session],
+        arrivals: OpenLoop | ClosedLoop,
+        prefix: str = "",
     ) -> list[RequestRecord]:
-        async with StreamingClient(url, tells_session=True) as client:
+        async with StreamingClient(
+            url, tells_session=True, session_prefix=prefix
+        ) as client:
             records = await run_sessions(client, sessions, arrivals)
         return [answered(record) for record in records]
+
+    async def _reference(
+        self, url: str, base: Sequence[RequestRecord], answers: Sequence[RequestRecord]
+    ) -> list[RequestRecord]:
+        """Return plain SGLang's answers to the prompts of another system.
+
+        Once an answer differs by rounding, the prompts of its session do too: those are
+        asked anew, at the plain server behind ``url``.
+        """
+        known = {(record.key, tuple(record.prompt)): record for record in base}
+        places = asyncio.Semaphore(NUM_USERS)
+
+        async def ask(record: RequestRecord) -> RequestRecord:
+            told = known.get((record.key, tuple(record.prompt)))
+            if told is not None:
+                return told
+            async with places:
+                request = PlannedRequest(record.key, record.prompt, len(record.output))
+                return answered(await client.send(request, record.order))
+
+        async with StreamingClient(url) as client:
+            return list(await asyncio.gather(*(ask(record) for record in answers)))
 
     def _keep(
         self, load: str, system: str, records: Sequence[RequestRecord], repeat: int
@@ -379,10 +428,6 @@ class _Running:
         await asyncio.to_thread(self._cluster.stop)
 
 
-def _label(name: str, group: Sequence[str]) -> str:
-    return AGAIN if name == PAIR_CC and SGLANG_PAIR in group else name
-
-
 def main() -> int:
     """Run the bench; 0 unless a server failed or answers differ."""
     full = os.environ.get("FULL") == "1"
@@ -393,7 +438,13 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder of the traces' files")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--requests", type=int, default=CELL_REQUESTS, help="per cell; fewer to try"
+        "--requests", type=int, default=CELL_REQUESTS, help="per cell of the routers"
+    )
+    parser.add_argument(
+        "--pair-requests",
+        type=int,
+        default=CELL_REQUESTS if full else PAIR_REQUESTS,
+        help="per cell of the pairs",
     )
     parser.add_argument(
         "--caching",
@@ -403,7 +454,7 @@ def main() -> int:
         help="--tiered-pd-caching of 1P1D-CC; figures are named after 3",
     )
     parser.add_argument(
-        "--repeats", type=int, default=9 if full else 3, help="of the routers' cells"
+        "--repeats", type=int, default=15 if full else 7, help="of the routers' cells"
     )
     parser.add_argument(
         "--router-load",
@@ -412,7 +463,7 @@ def main() -> int:
         help="documents' sessions per time that a cold one takes on an idle server",
     )
     parser.add_argument(
-        "--pair-load", type=float, default=0.5, help="share of PD's closed loop"
+        "--pair-load", type=float, default=0.35, help="share of PD's closed loop"
     )
     parser.add_argument(
         "--sglang-router",
@@ -421,7 +472,7 @@ def main() -> int:
         help="the Python that has sglang-router (scripts/peers.sh makes it)",
     )
     args = parser.parse_args()
-    args.part = args.part or list(PARTS)
+    args.part = args.part or list(DEFAULT_PARTS)
     args.sglang_router = args.sglang_router.absolute()
     return run_to_end(Bench(args).run(), args.out)
 

@@ -14,7 +14,7 @@ one thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -75,11 +75,19 @@ class DevicePrefetcher:
     Args:
         cache: knows where pages are.
         policy: says when a fetch is due.
+        rival_s: predicted time to have pages otherwise, given the first one and how
+            many; None for computing them.
     """
 
-    def __init__(self, cache: TieredCache, policy: PrefetchPolicy) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        policy: PrefetchPolicy,
+        rival_s: Callable[[int, int], float] | None = None,
+    ) -> None:
         self._cache = cache
         self._policy = policy
+        self._rival_s = rival_s or cache.planner.compute_s
         # Where the pages go; whoever has a device sets it.
         self.room: DeviceRoom | None = None
         self._fetching: dict[int, _Fetching] = {}
@@ -93,6 +101,10 @@ class DevicePrefetcher:
     def is_busy(self) -> bool:
         """Whether a fetch is under way."""
         return bool(self._fetching)
+
+    def is_coming(self, state: Waiting) -> bool:
+        """Return whether a fetch under way is for a request."""
+        return any(id(state) in fetch.waiters for fetch in self._fetching.values())
 
     def advance(
         self,
@@ -209,13 +221,13 @@ class DevicePrefetcher:
                     self._fetching[number].waiters.add(id(state))
 
     def _load_s(self, rows: Int32s, first_page: int) -> float:
-        """Return the time of a fetch; 0 where there is none, or computing is faster."""
+        """Return the time of a fetch; 0 where there is none, or its rival is faster."""
         if not len(rows):
             return 0.0
         planner = self._cache.planner
         tiers = self._cache.promoter.fetches.tiers_of(rows)
         load_s = sum(planner.load_s(tier, num) for tier, num in tiers.items())
-        if planner.may_leave and load_s >= planner.compute_s(first_page, len(rows)):
+        if planner.may_leave and load_s >= self._rival_s(first_page, len(rows)):
             return 0.0
         return load_s
 

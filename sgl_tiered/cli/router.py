@@ -17,21 +17,56 @@ from sgl_tiered.policies.routing.registry import ROUTINGS
 __all__ = ["register"]
 
 
+_EPILOG = """\
+an instance is URL with any of
+  kind=prefill|decode|colocated   with prefill and decode, requests go to pairs
+  name=NAME                       in headers and metrics; default HOST:PORT
+  events=auto|none|tcp://HOST:PORT   where its KV events are; auto asks the server
+  replay=tcp://HOST:PORT, topic=TOPIC   of the events before
+  bootstrap=PORT                  of a prefill instance; default 8998
+"""
+
+
 def register(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "router",
         help="serve one address in front of many SGLang servers, by who holds the "
         "prefix",
-        description="Needs the packages that SGLang brings, or sgl-tiered[router]. "
-        "An instance is URL[,kind=prefill|decode|colocated][,name=NAME]"
-        "[,events=auto|none|tcp://HOST:PORT][,replay=tcp://HOST:PORT][,topic=TOPIC]"
-        "[,bootstrap=PORT]. With prefill and decode instances, requests go to pairs.",
+        description="One address in front of many SGLang servers: a request goes where "
+        "its prefix is,\nunless waiting there costs more. Needs the packages that "
+        "SGLang brings, or\nsgl-tiered[router].",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
     )
-    add = parser.add_argument
-    add("--instance", action="append", default=[], metavar="URL[,KEY=VALUE...]")
+    add = parser.add_argument_group("who serves (both, or either)").add_argument
+    add(
+        "--instance",
+        action="append",
+        default=[],
+        metavar="URL[,KEY=VALUE...]",
+        help="a server, see below; may be given many times",
+    )
+    add(
+        "--registry",
+        metavar="URL",
+        help="the registry of a pool (what the servers have as --tiered-pool: local, "
+        "file:PATH, etcd://HOST:PORT[,HOST:PORT]/POOL): its servers are added as they "
+        "come, drained with sgl-tiered pool drain, and removed when their lease ends; "
+        "replicas of the router with one registry follow each other's changes",
+    )
+    add(
+        "--name",
+        default="",
+        help="of this replica in the registry; default one made of the machine's name "
+        "and --port",
+    )
+    add = parser.add_argument_group("where it listens, and keys").add_argument
     add("--host", default="127.0.0.1", help="default %(default)s")
     add("--port", type=int, default=30080, help="0 for a free one; %(default)s")
+    add("--api-key-file", type=Path, help="file with the key that clients must bring")
+    add("--instance-api-key-file", type=Path, help="file with the servers' own key")
+    add = parser.add_argument_group("how it chooses").add_argument
     add("--policy", choices=ROUTINGS, default="prompt-tree", help="%(default)s")
     add(
         "--tokenizer",
@@ -40,8 +75,6 @@ def register(subparsers: Any) -> None:
         "none: then texts are compared by characters, and the servers' events, which "
         "speak in tokens, say nothing of them (default)",
     )
-    add("--api-key-file", type=Path, help="file with the key that clients must bring")
-    add("--instance-api-key-file", type=Path, help="file with the servers' own key")
     add(
         "--credits",
         default="",
@@ -64,20 +97,64 @@ def register(subparsers: Any) -> None:
         help="how long a prefix that was sent is assumed to be held where no event "
         "says otherwise; %(default)s",
     )
-    add("--page-tokens", type=int, default=16, help="until events tell; %(default)s")
-    add("--page-characters", type=int, default=64, help="%(default)s")
+    add(
+        "--page-tokens",
+        type=int,
+        default=16,
+        help="in a page of a server, until its events tell; %(default)s",
+    )
+    add(
+        "--page-characters",
+        type=int,
+        default=64,
+        help="in a page of texts, without a tokenizer; %(default)s",
+    )
+    add = parser.add_argument_group("bounds, in seconds where not said").add_argument
     add(
         "--max-attempts", type=int, default=3, help="instances per request; %(default)s"
     )
-    add("--connect-timeout", type=float, default=3.0, metavar="S", help="%(default)s")
-    add("--first-byte-timeout", type=float, default=600.0, metavar="S")
-    add("--idle-timeout", type=float, default=120.0, metavar="S")
-    add("--whole-timeout", type=float, default=3600.0, metavar="S")
-    add("--load-interval", type=float, default=1.0, metavar="S", help="%(default)s")
-    add("--health-interval", type=float, default=10.0, metavar="S", help="%(default)s")
-    add("--health-timeout", type=float, default=5.0, metavar="S", help="%(default)s")
-    add("--max-body-mb", type=int, default=64, help="%(default)s")
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    seconds = {"type": float, "metavar": "S"}
+    add("--connect-timeout", default=3.0, help="to connect; %(default)s", **seconds)
+    add(
+        "--first-byte-timeout",
+        default=600.0,
+        help="to the first byte of a streamed answer: queue and prefill; %(default)s",
+        **seconds,
+    )
+    add(
+        "--idle-timeout",
+        default=120.0,
+        help="between two pieces of an answer; %(default)s",
+        **seconds,
+    )
+    add(
+        "--whole-timeout",
+        default=3600.0,
+        help="of an answer that is not streamed; %(default)s",
+        **seconds,
+    )
+    add(
+        "--load-interval",
+        default=1.0,
+        help="between two questions for a server's load; %(default)s",
+        **seconds,
+    )
+    add(
+        "--health-interval",
+        default=10.0,
+        help="between two probes of its health; %(default)s",
+        **seconds,
+    )
+    add(
+        "--health-timeout",
+        default=5.0,
+        help="of either of them; %(default)s",
+        **seconds,
+    )
+    add("--max-body-mb", type=int, default=64, help="of a request; %(default)s")
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+    )
     parser.set_defaults(run=run)
 
 
@@ -87,6 +164,8 @@ def run(arguments: argparse.Namespace) -> int:
         level=arguments.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    # It tells every single request to etcd.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         # Only here: the other commands must work without these packages.
         from sgl_tiered.router.config import RouterConfig, Timeouts, parse_instance
@@ -120,6 +199,8 @@ def run(arguments: argparse.Namespace) -> int:
             idle_s=arguments.idle_timeout,
             whole_s=arguments.whole_timeout,
         ),
+        registry=arguments.registry,
+        name=arguments.name,
     )
     instances = [parse_instance(text) for text in arguments.instance]
     tokenizer = make_tokenizer(arguments.tokenizer)

@@ -34,8 +34,8 @@ the same pass (``PassFacts``). With b = 1, idle links and all found pages or non
 holds both to; and loads that it accepts one after the other cost T(B) of them all. It
 cannot see who comes *after* a request into the pass: a slow load alone is refused that
 the whole batch would have hidden. That, and a decision about KV that is not here yet
-(should a peer send it back for the next turn?), is what this model adds:
-``ContextCaching.of_costs`` makes one from the planner's own refined figures.
+(should it be sent back for the next turn? ``returning.py`` asks), is what this model
+adds: ``ContextCaching.of_costs`` makes one from the planner's own refined figures.
 
 Pure: no clock, no engine. A choice costs O(requests * 2^places).
 """
@@ -113,10 +113,10 @@ class ContextCaching:
     ) -> None:
         assert page_tokens > 0, page_tokens
         assert num_layers > 0, num_layers
-        self._fit = fit
-        self._page = page_tokens
-        self._num_layers = num_layers
-        self._chunk = chunk_tokens
+        self.fit = fit
+        self.page_tokens = page_tokens
+        self.num_layers = num_layers
+        self.chunk_tokens = chunk_tokens
         tiers = {tier.label: tier for tier in TierId}
         self._places = {tiers[place.location]: place for place in fit.locations}
 
@@ -211,7 +211,7 @@ class ContextCaching:
                 move_s = (
                     place.request_s
                     + place.token_s * tokens
-                    + place.page_s * (tokens / self._page)
+                    + place.page_s * (tokens / self.page_tokens)
                 )
                 if place.overlaps:
                     under_s += move_s
@@ -219,7 +219,7 @@ class ContextCaching:
                     before_s += move_s
         compute_s = self._compute_s(contexts, new)
         if under_s:
-            compute_s = max(compute_s, under_s + compute_s / self._num_layers)
+            compute_s = max(compute_s, under_s + compute_s / self.num_layers)
         return before_s + compute_s
 
     def decide(self, batch: Sequence[CachedPrompt]) -> CachingChoice:
@@ -273,21 +273,21 @@ class ContextCaching:
         Returns:
             A multiple of a page's share; None if not even a whole prompt pays.
         """
-        whole = max(num_tokens - 1, 0) // self._page
+        whole = max(num_tokens - 1, 0) // self.page_tokens
         none_s = self.seconds([CachedPrompt(num_tokens)] * num_requests)
         least = None
         for num_pages in range(whole, 0, -1):
-            prompt = CachedPrompt(num_tokens, ((place, num_pages * self._page),))
+            prompt = CachedPrompt(num_tokens, ((place, num_pages * self.page_tokens),))
             if self.seconds([prompt] * num_requests, {place}) >= none_s:
                 break
-            least = num_pages * self._page / num_tokens
+            least = num_pages * self.page_tokens / num_tokens
         return least if place is TierId.DEVICE or place in self._places else None
 
     def _parts(
         self, prompt: CachedPrompt, places: Collection[TierId]
     ) -> list[tuple[TierId, int]]:
         """Return what is reused from where: whole pages, and one token is computed."""
-        most = max(prompt.num_tokens - 1, 0) // self._page * self._page
+        most = max(prompt.num_tokens - 1, 0) // self.page_tokens * self.page_tokens
         parts = []
         start = stop = 0
         for tier, tokens in prompt.found:
@@ -296,14 +296,14 @@ class ContextCaching:
             ):
                 break
             stop += tokens
-            end = min(stop // self._page * self._page, most)
+            end = min(stop // self.page_tokens * self.page_tokens, most)
             if end > start:
                 parts.append((tier, end - start))
                 start = end
         return parts
 
     def _compute_s(self, contexts: Sequence[int], new: Sequence[int]) -> float:
-        fit = self._fit
+        fit = self.fit
         coefficients = (
             fit.message_s,
             fit.pass_s,
@@ -312,7 +312,7 @@ class ContextCaching:
             fit.pair_s,
             fit.context_token_s,
         )
-        features = compute_features(contexts, new, self._chunk)
+        features = compute_features(contexts, new, self.chunk_tokens)
         return sum(c * x for c, x in zip(coefficients, features, strict=True))
 
 

@@ -8,8 +8,8 @@ die with whatever frees a slot, the cache's own evictions included.
 
 Blocks are in the tiers that are memory. What is inserted goes on to a disk by the
 cache's edges, with its record and its checksum; a copy that only the disk has is no
-block. In memory a copy carries no checksum, as those of offloads: who brings bytes from
-outside checks them before he inserts.
+block until it is brought up (`disk_reads.py`). In memory a copy carries no checksum, as
+those of offloads: who brings bytes from outside checks them before he inserts.
 
 The cache's own calls may come between any two of these; all come from one thread.
 """
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.cache.index import Node, concat_rows
-from sgl_tiered.cache.table import FREE, READY
+from sgl_tiered.cache.table import FREE, LOADING, READY
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.tombstones import Cause
 from sgl_tiered.core.ids import Representation, TierId
@@ -140,10 +140,14 @@ class CacheStore(TableStore):
 
     # Memory blocks.
 
+    def num_allowed(self, medium: TierId) -> int:
+        """Return how many more blocks of a medium may be active."""
+        number = self._number[medium]
+        return self._max_active[number] - self._kept[number].num_active
+
     def alloc(self, medium: TierId, num_blocks: int) -> UInt64s | None:
         """Return new active blocks, or None and change nothing."""
-        number = self._number[medium]
-        if num_blocks > self._max_active[number] - self._kept[number].num_active:
+        if num_blocks > self.num_allowed(medium):
             return None
         return super().alloc(medium, num_blocks)
 
@@ -190,7 +194,16 @@ class CacheStore(TableStore):
 
     def match(self, namespace: bytes, tokens: npt.ArrayLike) -> UInt64s:
         """Return the blocks of a prompt's first pages, from the fastest medium each."""
-        rows, flags = self._ready(namespace, tokens)
+        return self.match_from(namespace, tokens, 0)
+
+    def match_from(
+        self, namespace: bytes, tokens: npt.ArrayLike, first_page: int
+    ) -> UInt64s:
+        """Return the blocks of pages from ``first_page`` on, whoever has those before.
+
+        Without a gap, from the fastest medium each.
+        """
+        rows, flags = self._ready(namespace, tokens, first_page)
         if not len(rows):
             return NO_ADDRESSES
         self._touch_from(self._table.node[rows[-1]])
@@ -205,6 +218,27 @@ class CacheStore(TableStore):
     def num_matching(self, namespace: bytes, tokens: npt.ArrayLike) -> int:
         """Return how many blocks ``match`` would find; changes nothing."""
         return len(self._ready(namespace, tokens)[0])
+
+    def tiers_of(
+        self, namespace: bytes, tokens: npt.ArrayLike, first_page: int
+    ) -> Int32s:
+        """Return the fastest tier of each page from ``first_page`` on, int32 [n].
+
+        A disk below the media counts; until the first page that nobody could read now,
+        as it is in no tier, or is being read from the disk for a request. Changes
+        nothing.
+        """
+        rows = self._index.rows_of(namespace, as_tokens(tokens).tobytes())[first_page:]
+        flags = self._table.flags[rows]
+        in_memory = (flags & self._mask) != 0
+        stops = ~in_memory & ((flags == 0) | ((flags & LOADING) != 0))
+        if stops.any():
+            num = int(stops.argmax())
+            rows, flags, in_memory = rows[:num], flags[:num], in_memory[:num]
+        found = np.full(len(rows), TierId.DISK, np.int32)
+        for number in reversed(range(len(self._media))):
+            found[(flags >> number & 1) != 0] = self._media[number]
+        return found
 
     def num_present(
         self, namespace: bytes, tokens: npt.ArrayLike, first_page: int
@@ -277,11 +311,11 @@ class CacheStore(TableStore):
         return parts
 
     def _ready(
-        self, namespace: bytes, tokens: npt.ArrayLike
+        self, namespace: bytes, tokens: npt.ArrayLike, first_page: int = 0
     ) -> tuple[Int32s, npt.NDArray[np.uint8]]:
         """Return the rows of the first pages that memory has, and where it has them."""
         table = self._table
-        rows = self._index.rows_of(namespace, as_tokens(tokens).tobytes())
+        rows = self._index.rows_of(namespace, as_tokens(tokens).tobytes())[first_page:]
         flags = table.flags[rows] & self._mask
         stops = flags == 0
         if table.act_page_bytes:

@@ -1,8 +1,9 @@
 """The registry of several machines: etcd 3, by its JSON gateway over HTTP.
 
 Under ``/sgl-tiered/<pool>/`` there are, for ever, ``names/<name>`` (id and number of
-starts) and ``ids/<id>`` (the name that has it); and, with the lease of an instance,
-``members/<id>`` and ``leaders/<role>``. Every change that depends on what was read is a
+starts), ``ids/<id>`` (the name that has it) and, until they are erased,
+``notes/<name>``; and, with the lease of an instance, ``members/<id>`` and
+``leaders/<role>``. Every change that depends on what was read is a
 transaction that compares it again. etcd ends leases by its own clock.
 """
 
@@ -24,6 +25,7 @@ from sgl_tiered.pool.membership import (
     InstanceKind,
     Lease,
     Member,
+    Note,
     View,
     check_name,
     first_free_id,
@@ -141,14 +143,22 @@ class EtcdRegistry:
 
     def view(self) -> View:
         """Return the members now; the last one known if there is no answer."""
+        found = self.look()
+        if found is None:
+            _LOG.warning("etcd at %s did not say who is there", self._url)
+            return self._last_view
+        self._last_view = found
+        return found
+
+    def look(self) -> View | None:
+        """Return the members now; None if there is no answer."""
         try:
             found, revision = self._list("members/")
             members = [member_from(json.loads(each["value"])) for each in found]
-            members.sort(key=lambda member: member.instance)
-            self._last_view = View(revision, tuple(members))
-        except _NO_ANSWER as error:
-            _LOG.warning("etcd did not say who is there: %s", error)
-        return self._last_view
+        except _NO_ANSWER:
+            return None
+        members.sort(key=lambda member: member.instance)
+        return View(revision, tuple(members))
 
     def watch(self, version: int, timeout_s: float) -> View | None:
         """Wait for a view newer than ``version``; None if none came in time."""
@@ -201,6 +211,43 @@ class EtcdRegistry:
         if member is None or member.incarnation != incarnation:
             return None
         return member
+
+    def notes(self) -> Mapping[str, Note] | None:
+        """Return all notes by name; None if there is no answer."""
+        try:
+            found, _ = self._list("notes/")
+            return {
+                each["key"].rsplit("/", 1)[1]: Note(
+                    each["value"], int(each["mod_revision"])
+                )
+                for each in found
+            }
+        except _NO_ANSWER:
+            return None
+
+    def note(self, name: str, value: str) -> Note | None:
+        """Write a note, in place of the last one of this name; None without an answer.
+
+        Raises:
+            ConfigError: the name cannot be used.
+        """
+        check_name(name)
+        put = self._put(f"notes/{name}", value)["request_put"]
+        try:
+            answer = self._post("kv/put", put)
+            return Note(value, int(answer["header"]["revision"]))
+        except _NO_ANSWER:
+            return None
+
+    def erase(self, name: str, version: int) -> bool:
+        """Remove a note; False if it has another version, or there is no answer."""
+        key = self._key(f"notes/{name}")
+        same = _compare(key, "MOD", str(version))
+        delete = {"request_delete_range": {"key": _encoded(key)}}
+        try:
+            return self._transact([same], [delete])
+        except _NO_ANSWER:
+            return False
 
     def close(self) -> None:
         """Let go of connections; leases go on until they end."""
@@ -284,9 +331,9 @@ class EtcdRegistry:
         return found, int(answer["header"]["revision"])
 
     def _transact(
-        self, compare: list[dict[str, Any]], puts: list[dict[str, Any]]
+        self, compare: list[dict[str, Any]], changes: list[dict[str, Any]]
     ) -> bool:
-        answer = self._post("kv/txn", {"compare": compare, "success": puts})
+        answer = self._post("kv/txn", {"compare": compare, "success": changes})
         return bool(answer.get("succeeded", False))
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.pool.channel import CONTROL
+from sgl_tiered.pool.facts import Fact, Facts
 from sgl_tiered.pool.membership import Member, View
 from sgl_tiered.pool.messages import Answer, AskDone, Incarnation
 from sgl_tiered.pool.requests import Request, Requests
@@ -49,6 +51,7 @@ class Fence:
         due_s: when they may be asked again.
         request: the question.
         has_word: the peer has said that it is done.
+        safe: whether all ranks' watches know that nothing of it writes any more.
         has_passed: nothing of it writes here any more.
     """
 
@@ -59,6 +62,7 @@ class Fence:
     due_s: float = 0.0
     request: Request | None = None
     has_word: bool = False
+    safe: Fact | None = None
     has_passed: bool = False
 
     @property
@@ -75,12 +79,19 @@ class Fences:
         requests: to others.
         watch: looks for their processes.
         clock: for pauses between questions.
+        facts: what ranks tell each other of what their watches know.
     """
 
     def __init__(
-        self, me: Incarnation, requests: Requests, watch: ReleaseWatch, clock: Clock
+        self,
+        me: Incarnation,
+        requests: Requests,
+        watch: ReleaseWatch,
+        clock: Clock,
+        facts: Facts,
     ) -> None:
         self._me = me
+        self._facts = facts
         self._clock = clock
         self._requests = requests
         self._watch = watch
@@ -117,6 +128,7 @@ class Fences:
             member = self._records.get(peer)
             fence = self._open[key] = Fence(self._me, peer, member)
             self._watch.hold(key, _places(member))
+            fence.safe = self._facts.watch(partial(self._is_safe, fence))
         return fence
 
     def poll(self) -> None:
@@ -124,12 +136,16 @@ class Fences:
         for key, fence in list(self._open.items()):
             if not fence.has_word:
                 self._ask(fence)
-            if self._watch.is_safe(key, has_word=fence.has_word):
+            if fence.safe is not None and fence.safe.is_common:
                 fence.has_passed = True
                 self._watch.forget(key)
                 del self._open[key]
                 if fence.request is not None:
                     self._requests.give_up(fence.request, "it is known by now")
+
+    def _is_safe(self, fence: Fence) -> bool | None:
+        """Return whether this rank's watch knows that it is over; None for not yet."""
+        return self._watch.is_safe(fence.key, has_word=fence.has_word) or None
 
     def _ask(self, fence: Fence) -> None:
         request = fence.request

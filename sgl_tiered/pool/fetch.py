@@ -43,10 +43,12 @@ class Held:
     Attributes:
         num_pages: the first so many pages.
         media: how many of them it would read from which medium.
+        read_s: how long its disk is predicted to take for those that only it has.
     """
 
     num_pages: int
     media: Mapping[TierId, int]
+    read_s: float = 0.0
 
 
 class Search:
@@ -87,7 +89,9 @@ class Search:
             answer = request.answer
             if answer is not None and not answer.refusal:
                 media = {TierId(medium): num for medium, num in answer.media}
-                self.held[request.peer[0]] = Held(answer.num_pages, media)
+                self.held[request.peer[0]] = Held(
+                    answer.num_pages, media, answer.read_s
+                )
 
 
 class Fetch:
@@ -99,6 +103,8 @@ class Fetch:
         error: why it failed, in one clause; else empty.
         num_blocks: of the first so many blocks the bytes are right, once it is DONE;
             the others are untouched.
+        num_read, read_s: blocks that the holder read from its disk first, and how long
+            that took.
         status: RUNNING, or how it ended. Whoever owns the blocks may free them at any
             end; nobody gets them while somebody may still write to them.
     """
@@ -110,6 +116,7 @@ class Fetch:
         self.addresses = addresses
         self.error = ""
         self.num_blocks = 0
+        self.num_read, self.read_s = 0, 0.0
         self.status = TransferStatus.RUNNING
         self._pump = pump
         self.request: Request | None = None
@@ -259,6 +266,7 @@ class Fetches:
         if answer is None:
             return
         fetch.expected = from_wire(answer.sums)
+        fetch.num_read, fetch.read_s = answer.num_read, answer.read_s
         num = len(fetch.expected)
         if not answer.refusal and num <= len(fetch.addresses) and num:
             fetch.sums = self._sums.of(fetch.addresses[:num])

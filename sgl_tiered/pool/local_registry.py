@@ -24,6 +24,7 @@ from sgl_tiered.pool.membership import (
     InstanceKind,
     Lease,
     Member,
+    Note,
     View,
     check_name,
     first_free_id,
@@ -114,13 +115,18 @@ class LocalRegistry:
 
     def view(self) -> View:
         """Return the members now; the last one known if the file cannot be used."""
+        self._last_view = self.look() or self._last_view
+        return self._last_view
+
+    def look(self) -> View | None:
+        """Return the members now; None if the file cannot be used."""
         with contextlib.suppress(OSError), self._state() as state:
             members = sorted(
                 (member_from(fields) for fields in state["members"].values()),
                 key=lambda member: member.instance,
             )
-            self._last_view = View(state["version"], tuple(members))
-        return self._last_view
+            return View(state["version"], tuple(members))
+        return None
 
     def watch(self, version: int, timeout_s: float) -> View | None:
         """Wait for a view newer than ``version``; None if none came in time.
@@ -154,6 +160,31 @@ class LocalRegistry:
             if found is not None:
                 return member_from(state["members"][str(found[0])])
         return None
+
+    def notes(self) -> Mapping[str, Note] | None:
+        """Return all notes by name; None if the file cannot be used."""
+        with contextlib.suppress(OSError), self._state() as state:
+            return {name: Note(*each) for name, each in state["notes"].items()}
+        return None
+
+    def note(self, name: str, value: str) -> Note | None:
+        """Write a note; None if the file cannot be used."""
+        check_name(name)
+        with contextlib.suppress(OSError), self._state() as state:
+            # The version that this write gives the file.
+            note = Note(value, state["version"] + 1)
+            state["notes"][name] = [note.value, note.version]
+            return note
+        return None
+
+    def erase(self, name: str, version: int) -> bool:
+        """Remove a note; False if it has another version."""
+        with contextlib.suppress(OSError), self._state() as state:
+            found = state["notes"].get(name)
+            if found is not None and found[1] == version:
+                del state["notes"][name]
+                return True
+        return False
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -205,11 +236,13 @@ class LocalRegistry:
             "members": {},
             "ends_s": {},
             "leaders": {},
+            "notes": {},
         }
         if not self._path.exists():
             return state
         found = _FILE.fields(_FILE.read(self._path))
         found["version"] = found.pop("view_version", None)
+        found.setdefault("notes", {})  # most files have none, and say nothing of them
         if {k: type(v) for k, v in found.items()} != {
             k: type(v) for k, v in state.items()
         }:
@@ -238,6 +271,8 @@ class LocalRegistry:
         if state != former or not self._path.exists():
             fields = {**state, "view_version": state["version"]}
             del fields["version"]
+            if not fields["notes"]:
+                del fields["notes"]
             _FILE.write(self._path, fields)
 
     def _expire(self, state: _State) -> None:

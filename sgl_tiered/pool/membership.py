@@ -8,6 +8,7 @@ name that comes back is a new incarnation and starts clean.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -20,9 +21,11 @@ __all__ = [
     "InstanceKind",
     "Lease",
     "Member",
+    "Note",
     "Registry",
     "View",
     "check_name",
+    "default_name",
     "first_free_id",
     "incarnation_after",
     "member_fields",
@@ -101,6 +104,19 @@ class View:
         return member is not None and member.incarnation == incarnation
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A short text that outlives leases.
+
+    Attributes:
+        value: the text.
+        version: another one with every write.
+    """
+
+    value: str
+    version: int
+
+
 class Registry(Protocol):
     """Keeps leases. What it cannot do now is a value: False, or an older view."""
 
@@ -135,6 +151,10 @@ class Registry(Protocol):
         """Return the members now; the last one known if there is no answer."""
         ...
 
+    def look(self) -> View | None:
+        """Return the members now; None if there is no answer."""
+        ...
+
     def watch(self, version: int, timeout_s: float) -> View | None:
         """Wait for a view newer than ``version``; None if none came in time."""
         ...
@@ -148,6 +168,22 @@ class Registry(Protocol):
 
     def leader(self, role: str) -> Member | None:
         """Return the leader for a role, or None."""
+        ...
+
+    def notes(self) -> Mapping[str, Note] | None:
+        """Return all notes by name; None if there is no answer."""
+        ...
+
+    def note(self, name: str, value: str) -> Note | None:
+        """Write a note, in place of the last one of this name; None without an answer.
+
+        Raises:
+            ConfigError: the name cannot be used.
+        """
+        ...
+
+    def erase(self, name: str, version: int) -> bool:
+        """Remove a note; False if it has another version, or there is no answer."""
         ...
 
     def close(self) -> None:
@@ -167,6 +203,13 @@ def check_name(name: str) -> None:
             "digits and -_.:",
             "choose a name such as prefill-0",
         )
+
+
+def default_name(port: int) -> str:
+    """Return a name for who serves at a port of this machine, one that keeps it."""
+    host = socket.gethostname().partition(".")[0] or "host"
+    clean = "".join(c if c.isascii() and c.isalnum() else "-" for c in host)
+    return f"{clean}-{port}"
 
 
 def incarnation_after(last: int) -> int:

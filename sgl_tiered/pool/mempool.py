@@ -22,6 +22,8 @@ from sgl_tiered.core.plans import UInt8s, UInt64s
 from sgl_tiered.pool.base import BlockStore, BlockType, Inserted, allocator
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
 from sgl_tiered.pool.config import PoolConfig, PoolUsage
+from sgl_tiered.pool.disk_reads import DiskReads
+from sgl_tiered.pool.facts import Facts
 from sgl_tiered.pool.fences import Fences, Words
 from sgl_tiered.pool.fetch import Fetch, Fetches, Search
 from sgl_tiered.pool.guests import Guests
@@ -70,6 +72,9 @@ class MemPool:
         pause: waits a moment, in calls that wait.
         executor: sums up fetched pages; None: this thread does.
         wake: called when the executor has done something.
+        reads: what the disk is read for others; None where the blocks are all there is.
+        facts: what this rank and the others tell each other; None where this process
+            moves the bytes of all ranks. With several, no call may wait.
         watch: looks for processes of peers that are gone; None for one of its own.
 
     Attributes:
@@ -89,8 +94,11 @@ class MemPool:
         pause: Callable[[], None] = lambda: time.sleep(_PAUSE_S),
         executor: Executor | None = None,
         wake: Callable[[], None] = lambda: None,
+        reads: DiskReads | None = None,
+        facts: Facts | None = None,
         watch: ReleaseWatch | None = None,
     ) -> None:
+        self._facts = facts = facts or Facts()
         self._store = store
         self._instance = store.instance
         # By type; what every decode step calls should look nothing up.
@@ -105,12 +113,23 @@ class MemPool:
         grace_s = self._config.grace_s
         self._watch = watch or ReleaseWatch(clock, after_death_s=grace_s)
         self._requests = Requests(self._me, channel, clock, self._config.retry_s)
-        self._fences = Fences(self._me, self._requests, self._watch, clock)
+        self._fences = Fences(self._me, self._requests, self._watch, clock, facts)
         self._guests = Guests(store, self._fences)
         self._sender = Sender(
-            store, info, ranks, self._requests, clock, self._may_write, self._pump
+            store,
+            info,
+            ranks,
+            self._requests,
+            clock,
+            self._may_write,
+            self._pump,
+            facts,
         )
-        self._sums = sums = SumsOf(info.shape, self._memories(), executor, wake)
+        memories: dict[int, tuple[UInt8s, MemoryForm]] = {}
+        # Who moves the bytes of several ranks sums up none: each has a part.
+        if len(info.ranks) == facts.num_ranks:
+            memories = self._memories(ranks[0])
+        self._sums = sums = SumsOf(info.shape, memories, executor, wake, facts)
         self._fetches = Fetches(store, clock, grace_s, sums, self._fences)
         self._servings = Servings(
             store,
@@ -118,10 +137,20 @@ class MemPool:
             self._sender.in_memory,
             self._sender.launch,
             self._config.timeout_s,
+            clock,
+            reads,
         )
         self._words = words = Words(incarnation, self._sender.left_for)
         self._receiver = Receiver(
-            self._me, store, self._guests, info, channel, self._servings, sums, words
+            self._me,
+            store,
+            self._guests,
+            info,
+            channel,
+            self._servings,
+            sums,
+            words,
+            reads,
         )
         self._searches: list[Search] = []
         self._num_searches = 0
@@ -349,6 +378,7 @@ class MemPool:
         tokenList: npt.ArrayLike,  # noqa: N803
         *,
         namespace: bytes = b"",
+        first_page: int = 0,
         ids: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> Search:
@@ -357,6 +387,7 @@ class MemPool:
         Args:
             tokenList: token ids from the prompt's start on.
             namespace: digest of a ``Namespace``.
+            first_page: pages before this one are not needed.
             ids: whom; None for up to 16 of those that are there.
             timeout_s: how long to wait for answers; None for the pool's.
         """
@@ -369,7 +400,7 @@ class MemPool:
         self._num_searches += 1
         wanted = others if ids is None else [i for i in ids if i in others]
         peers = [peer for peer in map(self._peer, wanted) if peer is not None]
-        body = AskHeld(namespace, tokens_to_wire(tokenList))
+        body = AskHeld(namespace, tokens_to_wire(tokenList), first_page)
         wait_s = self._config.locate_s if timeout_s is None else timeout_s
         search.ask(self._requests, peers, body, wait_s)
         if peers:
@@ -405,8 +436,8 @@ class MemPool:
             refusal = f"instance {id} is not in the pool"
         elif id == self._instance:
             refusal = "the holder is this instance"
-        elif len(self._info.ranks) > 1:
-            refusal = "pages cannot be fetched to several ranks"
+        elif not self._sums.is_able:
+            refusal = "pages cannot be fetched to several ranks of one process"
         if refusal:
             fetch.fail(refusal)
             return fetch
@@ -504,18 +535,18 @@ class MemPool:
         return None if member is None else (instance, member.incarnation)
 
     def _pump(self) -> None:
+        assert self._facts.num_ranks == 1, "ranks that wait in a call would part"
         # First the pause: who is there may have changed since the last poll.
         self._pause()
         self.poll()
 
-    def _memories(self) -> dict[int, tuple[UInt8s, MemoryForm]]:
-        """Return by medium the memory of our only rank, and how pages lie there."""
+    def _memories(self, rank: Rank) -> dict[int, tuple[UInt8s, MemoryForm]]:
+        """Return by medium the memory of a rank, and how pages lie there."""
         found = {}
-        if len(self._info.ranks) == 1:
-            for place in self._info.ranks[0].places:
-                memory = self._store.memory(TierId(place.medium))
-                if memory is not None:
-                    found[place.medium] = (memory, place.form)
+        for place in self._info.ranks[rank.number].places:
+            memory = self._store.memory(TierId(place.medium))
+            if memory is not None:
+                found[place.medium] = (memory, place.form)
         return found
 
     def _may_write(self) -> bool:

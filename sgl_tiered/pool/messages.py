@@ -130,10 +130,12 @@ class AskHeld(Message, frozen=True):
 
     Attributes:
         namespace, tokens: as in ``BlockStore.match``; tokens are int32.
+        first_page: the sender needs none before this one.
     """
 
     namespace: bytes
     tokens: bytes
+    first_page: int = 0
 
 
 class AskPages(Message, frozen=True):
@@ -193,6 +195,8 @@ class Answer(Message, frozen=True):
             written.
         media: (medium, pages) for those of ``AskHeld``.
         sums: uint64, xxh3-64 of each page that was written.
+        num_read: of those, how many a disk was read for first.
+        read_s: how long that took, or for ``AskHeld`` would take.
     """
 
     refusal: str = ""
@@ -202,6 +206,8 @@ class Answer(Message, frozen=True):
     num_pages: int = 0
     media: tuple[tuple[int, int], ...] = ()
     sums: bytes = b""
+    num_read: int = 0
+    read_s: float = 0.0
 
 
 Body = AskBlocks | FreeBlocks | Finish | AskHeld | AskPages | AskDone | Cancel | Answer

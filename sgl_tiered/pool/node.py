@@ -8,6 +8,9 @@ A lease that was lost (the process was stopped, or cut off from the registry) is
 anew as soon as the registry answers: the instance is another incarnation then, and what
 it had under way with others is over. Until then it writes to nobody. A name that
 somebody else has taken meanwhile is left to them, and the node stays out.
+
+An instance of several ranks has a ``PoolNode`` on rank 0, for all of them (`crew.py`),
+and a ``RankNode`` on each other rank (`rank_node.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ from sgl_tiered.core.plans import UInt8s
 from sgl_tiered.errors import TieredError
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.channel import ControlChannel
+from sgl_tiered.pool.crew import Crew
+from sgl_tiered.pool.disk_reads import DiskReads
 from sgl_tiered.pool.fences import PROCESS
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import (
@@ -41,14 +46,15 @@ from sgl_tiered.pool.membership import (
     member_fields,
 )
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
-from sgl_tiered.pool.messages import Place, PoolInfo, RankInfo
+from sgl_tiered.pool.messages import Channel, Envelope, Place, PoolInfo, RankInfo
 from sgl_tiered.pool.registry_url import open_registry
 from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.transport.base import Transport
 from sgl_tiered.transport.keys import load_keyring
 from sgl_tiered.transport.process import Process
+from sgl_tiered.transport.release import ReleaseWatch
 
-__all__ = ["NodeConfig", "NodeMemory", "PoolNode", "store_memories"]
+__all__ = ["NodeConfig", "NodeMemory", "PoolNode", "make_pool", "store_memories"]
 
 _LOG = logging.getLogger(__name__)
 _TICK_S = 0.1
@@ -104,9 +110,11 @@ class NodeMemory:
     form: MemoryForm
 
 
-def store_memories(store: BlockStore, shape: KVShape) -> list[NodeMemory]:
-    """Return the media of a store that has all of a page in one row."""
-    (shard,) = Shard.split(shape, 1, 1)
+def store_memories(
+    store: BlockStore, shape: KVShape, rank: int = 0, num_ranks: int = 1
+) -> list[NodeMemory]:
+    """Return the media of a store that has all of a rank's page in one row."""
+    shard = Shard.split(shape, num_ranks, 1)[rank]
     found = []
     for medium in store.media:
         memory = store.memory(medium)
@@ -114,6 +122,68 @@ def store_memories(store: BlockStore, shape: KVShape) -> list[NodeMemory]:
             form = MemoryForm.aggregated(shape, shard, memory.shape[1])
             found.append(NodeMemory(medium, memory, form))
     return found
+
+
+def make_pool(
+    store: BlockStore,
+    lease: Lease,
+    shape: KVShape,
+    memories: Sequence[NodeMemory],
+    transport: Transport,
+    channel: Channel | None,
+    clock: Clock,
+    config: PoolConfig,
+    *,
+    pause: Callable[[], None],
+    executor: Executor,
+    wake: Callable[[], None],
+    reads: DiskReads | None,
+    crew: Crew | None,
+) -> MemPool:
+    """Return the pool of an instance, or of one of its ranks; see ``MemPool``.
+
+    Args:
+        store: the blocks.
+        lease: of the instance.
+        shape: KV of one page, of all ranks.
+        memories: this rank's.
+        transport: moves this rank's bytes; its grace time is the pool's.
+        channel: carries messages; None where another rank does.
+        clock: of an instance of one rank.
+        config: times.
+        pause, executor, wake, reads: as for ``MemPool``.
+        crew: the ranks; None where there is one.
+
+    Raises:
+        TransportUnavailableError: the memory cannot be used; or another rank's.
+    """
+    places = tuple(
+        Place(each.medium, transport.register(each.memory).number, each.form)
+        for each in memories
+    )
+    own = RankInfo(transport.address, places)
+    common: Channel | None = channel
+    grace_s, watch = transport.quarantine.grace_s, None
+    if crew is not None:
+        # It looks in its own time, between the meetings of the ranks.
+        watch = ReleaseWatch(SystemClock(), after_death_s=grace_s)
+        common, clock = crew.channel(channel), crew.clock
+    assert common is not None, "who is alone has a channel"
+    return MemPool(
+        store,
+        lease.incarnation,
+        PoolInfo(shape, (own,) if crew is None else crew.muster(own)),
+        [Rank(0 if crew is None else crew.rank, transport, {})],
+        common,
+        clock,
+        replace(config, grace_s=grace_s),
+        pause=pause,
+        executor=executor,
+        wake=wake,
+        reads=reads,
+        watch=watch,
+        facts=None if crew is None else crew.facts,
+    )
 
 
 class PoolNode:
@@ -126,6 +196,8 @@ class PoolNode:
             the number of its start (``lease.incarnation``); called once.
         transport: moves the bytes; its grace time is the pool's. Close it after this.
         memories: what peers reach of a store; None for rows of whole pages.
+        make_reads: what brings pages of a store's disk to memory for peers, if any.
+        crew: the ranks, where there are several.
         clock: one that all processes of the machine share.
 
     Attributes:
@@ -146,9 +218,13 @@ class PoolNode:
         transport: Transport,
         *,
         memories: Callable[[BlockStore], Sequence[NodeMemory]] | None = None,
+        make_reads: Callable[[BlockStore], DiskReads] | None = None,
         clock: Clock | None = None,
+        crew: Crew | None = None,
     ) -> None:
         self._config = config
+        self._crew = crew
+        self._view = View(0)
         self._transport = transport
         self._clock = clock or SystemClock()
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -177,12 +253,20 @@ class PoolNode:
             undo.callback(self._end_threads)
             self._start("lease", self._keep_lease)
             undo.callback(transport.notify(self._wake))
+            if crew is not None:
+                crew.open(self._lease)
             self.store = make_store(self._lease)
             assert self.store.instance == self._lease.instance, "not the id it got"
-            made = memories or (lambda store: store_memories(store, shape))
+            self._reads = None if make_reads is None else make_reads(self.store)
+            rank, num_ranks = (0, 1) if crew is None else (crew.rank, crew.num_ranks)
+            made = memories or (lambda s: store_memories(s, shape, rank, num_ranks))
             self.pool = self._make_pool(shape, made(self.store))
             view = self._registry.view()
-            self._see(view)
+            if crew is None:
+                self._see(view)
+            else:
+                # All ranks see it together.
+                self._next_view, crew.leading = view, self
             self._start("watch", lambda: self._watch(view.version))
             self._undo = undo.pop_all()
 
@@ -213,6 +297,9 @@ class PoolNode:
 
         Costs a microsecond when there is nothing to do.
         """
+        if self._crew is not None:
+            self._poll_together(self._crew)
+            return
         if not self._waiting and self.pool.is_idle:
             return
         # Before looking: what comes from now on must wake again.
@@ -226,9 +313,36 @@ class PoolNode:
             self._see(view)
         self.pool.poll()
 
+    # For all ranks (``Leading``).
+
+    def take(self) -> list[Envelope]:
+        """Return the messages that have come."""
+        if not self._waiting:
+            return []
+        # Before looking: what comes from now on must wake again.
+        self._waiting = False
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+        return self._channel.take()
+
+    def take_view(self) -> View | None:
+        """Return who is there, if that has changed."""
+        view, self._next_view = self._next_view, None
+        return view
+
+    def lease(self) -> tuple[int, float]:
+        """Return the incarnation, and when its lease ends."""
+        return self._held.incarnation, self._lease_ends_s
+
+    # Again for who owns the store.
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until ``poll`` has something to do; False if it has not in time."""
         return bool(select.select([self._event], [], [], timeout_s)[0])
+
+    def stay_awake(self) -> None:
+        """Make ``fileno`` readable: something else will soon have ended here."""
+        self._wake()
 
     def drain(self) -> bool:
         """Ask that nobody gives this instance new blocks; False without a lease.
@@ -278,33 +392,40 @@ class PoolNode:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._crew is not None:
+            self._crew.leading = None
         self.pool.close("this instance has left the pool")
         self._undo.close()
 
     # The owner's thread.
 
     def _make_pool(self, shape: KVShape, memories: Sequence[NodeMemory]) -> MemPool:
-        places = tuple(
-            Place(each.medium, self._transport.register(each.memory).number, each.form)
-            for each in memories
-        )
-        info = PoolInfo(shape, (RankInfo(self._transport.address, places),))
-        grace_s = self._transport.quarantine.grace_s
-        config = replace(self._config.pool, grace_s=grace_s)
-        pool = MemPool(
+        pool = make_pool(
             self.store,
-            self._lease.incarnation,
-            info,
-            [Rank(0, self._transport, {})],
+            self._lease,
+            shape,
+            memories,
+            self._transport,
             self._channel,
             self._clock,
-            config,
+            self._config.pool,
             pause=self._pause,
             executor=self._sums,
             wake=self._wake,
+            reads=self._reads,
+            crew=self._crew,
         )
-        pool.lease_ends_s = self._lease_ends_s
+        if self._crew is None:
+            pool.lease_ends_s = self._lease_ends_s
         return pool
+
+    def _poll_together(self, crew: Crew) -> None:
+        """Do what all ranks do; what only one of them knows, they hear of first."""
+        self._lease = self._held
+        crew.advance(self.pool, self._see)
+        if self.pool.is_talking:
+            # Nobody else wakes this thread when another rank's bytes have come.
+            self._wake()
 
     def _pause(self) -> None:
         """Wait a moment inside of a call that waits; views are to be seen there too."""
@@ -374,8 +495,10 @@ class PoolNode:
                 self._lease_ends_s = before_s + self._held.ttl_s
                 self._say("")
                 pool: MemPool | None = getattr(self, "pool", None)
-                # Not for a lease that the owner has not heard of.
-                if pool is not None and pool.incarnation == self._held.incarnation:
+                # Not for a lease that the owner has not heard of; ranks hear together.
+                alone = self._crew is None
+                same = pool is not None and pool.incarnation == self._held.incarnation
+                if alone and pool is not None and same:
                     pool.lease_ends_s = self._lease_ends_s
                 return
             self._take_anew()

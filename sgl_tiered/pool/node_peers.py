@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Int32s, UInt64s
 from sgl_tiered.pool.fetch import Fetch
 from sgl_tiered.pool.fetch import Search as NodeSearch
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.mempool import MemPool
-from sgl_tiered.pool.peers import Fetching, Hint, Search
+from sgl_tiered.pool.peers import Fetching, Hint, Holder, Search
 from sgl_tiered.transport.base import TransferStatus
 
 __all__ = ["InPool", "NodePeers"]
@@ -70,10 +71,15 @@ class NodePeers:
         member = self._node.view.member(instance)
         return f"instance {instance}" if member is None else member.name
 
-    def search(self, digest: bytes, tokens: Int32s, timeout_s: float) -> Search:
+    def search(
+        self, digest: bytes, tokens: Int32s, first_page: int, timeout_s: float
+    ) -> Search:
         """Ask members who holds a prompt's first pages."""
-        pool = self._node.pool
-        return _Answers(pool.locate(tokens, namespace=digest, timeout_s=timeout_s))
+        return _Answers(
+            self._node.pool.locate(
+                tokens, namespace=digest, first_page=first_page, timeout_s=timeout_s
+            )
+        )
 
     def fetch(
         self,
@@ -109,9 +115,12 @@ class _Answers:
         return self._search.is_over
 
     @property
-    def holders(self) -> Sequence[tuple[int, int]]:
+    def holders(self) -> Sequence[Holder]:
         """Who holds how many pages."""
-        return [(i, held.num_pages) for i, held in self._search.held.items()]
+        return [
+            Holder(i, held.num_pages, held.media.get(TierId.DISK, 0), held.read_s)
+            for i, held in self._search.held.items()
+        ]
 
 
 class _Flight:
@@ -142,3 +151,13 @@ class _Flight:
     def num_blocks(self) -> int:
         """First blocks that have arrived and passed their checks."""
         return self._fetch.num_blocks
+
+    @property
+    def num_read(self) -> int:
+        """Those that the holder has read from its disk first."""
+        return min(self._fetch.num_read, self._fetch.num_blocks)
+
+    @property
+    def read_s(self) -> float:
+        """How long the holder has spent on its disk."""
+        return self._fetch.read_s

@@ -14,7 +14,7 @@ from sgl_tiered.core.plans import Int32s, UInt64s
 from sgl_tiered.pool.base import Inserted
 from sgl_tiered.transport.base import TransferStatus
 
-__all__ = ["Fetching", "Hint", "Peers", "PullStore", "Search", "Wanted"]
+__all__ = ["Fetching", "Hint", "Holder", "Peers", "PullStore", "Search", "Wanted"]
 
 
 class Search(Protocol):
@@ -26,8 +26,8 @@ class Search(Protocol):
         ...
 
     @property
-    def holders(self) -> Sequence[tuple[int, int]]:
-        """Instances, and how many first pages of the prompt each can send."""
+    def holders(self) -> Sequence[Holder]:
+        """Who can send how much of the prompt."""
         ...
 
 
@@ -54,6 +54,16 @@ class Fetching(Protocol):
         """First blocks that have arrived and passed their checks; final at the end."""
         ...
 
+    @property
+    def num_read(self) -> int:
+        """Those of them that the holder has read from its disk first."""
+        ...
+
+    @property
+    def read_s(self) -> float:
+        """How long it has spent on its disk."""
+        ...
+
 
 class Peers(Protocol):
     """The other instances."""
@@ -71,8 +81,10 @@ class Peers(Protocol):
         """How many there are."""
         ...
 
-    def search(self, digest: bytes, tokens: Int32s, timeout_s: float) -> Search:
-        """Ask who holds a prompt's first pages."""
+    def search(
+        self, digest: bytes, tokens: Int32s, first_page: int, timeout_s: float
+    ) -> Search:
+        """Ask who holds a prompt's first pages, of which those before are here."""
         ...
 
     def fetch(
@@ -118,11 +130,30 @@ class Hint:
         name: of the instance, in the pool or to a router.
         url: of its HTTP server; empty where that is not known.
         num_tokens: of the prefix that it holds.
+        on_disk: parts of that lie on its disk.
     """
 
     name: str
     url: str
     num_tokens: int
+    on_disk: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What an instance can send of a prompt.
+
+    Attributes:
+        instance: its id.
+        num_pages: the first so many pages.
+        num_disk: of those that are wanted, how many only its disk has.
+        read_s: how long it says that its disk takes for them; 0 where nobody said.
+    """
+
+    instance: int
+    num_pages: int
+    num_disk: int = 0
+    read_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -137,6 +168,8 @@ class Wanted:
         seconds: from the decision to pull until the pages were there.
         search_s: how long peers were asked who holds anything.
         predicted_s, saved_s: of the pull, and of computing those pages instead.
+        disk_pages, disk_s: of those pages, what the holder read from its disk first,
+            and how long that took.
         joined: somebody else had begun the pull.
     """
 
@@ -149,6 +182,8 @@ class Wanted:
     search_s: float = 0.0
     predicted_s: float = 0.0
     saved_s: float = 0.0
+    disk_pages: int = 0
+    disk_s: float = 0.0
     joined: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -164,4 +199,6 @@ class Wanted:
             "search_s": round(self.search_s, 6),
             "predicted_s": round(self.predicted_s, 6),
             "saved_s": round(self.saved_s, 6),
+            "disk_pages": self.disk_pages,
+            "disk_s": round(self.disk_s, 6),
         }

@@ -11,7 +11,8 @@ to save. Whoever else lacks the same pages waits for the same pull. Whatever goe
 a late pull included, ends in computing, as if there were no peers; what comes after its
 request has gone on is kept for others.
 
-Costs: a link per peer, learned from its pulls; a peer that fails again and again rests.
+Costs: a link per peer, learned from its pulls, and its disk's, for pages that nothing
+else of it has; a peer that fails again and again rests.
 All calls come from one thread.
 """
 
@@ -32,6 +33,7 @@ from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pool.peers import (
     Fetching,
     Hint,
+    Holder,
     Peers,
     PullStore,
     Search,
@@ -46,6 +48,9 @@ _FIRST_LATENCY_S = 5e-3
 _FIRST_BANDWIDTH = 1e9
 """A link before its first pull: messages of a loaded machine, and a tenth of what a
 network card or a memory does."""
+_DISK_LATENCY_S = 2e-2
+_DISK_BANDWIDTH = 2e8
+"""A peer's disk that nobody has said anything of: its thread reads in turns."""
 _MARGIN = 0.9
 """A pull has to be predicted to save a tenth at least: the prediction is no better."""
 _SEARCH_SHARE = 0.1
@@ -127,6 +132,7 @@ class PeerPulls:
         self._page_tokens = page_tokens
         self._page_bytes = page_bytes
         self._links: dict[int, LinkCost] = {}
+        self._disks: dict[int, LinkCost] = {}
         self._breakers: dict[int, CircuitBreaker] = {}
         self._pulls: list[_Pull] = []
         self._wanted: dict[str, Wanted] = {}
@@ -287,7 +293,9 @@ class PeerPulls:
             instance = self._peers.instance_of(hint)
             num_pages = min(hint.num_tokens // self._page_tokens, max_pages)
             if instance is not None and num_pages > first:
-                holders.append((instance, num_pages))
+                # Which of them are on its disk is not said.
+                num_disk = num_pages - first if hint.on_disk else 0
+                holders.append(Holder(instance, num_pages, num_disk))
         now_s = self._clock.now()
         pull = _Pull(digest, tokens, first, max_pages, now_s, now_s)
         pull.wanted[rid] = wanted
@@ -306,7 +314,7 @@ class PeerPulls:
             wait_s = worth_s
         pull.give_up_at_s = now_s + wait_s
         pull.search = self._peers.search(
-            digest, tokens[: max_pages * self._page_tokens], wait_s
+            digest, tokens[: max_pages * self._page_tokens], first, wait_s
         )
         self._metrics.add("peer_searches")
         self._pulls.append(pull)
@@ -350,8 +358,7 @@ class PeerPulls:
         took_s = now_s - pull.began_s
         for wanted in pull.wanted.values():
             wanted.search_s = took_s
-        holders = [(i, min(n, pull.max_pages)) for i, n in search.holders]
-        holders = [(i, n) for i, n in holders if n > pull.first_page]
+        holders = [each for each in search.holders if each.num_pages > pull.first_page]
         self._search_s += _HIT_WEIGHT * (took_s - self._search_s)
         hit = 1.0 if holders else 0.0
         self._hit_share += _HIT_WEIGHT * (hit - self._hit_share)
@@ -364,17 +371,18 @@ class PeerPulls:
         if reason:
             self._over(pull, reason)
 
-    def _fetch(self, pull: _Pull, holders: Sequence[tuple[int, int]]) -> str:
+    def _fetch(self, pull: _Pull, holders: Sequence[Holder]) -> str:
         """Choose a holder and ask for its pages; return why not."""
         best: tuple[float, int, int, float, float] | None = None
         reason = "peers that hold more of it rest after failures"
-        for instance, num_held in holders:
+        for holder in holders:
+            instance = holder.instance
             if self._breaker(instance).rests:
                 continue
-            num_pages = num_held - pull.first_page
+            num_pages = min(holder.num_pages, pull.max_pages) - pull.first_page
             worth_s = self._worth_s(pull.tokens, pull.first_page, num_pages)
             link = self._link(instance)
-            pull_s = link.seconds(num_pages * self._page_bytes)
+            pull_s = link.seconds(num_pages * self._page_bytes) + self._read_s(holder)
             if pull_s >= _MARGIN * worth_s:
                 is_bearable = pull_s < _TRIAL_FACTOR * worth_s
                 if not is_bearable or not link.trial_due():
@@ -436,8 +444,14 @@ class PeerPulls:
             reason = reason or kept.refusal
             num_kept = 0 if kept.refusal else num
         self._free(addresses[num:])
+        num_disk = min(fetching.num_read, num)
         if done and num:
-            self._link(pull.instance).observe(num_bytes, seconds)
+            read_s = min(max(fetching.read_s, 0.0), seconds)
+            self._link(pull.instance).observe(num_bytes, seconds - read_s)
+            if num_disk:
+                disk = self._disk(pull.instance)
+                disk.observe(num_disk * self._page_bytes, read_s)
+                self._metrics.add("peer_disk_pages", num_disk)
         self._metrics.record_transfer(
             TierId.PEER,
             TierId.HOST,
@@ -452,6 +466,7 @@ class PeerPulls:
             if num_kept:
                 wanted.first_page = pull.first_page
                 wanted.num_pages, wanted.num_bytes = num_kept, num_bytes
+                wanted.disk_pages, wanted.disk_s = num_disk, fetching.read_s
         self._over(pull, reason)
 
     def _over(self, pull: _Pull, reason: str) -> None:
@@ -491,6 +506,25 @@ class PeerPulls:
 
     def _link(self, instance: int) -> LinkCost:
         return self._links.setdefault(instance, self._first_link())
+
+    def _disk(self, instance: int) -> LinkCost:
+        if instance not in self._disks:
+            self._disks[instance] = LinkCost(_DISK_LATENCY_S, _DISK_BANDWIDTH)
+        return self._disks[instance]
+
+    def _read_s(self, holder: Holder) -> float:
+        """Return the predicted time of a holder's disk.
+
+        It knows its disk, and not how busy it will be: what its reads have taken may
+        be worse than what it says.
+        """
+        if not holder.num_disk:
+            return 0.0
+        disk = self._disk(holder.instance)
+        if holder.read_s and not disk.snapshot().num_observations:
+            return holder.read_s
+        learned_s = disk.seconds(holder.num_disk * self._page_bytes)
+        return max(holder.read_s, learned_s)
 
     def _breaker(self, instance: int) -> CircuitBreaker:
         breaker = self._breakers.get(instance)

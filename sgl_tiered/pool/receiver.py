@@ -18,6 +18,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.base import BlockStore, BlockType, allocator
+from sgl_tiered.pool.disk_reads import DiskReads
 from sgl_tiered.pool.fences import Words
 from sgl_tiered.pool.guests import Guests
 from sgl_tiered.pool.layouts import KVShape
@@ -98,6 +99,7 @@ class Receiver:
         servings: what others fetch from here.
         sums: sums up what has arrived, where the sender says what it sums to.
         words: answers who asks whether something of ours still writes there.
+        reads: what the disk is read for others; None where the blocks are all there is.
     """
 
     def __init__(
@@ -110,7 +112,9 @@ class Receiver:
         servings: Servings,
         sums: SumsOf,
         words: Words,
+        reads: DiskReads | None = None,
     ) -> None:
+        self._reads = reads
         self._me = me
         self._store = store
         self._allocators = [allocator(store, type) for type in BlockType]
@@ -142,6 +146,7 @@ class Receiver:
             if not view.has(*peer):
                 self._guests.lose(peer)
         self._words.see(view)
+        self._servings.forget(lambda peer: view.has(*peer))
         for peer in [peer for peer in self._answers if not view.has(*peer)]:
             del self._answers[peer], self._settled[peer]
 
@@ -182,6 +187,7 @@ class Receiver:
         self._me = me
         self._answers.clear()
         self._settled.clear()
+        self._servings.forget(lambda peer: False)
         for peer in self._guests.peers:
             self._guests.lose(peer)
 
@@ -220,8 +226,7 @@ class Receiver:
         if isinstance(body, AskHeld):
             return self._say(body)
         if isinstance(body, AskPages):
-            refusal = self._refusal(sender, body.info.shape)
-            return Answer(refusal) if refusal else self._serve(sender, number, body)
+            return self._serve(sender, number, body)
         if isinstance(body, FreeBlocks):
             self._guests.free(sender, from_wire(body.addresses))
             return Answer()
@@ -244,14 +249,29 @@ class Receiver:
         return ""
 
     def _say(self, body: AskHeld) -> Answer:
-        found = self._store.match(body.namespace, tokens_from_wire(body.tokens))
+        tokens = tokens_from_wire(body.tokens)
+        if self._reads is not None:
+            held = self._reads.held(body.namespace, tokens, body.first_page)
+            known = tuple((int(tier), num) for tier, num in held.media.items())
+            return Answer(num_pages=held.num_pages, media=known, read_s=held.read_s)
+        found = self._store.match(body.namespace, tokens)
         media, counts = np.unique(mediums_of(found), return_counts=True)
         by_medium = tuple(zip(media.tolist(), counts.tolist(), strict=True))
         return Answer(num_pages=len(found), media=by_medium)
 
     def _serve(self, sender: Incarnation, number: int, body: AskPages) -> Answer | None:
-        if len(self._info.ranks) > 1 or len(body.info.ranks) > 1:
-            return Answer("pages of several ranks cannot be fetched")
+        here, there = len(self._info.ranks), len(body.info.ranks)
+        if here != there:
+            # KV of other partitions is not the same to the bit, nor in sums.
+            return Answer(
+                f"instance {self._me[0]} has {here} ranks and the receiver {there}, "
+                "and pages are fetched between as many only"
+            )
+        refusal = self._refusal(sender, body.info.shape)
+        if not refusal and not self._sums.is_able:
+            refusal = "pages of several ranks of one process cannot be fetched"
+        if refusal:
+            return Answer(refusal)
         return self._servings.begin(sender, number, body)
 
     def _lend(self, sender: Incarnation, body: AskBlocks) -> Answer:

@@ -5,6 +5,8 @@
     etcd://HOST:PORT[,HOST:PORT]/POOL    etcd; the pool's name may be left out
 
 ``etcd+https`` speaks TLS. A file belongs to one machine: leases are timed by its clock.
+Who serves a pool without being in it (routers) has a part of its own beside the pool's:
+a file PATH.PART, or a pool POOL.PART of etcd.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ _FORMS = "local, file:PATH or etcd://HOST:PORT[,HOST:PORT]/POOL"
 
 
 def open_registry(
-    url: str, *, ttl_s: float = 3.0, clock: Clock | None = None
+    url: str, *, part: str = "", ttl_s: float = 3.0, clock: Clock | None = None
 ) -> Registry:
     """Return the registry that a URL names; a file is made where there is none.
 
     Args:
         url: as above.
+        part: beside the pool's own; empty for that.
         ttl_s: seconds from one renewal of a lease to its end.
         clock: for leases in a file; one that all processes of the machine share.
 
@@ -40,11 +43,15 @@ def open_registry(
         ConfigError: the URL names none, or a file that is none of ours.
         TransportUnavailableError: a file that cannot be used.
     """
-    if url == "local":
-        return LocalRegistry(local_path(), ttl_s=ttl_s, clock=clock)
+    behind = f".{part}" if part else ""
     scheme, colon, rest = url.partition(":")
-    if colon and scheme == "file" and rest:
+    path = None
+    if url == "local":
+        path = local_path()
+    elif colon and scheme == "file" and rest:
         path = Path(rest.removeprefix("//"))
+    if path is not None:
+        path = Path(f"{path}{behind}")
         return LocalRegistry(path, ttl_s=ttl_s, clock=clock)
     found = re.fullmatch(r"etcd(\+https)?://([^/]+?)(?:/([^/]*))?/?", url)
     if found is None:
@@ -63,7 +70,8 @@ def open_registry(
         ) from error
     http = "https" if found[1] else "http"
     urls = [f"{http}://{host}" for host in hosts]
-    return EtcdRegistry(*urls, pool=found[3] or "default", ttl_s=ttl_s, clock=clock)
+    pool = (found[3] or "default") + behind
+    return EtcdRegistry(*urls, pool=pool, ttl_s=ttl_s, clock=clock)
 
 
 def local_path() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
+from sgl_tiered.pool.facts import Fact, Facts
 from sgl_tiered.pool.messages import FreeBlocks, Incarnation, PoolInfo, to_wire
 from sgl_tiered.pool.requests import Requests
 from sgl_tiered.pool.transfer import Ending, Job, Rank, Step, Transfer
@@ -34,6 +36,7 @@ class Sender:
         clock: for deadlines.
         may_write: whether this instance's own lease holds.
         pump: moves everything along once, and waits a moment.
+        facts: what ranks tell each other of what they send.
     """
 
     def __init__(
@@ -45,7 +48,10 @@ class Sender:
         clock: Clock,
         may_write: Callable[[], bool],
         pump: Callable[[], None],
+        facts: Facts,
     ) -> None:
+        self._facts = facts
+        self._is_there: IsThere = lambda *peer: True
         self._store = store
         self._info = info
         self._ranks = tuple(ranks)
@@ -55,7 +61,8 @@ class Sender:
         self._pump = pump
         self._infos: dict[Incarnation, PoolInfo] = {}
         self._transfers: list[Transfer] = []
-        self._endings: list[tuple[Transfer, Ending]] = []
+        # With each, whether all ranks have found that nothing touches its blocks.
+        self._endings: list[tuple[Transfer, Ending, Fact]] = []
         # Blocks at others that are ours.
         self._at_others: dict[Incarnation, set[int]] = {}
         # And those that we are done with, until nothing of ours writes to them.
@@ -101,7 +108,7 @@ class Sender:
         That is all that was begun with a former incarnation of its instance, or by a
         former one of this; and what has failed since.
         """
-        left = [each for each, ending in self._endings if ending.peer[0] == peer[0]]
+        left = [each for each, ending, _ in self._endings if ending.peer[0] == peer[0]]
         for transfer in self._transfers:
             receiver = transfer.job.peer
             is_over = transfer.step is Step.OVER or receiver != peer
@@ -156,6 +163,7 @@ class Sender:
 
     def advance(self, is_there: IsThere) -> None:
         """Move transfers along, and free what can be freed."""
+        self._is_there = is_there
         if self._transfers:
             if not self._may_write():
                 self._stop_writing()
@@ -163,7 +171,7 @@ class Sender:
                 transfer.advance()
             self._end_transfers()
         if self._endings:
-            self._settle_endings(is_there)
+            self._settle_endings()
         if self._to_free:
             self._free_there(is_there)
 
@@ -199,6 +207,7 @@ class Sender:
             self._clock,
             self._may_write,
             self._pump,
+            self._facts,
             peer_info,
         )
 
@@ -216,7 +225,8 @@ class Sender:
         for transfer in [t for t in self._transfers if t.step is Step.OVER]:
             self._transfers.remove(transfer)
             job, ending = transfer.job, transfer.ending()
-            self._endings.append((transfer, ending))
+            over = self._facts.watch(partial(self._is_over, transfer, ending))
+            self._endings.append((transfer, ending, over))
             if job.targets is None:
                 if transfer.error and len(ending.targets):
                     self._to_free.append((job.peer, ending.targets))
@@ -224,12 +234,17 @@ class Sender:
                 ours = self._at_others.get(job.peer, set())
                 ours.difference_update(job.targets.tolist())
 
-    def _settle_endings(self, is_there: IsThere) -> None:
+    def _is_over(self, transfer: Transfer, ending: Ending) -> bool | None:
+        """Return whether nothing that this rank does touches them; None for not yet."""
+        gone = not self._is_there(*ending.peer)
+        over = not transfer.is_pushing and ending.is_over(is_peer_gone=gone)
+        return True if over else None
+
+    def _settle_endings(self) -> None:
         left = []
-        for transfer, ending in self._endings:
-            gone = not is_there(*ending.peer)
-            if transfer.is_pushing or not ending.is_over(is_peer_gone=gone):
-                left.append((transfer, ending))
+        for transfer, ending, over in self._endings:
+            if not over.is_common:
+                left.append((transfer, ending, over))
             else:
                 transfer.is_settled = True
                 self._store.release(ending.sources)
@@ -238,7 +253,7 @@ class Sender:
     def _free_there(self, is_there: IsThere) -> None:
         """Let others free blocks of ours, once nothing of ours writes to them."""
         touched: dict[Incarnation, set[int]] = {}
-        for _, ending in self._endings:
+        for _, ending, _ in self._endings:
             touched.setdefault(ending.peer, set()).update(ending.targets.tolist())
         for transfer in self._transfers:
             if transfer.targets is not None:

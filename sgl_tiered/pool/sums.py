@@ -1,11 +1,14 @@
 """What blocks sum to: xxh3-64 of a page's bytes, however they lie in memory.
 
 Layer by layer, keys before values, token by token, head by head: the order of tiers'
-pages (``PageLayout``). So both sides of a fetch get one number for one page.
+pages (``PageLayout``). So both sides of a fetch get one number for one page. Of an
+instance of several ranks it is xxh3-64 of what their parts sum to, in their order: both
+sides have as many ranks, which have the same parts.
 """
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Protocol
@@ -16,6 +19,7 @@ import xxhash
 
 from sgl_tiered.core.addresses import mediums_of, slots_of
 from sgl_tiered.core.plans import Int64s, UInt8s, UInt64s
+from sgl_tiered.pool.facts import Fact, Facts
 from sgl_tiered.pool.layouts import KVShape, MemoryForm
 
 __all__ = ["Sums", "SumsOf", "block_sums"]
@@ -40,9 +44,10 @@ class SumsOf:
 
     Args:
         shape: of the model.
-        memories: by medium: its memory, and how it lies there; one rank has all of it.
+        memories: by medium: this rank's memory, and how it lies there.
         executor: does the work; None: it is done at once.
         wake: called when it is done; by another thread if there is an executor.
+        facts: what ranks tell each other of the sums.
     """
 
     def __init__(
@@ -51,11 +56,18 @@ class SumsOf:
         memories: dict[int, tuple[UInt8s, MemoryForm]],
         executor: Executor | None = None,
         wake: Callable[[], None] = lambda: None,
+        facts: Facts | None = None,
     ) -> None:
+        self._facts = facts or Facts()
         self._shape = shape
         self._memories = memories
         self._executor = executor
         self._wake = wake
+
+    @property
+    def is_able(self) -> bool:
+        """Whether this process sums anything up."""
+        return bool(self._memories)
 
     def reaches(self, addresses: UInt64s) -> npt.NDArray[np.bool_]:
         """Return for each block whether its bytes can be read in place, bool [n]."""
@@ -63,6 +75,13 @@ class SumsOf:
 
     def of(self, addresses: UInt64s) -> Sums:
         """Begin to sum blocks up; all of them are reached."""
+        own = self._of(addresses)
+        if self._facts.num_ranks == 1:
+            return own
+        return _Common(len(addresses), self._facts.watch(lambda: _told(own)))
+
+    def _of(self, addresses: UInt64s) -> Future[UInt64s]:
+        """Begin to sum this rank's parts up."""
         if self._executor is None:
             done: Future[UInt64s] = Future()
             done.set_result(self._sum(addresses))
@@ -79,6 +98,37 @@ class SumsOf:
             here = media == medium
             found[here] = block_sums(self._shape, form, memory, slots[here])
         return found
+
+
+class _Common:
+    """Sums of whole pages, once all ranks have told those of their parts."""
+
+    def __init__(self, num_pages: int, fact: Fact) -> None:
+        self._num_pages = num_pages
+        self._fact = fact
+
+    def done(self) -> bool:
+        """Return whether they are there."""
+        return self._fact.is_common
+
+    def result(self) -> UInt64s:
+        """Return them, uint64 [n]; zeros where a rank could not say."""
+        parts = [np.frombuffer(b64decode(one), "<u8") for one in self._fact.told]
+        if any(len(part) != self._num_pages for part in parts):
+            return np.zeros(self._num_pages, np.uint64)
+        pages = np.ascontiguousarray(np.stack(parts, axis=1))
+        return np.array(
+            [xxhash.xxh3_64_intdigest(page.data) for page in pages], np.uint64
+        )
+
+
+def _told(own: Future[UInt64s]) -> str | None:
+    """Return what a rank tells of its sums; empty where they could not be made."""
+    if not own.done():
+        return None
+    if own.exception() is not None:
+        return ""
+    return b64encode(own.result().astype("<u8").tobytes()).decode()
 
 
 def block_sums(

@@ -22,6 +22,7 @@ from sgl_tiered.core.addresses import mediums_of, slots_of
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.plans import Int64s, UInt64s
 from sgl_tiered.pool.base import BlockType
+from sgl_tiered.pool.facts import Fact, Facts
 from sgl_tiered.pool.layouts import Shard, Way, batches, shares
 from sgl_tiered.pool.messages import (
     AskBlocks,
@@ -164,6 +165,7 @@ class Transfer:
         clock: for the deadline.
         may_write: whether this instance's own lease holds.
         pump: moves everything along once, and waits a moment; what ``wait`` does.
+        facts: what ranks tell each other of their pushes.
         peer_info: how the receiver is built, where ``targets`` are given.
 
     Attributes:
@@ -183,6 +185,7 @@ class Transfer:
         clock: Clock,
         may_write: Callable[[], bool],
         pump: Callable[[], None],
+        facts: Facts,
         peer_info: PoolInfo | None = None,
     ) -> None:
         self.job = job
@@ -200,6 +203,10 @@ class Transfer:
         self._peer_info = peer_info
         self._deadline_s = clock.now() + job.timeout_s
         self._pushes: list[tuple[Transport, Peer, Push]] = []
+        # Why this rank's own pushes could not begin, and how all ranks' have ended.
+        self._trouble = ""
+        self._facts = facts
+        self._pushed: Fact | None = None
         self._sums: Sums | None = None
         self._request: Request | None = None
         self._timed_out = False
@@ -332,8 +339,7 @@ class Transfer:
             self.job.layers,
         )
         if isinstance(plan, str):
-            self.fail(plan)
-            return
+            self._trouble, plan = plan, []
         by_number = {rank.number: rank for rank in self._ranks}
         left_s = max(self._deadline_s - self._clock.now(), 0.0)
         try:
@@ -344,22 +350,39 @@ class Transfer:
                 self._pushes.append((rank.transport, peer, push))
         except ValueError as error:
             # Another kind of transport, or memory that the peer does not have.
-            self.fail(str(error))
-            return
+            self._trouble = str(error)
+        self._pushed = self._facts.watch(self._look)
         if self.job.sums is not None:
             self._sums = self.job.sums.of(self.job.sources[self.num_known :])
         self.step = Step.TRANSMIT
 
-    def _transmit(self) -> None:
+    def _look(self) -> tuple[str, bool] | None:
+        """Return how this rank's pushes have ended: an error, and whether it was late.
+
+        None while they run; the first that fails is the end.
+        """
+        if self._trouble:
+            return self._trouble, False
         is_running = False
         for _, _, push in self._pushes:
             status = push.poll()
             is_running |= status is TransferStatus.RUNNING
             if status in (TransferStatus.FAILED, TransferStatus.TIMED_OUT):
-                self._timed_out = status is TransferStatus.TIMED_OUT
-                self.fail(push.error or "the transport failed")
+                is_late = status is TransferStatus.TIMED_OUT
+                return push.error or "the transport failed", is_late
+        return None if is_running else ("", False)
+
+    def _transmit(self) -> None:
+        # There are none for no blocks.
+        if self._pushed is not None:
+            for error, is_late in self._pushed.told:
+                if error:
+                    self._timed_out = is_late
+                    self.fail(error)
+                    return
+            if not self._pushed.is_common:
                 return
-        if is_running or (self._sums is not None and not self._sums.done()):
+        if self._sums is not None and not self._sums.done():
             return
         finish, targets = self.job.finish, self.targets
         if finish is None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.pool.membership import check_name
 from sgl_tiered.router.feed import FeedSource
 
 __all__ = [
@@ -103,6 +104,10 @@ class RouterConfig:
         max_failures: probes that fail in a row until an instance is down.
         max_body_bytes: of a request, and of an answer that is not streamed.
         timeouts: of requests.
+        registry: URL of a pool's registry, whose members are instances as well; None
+            for none.
+        name: of this router among its replicas; empty for one of machine and port.
+        lease_s: from one renewal of its lease there to the end, in seconds.
     """
 
     host: str = "127.0.0.1"
@@ -122,6 +127,9 @@ class RouterConfig:
     max_failures: int = 2
     max_body_bytes: int = 64 * 2**20
     timeouts: Timeouts = Timeouts()
+    registry: str | None = None
+    name: str = ""
+    lease_s: float = 3.0
 
     def __post_init__(self) -> None:
         if self.api_key == "":
@@ -132,6 +140,11 @@ class RouterConfig:
                 f"{self.host} can be reached from outside, and there is no key",
                 "give --api-key-file, or listen on 127.0.0.1",
             )
+        if self.name:
+            try:
+                check_name(self.name)
+            except ConfigError as error:
+                raise ConfigError("--name", error.problem, error.remedy) from None
         for name, value, least in (
             ("--max-attempts", self.max_attempts, 1),
             ("--page-tokens", self.page_tokens, 1),

@@ -8,6 +8,11 @@ stored before are then orphans until they are stored anew. The same holds for a
 subscriber that joins late, and for a publisher that broke the connection (it may have
 begun anew).
 
+A replay that did not come in time is asked for again, a second later, then after twice
+as long each time, and at once when the publisher is connected to again: an idle
+publisher makes no gap that would remind us. What was applied meanwhile is kept until
+the answer begins; then the part is built anew, in order, from what the buffer has.
+
 The subscriber connects: the publisher must bind (``tcp://*:PORT`` in SGLang's
 ``--kv-events-config``, or ``"bind": true``), or nobody ever meets.
 """
@@ -38,6 +43,10 @@ _MAX_QUEUED = 100_000
 _BLOCKS_PER_TURN = 512
 """Applied before requests get the loop again, a millisecond or two."""
 _MAX_BATCH_BYTES = 256 * 2**20
+_MAX_AGAIN_S = 300.0
+"""Between two tries: each holds up the events for ``replay_timeout_s``."""
+_LOOK_S = 0.5
+"""Between two looks at the clock while a replay is owed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class FeedCounts:
         replays: gaps that a replay closed.
         drops: times that all known of the holder was dropped.
         malformed: batches that could not be read.
+        unanswered: replays that did not come in time.
     """
 
     batches: int = 0
@@ -74,6 +84,7 @@ class FeedCounts:
     replays: int = 0
     drops: int = 0
     malformed: int = 0
+    unanswered: int = 0
 
 
 class EventFeed:
@@ -86,6 +97,8 @@ class EventFeed:
         context: ZeroMQ's, shared by all feeds.
         on_count: called with the name of each count of ``FeedCounts`` as it grows.
         replay_timeout_s: bound on a replay as a whole, in seconds.
+        again_s: from a replay that did not come to the next try, in seconds; doubled
+            with each.
     """
 
     def __init__(
@@ -97,6 +110,7 @@ class EventFeed:
         *,
         on_count: Callable[[str], None] | None = None,
         replay_timeout_s: float = 5.0,
+        again_s: float = 1.0,
     ) -> None:
         self.holder = holder
         self.source = source
@@ -106,6 +120,9 @@ class EventFeed:
         self._context = context
         self._on_count = on_count
         self._replay_timeout_s = replay_timeout_s
+        self._again_s = again_s
+        self._wait_s = again_s
+        self._due_s: float | None = None  # of the next try, by the loop's clock
         self._tracker = SequenceTracker()
 
     async def run(self) -> None:
@@ -126,7 +143,10 @@ class EventFeed:
                 # What was published before is asked for at once, not at the next gap.
                 await self._replay()
             while True:
-                await self.take(await socket.recv_multipart())
+                if self._due_s is not None and not await self._has_more(socket):
+                    await self.catch_up()
+                else:
+                    await self.take(await socket.recv_multipart())
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -157,6 +177,24 @@ class EventFeed:
         if verdict is not Verdict.DUPLICATE:
             await self._apply(sequence, frames[2])
 
+    async def catch_up(self) -> None:
+        """Ask again for a replay that did not come."""
+        is_whole = self.holder.is_complete and not self._tracker.is_suspect
+        await self._replay(anew=not is_whole)
+
+    @property
+    def owes_replay(self) -> bool:
+        """Whether a replay did not come, and is to be asked for again."""
+        return self._due_s is not None
+
+    async def _has_more(self, socket: zmq.asyncio.Socket) -> bool:
+        """Wait for a message or for the next try; False when that is due."""
+        now_s = asyncio.get_running_loop().time
+        while self._due_s is not None and (left_s := self._due_s - now_s()) > 0:
+            if await socket.poll(1 + int(1000 * min(left_s, _LOOK_S))):
+                return True
+        return False
+
     def disconnected(self) -> None:
         """Note that the publisher went away; whoever answers next may be new."""
         self._tracker.suspect()
@@ -168,6 +206,7 @@ class EventFeed:
             "replay": self.source.replay_endpoint,
             "connected": self.is_connected,
             "complete": self.holder.is_complete,
+            "replay_owed": self.owes_replay,
             "sequence": self._tracker.applied,
             "orphans": self.holder.num_orphans,
             **asdict(self.counts),
@@ -182,6 +221,9 @@ class EventFeed:
             if was_connected:
                 self.disconnected()
             was_connected = True
+            if self.is_connected and self._due_s is not None:
+                self._wait_s = self._again_s
+                self._due_s = asyncio.get_running_loop().time()
 
     async def _apply(self, sequence: int, payload: bytes) -> None:
         try:
@@ -204,16 +246,20 @@ class EventFeed:
         self._tracker.done(sequence)
         self._count("batches")
 
-    async def _replay(self) -> bool:
+    async def _replay(self, *, anew: bool = False) -> bool:
         """Ask for what is missing; returns whether nothing is missing any more.
 
         What the buffer still has is applied in any case, after a drop if there is a
         hole in front of it.
+
+        Args:
+            anew: all that the buffer has is wanted, for a part of which something is
+                missing; that part is dropped when the answer begins.
         """
         endpoint = self.source.replay_endpoint
         if endpoint is None:
             return False
-        wanted = self._tracker.applied + 1
+        wanted = 0 if anew else self._tracker.applied + 1
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
@@ -227,6 +273,10 @@ class EventFeed:
                     if len(frames) < 4 or frames[2] == _END:
                         break
                     sequence = int.from_bytes(frames[2], "big")
+                    if anew:
+                        anew = False
+                        self._drop()
+                        self._tracker.rewind()
                     if sequence <= self._tracker.applied:
                         continue
                     if sequence != self._tracker.applied + 1:
@@ -234,14 +284,28 @@ class EventFeed:
                         self._drop()
                     await self._apply(sequence, frames[3])
         except TimeoutError:
-            _LOG.warning("no replay from %s", endpoint)
+            self._owe(endpoint)
             return False
         finally:
             socket.close(0)
+        self._wait_s = self._again_s
+        # The end of a part whose front is missing: that front is still owed.
+        if wanted == 0 or has_hole or self.holder.is_complete:
+            self._due_s = None
+        elif self._due_s is not None:
+            self._due_s = asyncio.get_running_loop().time()
         if self._tracker.applied + 1 > wanted and not has_hole:
             self._count("replays")
             return True
         return has_hole
+
+    def _owe(self, endpoint: str) -> None:
+        """Note that a replay did not come, and when to ask for it again."""
+        if self._due_s is None:
+            _LOG.warning("no replay from %s: it is asked for again", endpoint)
+        self._count("unanswered")
+        self._due_s = asyncio.get_running_loop().time() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, _MAX_AGAIN_S)
 
     def _drop(self) -> None:
         """Forget what the holder holds; it grows again from what follows."""

@@ -84,6 +84,16 @@ class Fleet:
         Raises:
             ConfigError: there is one of this name or of this address.
         """
+        instance = self.put(config)
+        await instance.probed.wait()
+        return instance
+
+    def put(self, config: InstanceConfig) -> Instance:
+        """Add an instance; ``probed`` is set once it was asked for the first time.
+
+        Raises:
+            ConfigError: there is one of this name or of this address.
+        """
         for other in self._instances.values():
             if config.name == other.name or config.url == other.config.url:
                 raise ConfigError("--instance", f"{config.name} is there", "rename it")
@@ -98,9 +108,7 @@ class Fleet:
                 self._tree(instance).add_holder(config.name, self._config.page_tokens)
             )
         self._show(instance)
-        probed = asyncio.Event()
-        instance.tasks.append(asyncio.create_task(self._watch(instance, probed)))
-        await probed.wait()
+        instance.tasks.append(asyncio.create_task(self._watch(instance)))
         return instance
 
     def drain(self, instance: Instance, *, is_draining: bool = True) -> None:
@@ -108,9 +116,18 @@ class Fleet:
         instance.is_draining = is_draining
         self._show(instance)
 
+    def lost(self, instance: Instance) -> None:
+        """Note that its process is gone, or another one: what it held is forgotten.
+
+        Who waits for a first byte there is given to another instance.
+        """
+        self._down(instance, is_gone=True)
+
     async def remove(self, instance: Instance) -> None:
         """Forget an instance; requests that it still answers go on to their end."""
         instance.is_draining = True
+        # A task that was cancelled before it ran sets nothing.
+        instance.probed.set()
         self._instances.pop(instance.name, None)
         self.boards[instance.config.kind].changed()
         await _cancel(instance.tasks)
@@ -134,7 +151,7 @@ class Fleet:
             is_gone: its port refused the connection, so that no process is there. Else
                 the next probe finds out.
         """
-        if is_gone:
+        if is_gone and self._instances.get(instance.name) is instance:
             self._down(instance, is_gone=True)
 
     def expire(self) -> None:
@@ -192,12 +209,12 @@ class Fleet:
         instance.feeds.append(feed)
         instance.tasks.append(asyncio.create_task(feed.run()))
 
-    async def _watch(self, instance: Instance, probed: asyncio.Event) -> None:
-        """Probe an instance until it is removed; says when it did so first."""
+    async def _watch(self, instance: Instance) -> None:
+        """Probe an instance until it is removed."""
         try:
             await self._probe(instance, with_health=True)
         finally:
-            probed.set()
+            instance.probed.set()
         per_health = self._config.health_interval_s / self._config.load_interval_s
         rounds = 0
         while True:
@@ -246,11 +263,12 @@ class Fleet:
         if not instance.tells_load:
             return
         asked_s = self._clock.now()
+        instance.ask()
         told = await self._get(instance, "/v1/loads?include=core")
         report = _report(told, asked_s)
         # A server without that path says 404 for ever; one that starts may say so once.
         instance.tells_load = report is not None or not instance.is_up
-        instance.report = report
+        instance.take_report(report, self._clock.now())
         self.boards[instance.config.kind].note_report(instance)
 
     async def _discover(self, instance: Instance) -> None:

@@ -21,8 +21,10 @@ from aiohttp import web
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.routing.registry import make_routing
+from sgl_tiered.pool.membership import default_name
 from sgl_tiered.router.config import InstanceConfig, RouterConfig, parse_instance
 from sgl_tiered.router.fleet import Fleet
+from sgl_tiered.router.following import Following
 from sgl_tiered.router.instances import Instance
 from sgl_tiered.router.metrics import RouterMetrics
 from sgl_tiered.router.prompts import CHARACTERS, PATHS, TOKENS, Tokenizer
@@ -45,7 +47,8 @@ class Router:
 
     Args:
         config: settings, checked.
-        instances: to begin with; others can be added while it serves.
+        instances: to begin with; others can be added while it serves, or are found in
+            the registry.
         tokenizer: None for characters.
         clock: time base of loads and assumptions.
         seed: of the generator that draws the rooms of pairs; None for a new one.
@@ -72,6 +75,7 @@ class Router:
         self.metrics = RouterMetrics()
         self._closing = contextlib.AsyncExitStack()
         self._fleet: Fleet | None = None
+        self._following: Following | None = None
         self._proxy: Proxy | None = None
         self._session: aiohttp.ClientSession | None = None
         self.port = config.port
@@ -81,6 +85,12 @@ class Router:
         """The instances; there once the router has started."""
         assert self._fleet is not None, "the router has not started"
         return self._fleet
+
+    @property
+    def following(self) -> Following:
+        """What keeps the instances as they should be; as ``fleet``."""
+        assert self._following is not None, "the router has not started"
+        return self._following
 
     async def start(self) -> None:
         """Probe the instances and begin to listen; ``port`` is known afterwards."""
@@ -114,7 +124,10 @@ class Router:
         self._session = session
         self._fleet = fleet = Fleet(config, probing, self.metrics, self._clock)
         self._closing.push_async_callback(fleet.close)
-        await asyncio.gather(*(fleet.add(each) for each in self._begin_with))
+        following = Following(config, fleet, self._begin_with, self.metrics)
+        self._following = following
+        self._closing.push_async_callback(following.close)
+        await following.start()
         scheduler = Scheduler(fleet, self._policy, config.page_characters, self._clock)
         self._proxy = proxy = Proxy(
             config,
@@ -140,6 +153,9 @@ class Router:
         site = web.TCPSite(runner, config.host, config.port)
         await site.start()
         self.port = int(runner.addresses[0][1])
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        name = config.name or default_name(self.port)
+        following.lead(name, f"http://{host}:{self.port}")
 
     def _app(self, proxy: Proxy) -> web.Application:
         app = web.Application(
@@ -219,14 +235,17 @@ class Router:
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         del request
-        state = {
+        state: dict[str, Any] = {
             "version": importlib.metadata.version("sgl-tiered"),
             "policy": self._policy.name,
             "alphabet": CHARACTERS if self._tokenizer is None else TOKENS,
             "tokenizer": None if self._tokenizer is None else self._tokenizer.name,
             "ttl_s": self._config.ttl_s,
+            "registry": self.following.state(),
             **self.fleet.state(),
         }
+        for name, shown in state["instances"].items():
+            shown.update(self.following.shown(name))
         return _json(state)
 
     async def _add(self, request: web.Request) -> web.StreamResponse:
@@ -235,27 +254,38 @@ class Router:
         if not isinstance(text, str):
             return error_response(400, 'send {"instance": "URL,kind=..."}')
         try:
-            instance = await self.fleet.add(parse_instance(text, "instance"))
+            config = parse_instance(text, "instance")
+            instance, is_noted = await self.following.add(config, text)
         except ConfigError as error:
             return error_response(400, str(error))
-        return _json({"name": instance.name, "up": instance.is_up}, 201)
+        told = {"name": instance.name, "up": instance.is_up}
+        return _json({**told, **self._noted(is_noted)}, 201)
 
     async def _remove(self, request: web.Request) -> web.StreamResponse:
         instance = self._named(request)
-        await self.fleet.remove(instance)
-        return _json({"name": instance.name, "under_way": instance.num_under_way})
+        is_noted = await self.following.remove(instance)
+        told = {"name": instance.name, "under_way": instance.num_under_way}
+        return _json({**told, **self._noted(is_noted)})
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
         await _json_body(request)
         instance = self._named(request)
-        self.fleet.drain(instance)
-        return _json({"name": instance.name, "under_way": instance.num_under_way})
+        is_noted = await self.following.drain(instance)
+        told = {"name": instance.name, "under_way": instance.num_under_way}
+        return _json({**told, **self._noted(is_noted)})
 
     async def _resume(self, request: web.Request) -> web.StreamResponse:
         await _json_body(request)
         instance = self._named(request)
-        self.fleet.drain(instance, is_draining=False)
-        return _json({"name": instance.name, "up": instance.is_up})
+        is_noted = await self.following.drain(instance, is_draining=False)
+        told = {"name": instance.name, "up": instance.is_up}
+        if instance.is_draining:
+            told["draining"] = True  # the registry says so: it will leave
+        return _json({**told, **self._noted(is_noted)})
+
+    def _noted(self, is_noted: bool) -> dict[str, bool]:
+        """Return what an answer says of a registry: do the other replicas know?"""
+        return {} if self._config.registry is None else {"noted": is_noted}
 
     def _named(self, request: web.Request) -> Instance:
         instance = self.fleet.get(request.match_info["name"])

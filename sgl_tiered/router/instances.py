@@ -60,6 +60,7 @@ class Instance:
         tasks: that probe and follow it.
         report: the last load that it told, if it tells.
         tells_load: False once it said that it does not.
+        probed: set once it was asked for the first time.
         on_load: called with the requests under way as they change.
         on_change: called when ``load`` changed for the sake of a request of ours.
     """
@@ -73,9 +74,13 @@ class Instance:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     report: LoadReport | None = None
     tells_load: bool = True
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
     on_load: Callable[[int], None] | None = None
     on_change: Callable[[Instance], None] | None = None
     _tickets: set[Ticket] = field(default_factory=set)
+    _told_s: float = 0.0
+    _num_ended: int = 0
+    _num_ended_unasked: int = 0
 
     @property
     def name(self) -> str:
@@ -102,7 +107,11 @@ class Instance:
     def close(self, ticket: Ticket) -> None:
         """Count a request as ended; a second time changes nothing."""
         ticket.is_waiting = False
-        self._tickets.discard(ticket)
+        if ticket in self._tickets:
+            self._tickets.remove(ticket)
+            self._num_ended_unasked += 1
+            if self.report is not None and ticket.sent_s <= self._told_s:
+                self._num_ended += 1
         self._tell()
 
     def answered(self, ticket: Ticket) -> None:
@@ -117,11 +126,29 @@ class Instance:
             if ticket.is_waiting and ticket.give_up is not None:
                 ticket.give_up()
 
+    def ask(self) -> None:
+        """Note that it is asked for its load now: ``take_report`` has the answer."""
+        self._num_ended_unasked = 0
+
+    def take_report(self, report: LoadReport | None, now_s: float) -> None:
+        """Take what it told of its load; None where it told nothing.
+
+        Requests of ours that ended while it was asked may still be counted in it.
+        """
+        self.report = report
+        self._told_s = now_s
+        self._num_ended = self._num_ended_unasked
+
     def load(self, now_s: float, max_age_s: float) -> tuple[int, int]:
         """Return (prompt tokens that wait, requests under way).
 
         A report that is young enough counts all that was sent before it, by whichever
-        replica; ours of later are added. Without one, only our own are known.
+        replica; ours of later are added, and ours that have ended since are taken off.
+        Else a request would count against the holder of its prefix until the next
+        report, and the one that follows it in a chat would be sent elsewhere. Where it
+        is not certain that a request is in the report, it is taken off: too low a load
+        lasts until the next report as well, and costs less. Without a report, only our
+        own are known.
         """
         report = self.report
         if report is None or now_s - report.asked_s > max_age_s:
@@ -129,7 +156,11 @@ class Instance:
             return waiting, len(self._tickets)
         later = [t for t in self._tickets if t.sent_s >= report.asked_s]
         waiting = sum(t.num_tokens for t in later if t.is_waiting)
-        return report.waiting_tokens + waiting, report.num_requests + len(later)
+        num_left = max(report.num_requests - self._num_ended, 0)
+        # Where ours were all there was, nobody is left who waits.
+        if num_left or not self._num_ended:
+            waiting += report.waiting_tokens
+        return waiting, num_left + len(later)
 
     def state(self, waiting_tokens: int, num_running: int) -> dict[str, Any]:
         """Return what ``/router/state`` shows, as plain numbers and words."""

@@ -77,7 +77,7 @@ class RouterMetrics:
         self.events = Counter(
             f"{_PREFIX}_events",
             "What happened on a feed of KV events: batches, gaps, restarts, replays, "
-            "drops, malformed.",
+            "drops, malformed, unanswered (replays that did not come in time).",
             ["instance", "what"],
             registry=self.registry,
         )
@@ -87,6 +87,33 @@ class RouterMetrics:
             ["kind"],
             registry=self.registry,
         )
+        self.registry_up = Gauge(
+            f"{_PREFIX}_registry_up",
+            "1 where the pool's registry can be used; 0 where not, or without one.",
+            registry=self.registry,
+        )
+        self.leads = Gauge(
+            f"{_PREFIX}_leads",
+            "1 where this replica leads the others.",
+            registry=self.registry,
+        )
+        self.leader = Gauge(
+            f"{_PREFIX}_leader",
+            "1 for the replica that leads, as this one knows it.",
+            ["replica"],
+            registry=self.registry,
+        )
+
+    def show_registry(self, is_up: bool) -> None:
+        """Show whether the registry can be used; never called without one."""
+        self.registry_up.set(is_up)
+
+    def show_leader(self, leader: str, *, leads: bool) -> None:
+        """Show who leads the replicas (empty for nobody), and whether it is us."""
+        self.leads.set(leads)
+        self.leader.clear()
+        if leader:
+            self.leader.labels(leader).set(1)
 
     def render(self) -> bytes:
         """Return the text that ``/metrics`` answers."""

@@ -26,6 +26,7 @@ class SequenceTracker:
     """The numbers of one publisher.
 
     Attributes:
+        is_suspect: the connection broke since the last number that came live.
         applied: the last number that was applied; -1 before the first. A subscriber
             that joins late therefore begins with a gap, as it should.
     """
@@ -33,13 +34,20 @@ class SequenceTracker:
     def __init__(self) -> None:
         self.applied = -1
         self._live = -1
-        self._is_suspect = False
+        self.is_suspect = False
 
     def reset(self) -> None:
         """Forget all numbers: a publisher of which nothing is known."""
         self.applied = -1
         self._live = -1
-        self._is_suspect = False
+        self.is_suspect = False
+
+    def rewind(self) -> None:
+        """Note that nothing counts as applied: all is to come again, by a replay.
+
+        What came live stays known, so that the next live number is none of a restart.
+        """
+        self.applied = -1
 
     def suspect(self) -> None:
         """Note that the connection broke, so that whoever comes next may be new.
@@ -47,7 +55,7 @@ class SequenceTracker:
         A publisher that began anew can have reached just the number that is expected;
         the number alone would then hide all that was lost.
         """
-        self._is_suspect = self._live >= 0 or self.applied >= 0
+        self.is_suspect = self._live >= 0 or self.applied >= 0
 
     def judge(self, sequence: int) -> Verdict:
         """Return what to do with a batch that came live.
@@ -55,7 +63,7 @@ class SequenceTracker:
         After RESTART the caller resets; after GAP it resyncs; after APPLY it applies
         and calls ``done``.
         """
-        if self._is_suspect or (0 <= sequence <= self._live):
+        if self.is_suspect or (0 <= sequence <= self._live):
             return Verdict.RESTART
         self._live = sequence
         if sequence <= self.applied:

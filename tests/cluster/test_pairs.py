@@ -166,8 +166,9 @@ def cluster(running, device, mode, entrance, tmp_path_factory):
     def make():
         ports = Ports()
         handover = tiered(mode, f"file:{logs / 'pool'}", HOST_BYTES)
-        # The planner may find an answer of a page not worth a load.
-        flags = ("--tiered-load-policy", "always") if mode == 3 else ()
+        # The planner may find an answer of a page not worth a load, or a return.
+        always = ("--tiered-load-policy", "always", "--tiered-pd-returns", "always")
+        flags = always if mode == 3 else ()
         pair = [
             new_member(device, kind, kind, ports, handover=handover, flags=flags)
             for kind in (PREFILL, DECODE)

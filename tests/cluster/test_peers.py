@@ -2,7 +2,8 @@
 
 The sessions are told to the left one; then rounds go to the right one, which forgets
 all before each, so that every round pulls. It must answer right whatever becomes of the
-left one or of the registry.
+left one or of the registry. A router knows of the two by the registry alone: after each
+fault it must find them again, and it serves while the registry is gone.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from pathlib import Path
 import pytest
 from sgl_tiered_workloads.cluster.members import COLOCATED, new_member
 from sgl_tiered_workloads.cluster.ports import Ports
-from sgl_tiered_workloads.cluster.running import Cluster, etcd
+from sgl_tiered_workloads.cluster.running import Cluster, etcd, router
 from sgl_tiered_workloads.systems import MB, Tiers
 
 from tests.cluster.cluster_support import (
+    ROUTER_FLAGS,
     assert_right,
     emptied,
     play,
     settled,
     states,
     storm,
+    struck,
 )
 from tests.e2e.e2e_support import wait_until
 
@@ -64,10 +67,10 @@ def cluster(request, running, device, tmp_path_factory):
         members = []
         for name in (LEFT, RIGHT):
             flags = (*FLAGS, "--tiered-pool", url, "--tiered-pool-name", name)
-            members.append(
-                new_member(device, COLOCATED, name, ports, flags=flags, events=False)
-            )
-        return Cluster(members, logs, services=services, ports=ports)
+            members.append(new_member(device, COLOCATED, name, ports, flags=flags))
+        told = (*ROUTER_FLAGS, "--registry", url)
+        front = router([], ports.take(), logs, flags=told)
+        return Cluster(members, logs, services=services, behind=[front], ports=ports)
 
     return running(f"peers-{request.param}", make)
 
@@ -149,7 +152,7 @@ def test_answers_are_plains(cluster, plain):
     assert pulls_again(cluster, plain)
 
 
-def struck(cluster, name, fault, meanwhile):
+def struck_until(cluster, name, fault, meanwhile):
     """Strike a server or the registry, and heal it when ``meanwhile`` is over."""
     if fault == "killed":
         cluster.kill(name)
@@ -178,7 +181,7 @@ def test_a_server_struck(cluster, plain, side, fault):
 
     def strike():
         wait_until(lambda: is_asked(cluster), "a pull is under way")
-        struck(cluster, name, fault, meanwhile)
+        struck_until(cluster, name, fault, meanwhile)
 
     played = stormed(cluster, plain, strike)
     # Nobody stands in front of the right one: its clients see it go.
@@ -202,10 +205,11 @@ def test_the_registry_struck(cluster, plain, fault):
         for name in (LEFT, RIGHT):
             wait_until(lambda n=name: is_alone(n), f"the lease of {name} is over")
         assert_right(plain, play([cluster.url(LEFT)], plain))
+        assert_right(plain, play(cluster.routers, plain))
 
     def strike():
         wait_until(lambda: is_asked(cluster), "a pull is under way")
-        struck(cluster, REGISTRY, fault, meanwhile)
+        struck_until(cluster, REGISTRY, fault, meanwhile)
 
     played = stormed(cluster, plain, strike)
     assert_right(plain, played)
@@ -218,3 +222,13 @@ def test_the_registry_struck(cluster, plain, fault):
             ),
             f"{name} has no trouble",
         )
+
+
+def test_a_server_behind_the_router_struck(cluster, plain, fault):
+    """Its lease ends, so the router sends nothing there, and who waited there goes to
+    the other one; a new start, or one that goes on, is found again."""
+    if fault == "killed":
+        ends = (lambda: cluster.kill(LEFT), lambda: cluster.restart(LEFT))
+    else:
+        ends = (lambda: cluster.pause(LEFT), lambda: cluster.resume(LEFT))
+    assert_right(plain, struck(cluster, plain, LEFT, *ends))

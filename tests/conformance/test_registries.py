@@ -115,6 +115,45 @@ class Kit:
         assert [member.name for member in view.members] == ["p0"]
         assert view.version > version
 
+    def test_a_look_is_a_view_that_may_fail(self, make: Callable[[], Registry]) -> None:
+        """Where there is an answer, the two are equal."""
+        registry = make()
+        registry.join("p0", PREFILL, {})
+        assert registry.look() == registry.view()
+
+    def test_notes_outlive_leases_and_the_last_write_wins(
+        self, make: Callable[[], Registry]
+    ) -> None:
+        """Each write has another version, and what was written since is not erased."""
+        one, other = make(), make()
+        assert one.notes() == {}
+        lease = one.join("p0", PREFILL, {})
+        first = one.note("p0", "a")
+        second = other.note("p0", "a")
+        third = other.note("p1", "\N{SNOWMAN} {}")
+        assert first is not None
+        assert second is not None
+        assert first.version != second.version
+        one.leave(lease)
+        assert one.notes() == {"p0": second, "p1": third}
+        assert not one.erase("p0", first.version), "it was written since"
+        assert one.erase("p0", second.version)
+        assert not other.erase("p0", second.version), "it is gone"
+        assert other.notes() == {"p1": third}
+        with pytest.raises(ConfigError, match="letters"):
+            one.note("a/b", "x")
+
+    def test_notes_do_not_change_the_members(
+        self, make: Callable[[], Registry]
+    ) -> None:
+        """Whoever watches them finds the same ones."""
+        registry = make()
+        lease = registry.join("p0", PREFILL, {})
+        note = registry.note("p0", "a")
+        assert note is not None
+        assert registry.renew(lease)
+        assert [member.name for member in registry.view().members] == ["p0"]
+
     def test_a_bad_name_is_refused(self, make: Callable[[], Registry]) -> None:
         """It would be part of keys."""
         with pytest.raises(ConfigError, match="letters"):
@@ -154,6 +193,30 @@ class TestLocalRegistry(Kit):
         make().join("p0", PREFILL, {})
         modes = {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
         assert modes == {0o600}
+
+    def test_a_file_of_before_there_were_notes_is_read(
+        self, make: Callable[[], Registry], tmp_path: Path
+    ) -> None:
+        """And one without any is written as it was then, for those who know of none."""
+        registry = make()
+        registry.join("p0", PREFILL, {})
+        path = tmp_path / "registry.json"
+        assert "notes" not in path.read_text()
+        note = registry.note("p0", "a")
+        assert note is not None
+        assert make().notes() == {"p0": note}
+        assert registry.erase("p0", note.version)
+        assert "notes" not in path.read_text()
+
+    def test_a_file_out_of_reach_is_no_answer(self, tmp_path: Path) -> None:
+        """Values, but for the start."""
+        registry = LocalRegistry(tmp_path / "gone" / "registry.json")
+        assert registry.look() is None
+        assert registry.notes() is None
+        assert registry.note("p0", "a") is None
+        assert not registry.erase("p0", 1)
+        with pytest.raises(TransportUnavailableError, match="cannot be used"):
+            registry.join("p0", PREFILL, {})
 
     def test_a_foreign_file_is_refused(self, tmp_path: Path) -> None:
         """And left alone."""
@@ -265,6 +328,10 @@ class TestWithoutEtcd:
         assert registry.view().members == ()
         assert registry.watch(0, 5.0) is None
         assert registry.leader("scheduler") is None
+        assert registry.look() is None
+        assert registry.notes() is None
+        assert registry.note("p0", "a") is None
+        assert not registry.erase("p0", 1)
 
     def test_a_short_lease_is_refused(self) -> None:
         """etcd would silently grant a longer one."""

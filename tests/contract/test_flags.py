@@ -39,6 +39,7 @@ GOOD = {
         "--tiered-lossy-default=allow",
         "--tiered-emulate=host:latency=0.001",
     ],
+    "pool ranks": [*ON, "--tiered-pool=local", "--tp-size=2"],
     "layerkv on": [
         *ON,
         "--page-size=16",
@@ -96,7 +97,15 @@ GOOD = {
         "--disaggregation-mode=decode",
         "--tiered-pd-caching=3",
         "--tiered-pd-transport=loopback",
+        "--tiered-pd-returns=always",
         "--tiered-pool=file:{tmp}/pool",
+    ],
+    "prefill layerkv": [
+        *ON,
+        *PD,
+        "--disaggregation-mode=prefill",
+        "--page-size=16",
+        "--tiered-layerkv=on",
     ],
     "file": [*ON, "--tiered-config={tmp}/good.toml"],
     "plain": [],
@@ -194,10 +203,6 @@ BAD = {
         ],
         "--tiered-pool-transport",
     ),
-    "pool ranks": (
-        [*ON, "--tiered-pool=local", "--tp-size=2"],
-        "--tiered-pool: does not go with --tp-size",
-    ),
     "pool activations": (
         [
             *ON,
@@ -266,15 +271,36 @@ BAD = {
         [*ON, "--disaggregation-mode=prefill"],
         "--radix-cache-backend: tiered was tested with our transfer backend only",
     ),
-    "prefill layerkv": (
+    "decode layerkv": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=decode",
+            "--page-size=16",
+            "--tiered-layerkv=on",
+        ],
+        "--tiered-layerkv: does not go with --disaggregation-mode decode",
+    ),
+    "prefill activations": (
         [
             *ON,
             *PD,
             "--disaggregation-mode=prefill",
             "--page-size=16",
             "--tiered-layerkv=on",
+            "--tiered-activations=0.5",
         ],
-        "--tiered-layerkv: does not go with --disaggregation-mode prefill",
+        "--tiered-activations: does not go with --disaggregation-mode prefill",
+    ),
+    "returns without returns": (
+        [
+            *ON,
+            *PD,
+            "--disaggregation-mode=decode",
+            "--tiered-pd-caching=2",
+            "--tiered-pd-returns=never",
+        ],
+        "--tiered-pd-returns: chooses among the returns",
     ),
     "decode on-evict": (
         [

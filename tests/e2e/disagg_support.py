@@ -23,7 +23,14 @@ from sgl_tiered.router.config import RouterConfig, parse_instance
 from sgl_tiered.router.front import Router
 from tests.e2e.e2e_support import PATIENCE_S, START_TIMEOUT_S
 
-__all__ = ["PAGE", "Pair", "pair_flags", "play_sessions", "start_pair"]
+__all__ = [
+    "PAGE",
+    "Pair",
+    "join_prefill",
+    "pair_flags",
+    "play_sessions",
+    "start_pair",
+]
 
 PAGE = 16
 _FORBIDDEN_IN_LOGS = ("AssertionError", "leak detected", "double free")
@@ -66,9 +73,14 @@ class Pair:
         found: dict[str, Any] = state["tiered_pd"]
         return found
 
-    def stop(self) -> None:
-        """Stop both; their logs must be free of broken invariants."""
-        for server in (self.decode, self.prefill):
+    def stop(self, *, keep_decode: bool = False) -> None:
+        """Stop both; their logs must be free of broken invariants.
+
+        Args:
+            keep_decode: it belongs to another pair.
+        """
+        servers = (self.prefill,) if keep_decode else (self.decode, self.prefill)
+        for server in servers:
             died = server.exit_code()
             server.stop()
             log = server.log_path.read_text(errors="replace")
@@ -95,6 +107,7 @@ def start_pair(
     log_dir: Path,
     flags: Sequence[str],
     prefill: Sequence[str] = (),
+    decode: Sequence[str] = (),
 ) -> Pair:
     """Start both servers at the same time, and return when both answer.
 
@@ -103,31 +116,12 @@ def start_pair(
         log_dir: gets their logs.
         flags: of both.
         prefill: of the prefill server alone.
+        decode: of the decode server alone.
     """
     port = free_port()
-    shared = (
-        "--page-size",
-        str(device.page_size),
-        "--max-total-tokens",
-        str(device.pool_tokens),
-        *CPU_FLAGS,
-        *device.flags,
-        *flags,
-        "--disaggregation-bootstrap-port",
-        str(port),
-    )
     servers = [
-        SglangServer(
-            ServerSpec(
-                mode,
-                device.model,
-                (*shared, "--disaggregation-mode", mode, *extra),
-                _ENV,
-            ),
-            log_dir,
-            start_timeout_s=START_TIMEOUT_S,
-        )
-        for mode, extra in (("prefill", tuple(prefill)), ("decode", ()))
+        _server(mode, mode, device, log_dir, port, (*flags, *extra))
+        for mode, extra in (("prefill", prefill), ("decode", decode))
     ]
     with ThreadPoolExecutor(2) as both:
         starts = [both.submit(server.start) for server in servers]
@@ -138,6 +132,48 @@ def start_pair(
         assert failed[0] is not None
         raise failed[0]
     return Pair(servers[0], servers[1], port)
+
+
+def join_prefill(
+    pair: Pair, device: Device, log_dir: Path, flags: Sequence[str]
+) -> Pair:
+    """Start another prefill server for a pair's decode server; stop it alone.
+
+    Args:
+        pair: whose decode server it works with.
+        device: of the new server.
+        log_dir: gets its log.
+        flags: of it.
+    """
+    port = free_port()
+    server = _server("prefill", "prefill-2", device, log_dir, port, flags)
+    server.start()
+    return Pair(server, pair.decode, port)
+
+
+def _server(
+    mode: str,
+    name: str,
+    device: Device,
+    log_dir: Path,
+    bootstrap_port: int,
+    flags: Sequence[str],
+) -> SglangServer:
+    """Return a server of a pair, not started yet."""
+    shared = (
+        "--page-size",
+        str(device.page_size),
+        "--max-total-tokens",
+        str(device.pool_tokens),
+        *CPU_FLAGS,
+        *device.flags,
+        "--disaggregation-bootstrap-port",
+        str(bootstrap_port),
+        "--disaggregation-mode",
+        mode,
+    )
+    spec = ServerSpec(name, device.model, (*shared, *flags), _ENV)
+    return SglangServer(spec, log_dir, start_timeout_s=START_TIMEOUT_S)
 
 
 def play_sessions(

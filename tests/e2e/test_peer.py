@@ -7,20 +7,25 @@ the checks and computed. Loads are forced (``always``), so that nothing depends 
 fast the machine is.
 """
 
+import asyncio
 import json
 import os
 import signal
 import urllib.request
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.gate import check_equality, negative_control
 from sgl_tiered_workloads.server import SglangServer, free_port
 from sgl_tiered_workloads.sessions import random_tokens, replay
 from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Tiers, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
+from sgl_tiered.router.config import RouterConfig
+from sgl_tiered.router.front import Router
 from tests.e2e.e2e_support import (
     PATIENCE_S,
     START_TIMEOUT_S,
@@ -41,32 +46,52 @@ FAULTS = {"SGL_TIERED_ALLOW_FAULTS": "1"}
 
 
 class Pair:
-    """Two servers of one pool: ``a`` computes, ``b`` pulls."""
+    """Two servers of one pool: ``a`` computes, ``b`` pulls.
 
-    def __init__(self, folder, model):
+    Args:
+        folder: for registry, logs and disks.
+        model: what they serve.
+        dress: makes of a server's spec what is started.
+    """
+
+    def __init__(self, folder, model, dress=lambda spec: spec):
+        self.dress = dress
         self.folder = folder
+        self.registry = f"file:{folder / 'pool'}"
         self.model = model
+        self.num_disks = 0
         self.a = self.start("a")
         self.b = self.start("b")
 
     def start(self, name, flags=()):
-        """Start a server of the pool."""
+        """Start a server of the pool; each start of ``a`` has an empty disk."""
+        ports = Ports()
+        events = {
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{ports.take()}",
+            "replay_endpoint": f"tcp://*:{ports.take()}",
+        }
+        tiers = Tiers(100 * MB)
+        if name == "a":
+            self.num_disks += 1
+            tiers = Tiers(100 * MB, self.folder / f"disk-{self.num_disks}", 200 * MB)
         spec = tiered_spec(
             CASE.device(self.model, POOL_TOKENS),
-            Tiers(100 * MB),
+            tiers,
             f"peer-{name}",
             (
                 *CPU_FLAGS[:1],
                 "--tiered-load-policy=always",
-                f"--tiered-pool=file:{self.folder / 'pool'}",
+                f"--tiered-pool={self.registry}",
                 f"--tiered-pool-name={name}",
                 "--tiered-pool-transport=loopback",
+                f"--kv-events-config={json.dumps(events)}",
                 *flags,
             ),
             FAULTS,
         )
         server = SglangServer(
-            spec, self.folder / name, free_port(None), START_TIMEOUT_S
+            self.dress(spec), self.folder / name, free_port(None), START_TIMEOUT_S
         )
         server.start()
         return server
@@ -164,6 +189,75 @@ def test_a_hint_names_the_holder(pair):
     told = generate(pair.b, tokens, headers)["tiered"][0]["peer"]
     assert (told["holder"], told["pages"]) == ("a", (len(tokens) - 1) // CASE.page_size)
     assert stats(pair.b)["counters"].get("peer_searches", 0) == asked
+
+
+def test_a_router_finds_them_by_the_registry(pair):
+    """What a server writes into its entry is enough to serve and to follow it."""
+    # Two each: an idle server may publish the last one's events with its next work.
+    for seed in (8, 9):
+        for server in (pair.a, pair.b):
+            generate(server, prompt(seed))
+
+    async def run():
+        router = Router(RouterConfig(port=0, registry=pair.registry))
+        await router.start()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not is_found(router, "a") or not is_found(router, "b"):
+                    await asyncio.sleep(0.05)
+            front = SimpleNamespace(url=f"http://127.0.0.1:{router.port}")
+            told = await asyncio.to_thread(generate, front, prompt(8))
+            assert told["completion_tokens"] == 4
+            for name, server in (("a", pair.a), ("b", pair.b)):
+                config = router.fleet.get(name).config
+                assert (config.url, config.kind) == (server.url, "colocated")
+        finally:
+            await router.close()
+
+    asyncio.run(run())
+
+
+def is_found(router, name):
+    """Whether a server is up, and its events are followed from the first one on."""
+    instance = router.fleet.get(name)
+    if instance is None or not instance.is_up:
+        return False
+    (feed,) = instance.feeds
+    return feed.is_connected and feed.holder.is_complete
+
+
+def test_what_only_the_disk_of_a_peer_has_is_pulled(pair, reference):
+    """A reads it for b, and the answers are plain's; a second time memory has it."""
+    plain = reference(CASE)
+    chosen = plain.chat[-3:]
+    drop(pair.b, "device", "host")
+    first = list(chosen[0].prompt)
+    sequential(pair.a, replay(chosen))
+    drop(pair.a, "device", "host")
+    state = stats(pair.a)
+    assert state["occupancy"]["disk"]["used"] > 0
+    assert state["occupancy"]["host"]["used"] == 0
+    before = edge(state, "disk->host")
+    told = generate(pair.b, first)["tiered"][0]["peer"]
+    assert told["pages"] == (len(first) - 1) // CASE.page_size
+    assert told["disk_pages"] == told["pages"]
+    assert edge(stats(pair.a), "disk->host") - before == told["disk_pages"]
+    drop(pair.b, "device", "host")
+    again = generate(pair.b, first)["tiered"][0]["peer"]
+    assert (again["pages"], again["disk_pages"]) == (told["pages"], 0)
+    drop(pair.b, "device", "host")
+    drop(pair.a, "device", "host")
+    answers = sequential(pair.b, replay(chosen))
+    assert len(pulled(answers)) == len(chosen)
+    result = check_equality(
+        chosen,
+        answers,
+        page_size=CASE.page_size,
+        spread=plain.spread,
+        min_exact_fraction=0.0,
+        must_cover=["peer"],
+    )
+    assert result.passed, result.summary()
 
 
 def test_spoiled_pages_turn_the_gate_red(pair, reference):

@@ -1,4 +1,4 @@
-"""The router in front of a real, plain SGLang server that publishes KV events.
+"""The router in front of real SGLang servers that publish KV events, one with tiers.
 
 Each test has a router of its own, which joins late and catches up by a replay. What it
 believes is compared with what the server says of each request (``cached_tokens``).
@@ -15,13 +15,16 @@ from contextlib import asynccontextmanager
 import aiohttp
 import numpy as np
 import pytest
-from sgl_tiered_workloads.server import free_port
+from sgl_tiered_workloads.cluster.ports import Ports
+from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import random_tokens
-from sgl_tiered_workloads.systems import plain_spec
+from sgl_tiered_workloads.systems import Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
+from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.router.config import RouterConfig, parse_instance
 from sgl_tiered.router.front import Router
+from sgl_tiered.router.tree import keys_of, root_key
 from tests.e2e.e2e_support import PATIENCE_S, POOL_TOKENS, Case, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
@@ -31,36 +34,45 @@ PROMPT_TOKENS = 200  # not a multiple of the page: the last page is never a hit
 HIT_TOKENS = PROMPT_TOKENS // PAGE * PAGE
 
 
+def publishing():
+    """Return the flags of a publisher and a replay endpoint."""
+    ports = Ports()
+    told = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{ports.take()}",
+        "replay_endpoint": f"tcp://*:{ports.take()}",
+    }
+    return ("--kv-events-config", json.dumps(told))
+
+
 @pytest.fixture(scope="module")
 def server(servers, model):
     """Plain SGLang with a publisher and a replay endpoint."""
-    events, replay = free_port(), free_port()
-    told = {
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events}",
-        "replay_endpoint": f"tcp://*:{replay}",
-    }
-    flags = ("--kv-events-config", json.dumps(told))
-    return servers.get(plain_spec(Case(PAGE).device(model), "events", flags=flags))
+    spec = plain_spec(Case(PAGE).device(model), "events", flags=publishing())
+    return servers.get(spec)
 
 
 @asynccontextmanager
-async def routed(server):
-    """Give a router that knows all that the server holds, and a client of it."""
+async def routed(server, **others):
+    """Give a router that knows all that the servers hold, and a client of it."""
     config = RouterConfig(port=0, load_interval_s=0.2, health_interval_s=60.0)
-    router = Router(config, [parse_instance(f"{server.url},name=only")])
+    named = {"only": server, **others}
+    instances = [
+        parse_instance(f"{each.url},name={name}") for name, each in named.items()
+    ]
+    router = Router(config, instances)
     await router.start()
     try:
         url = f"http://127.0.0.1:{router.port}"
         async with aiohttp.ClientSession(url) as client:
-            await until(lambda: is_complete(router))
+            await until(lambda: all(is_complete(router, name) for name in named))
             yield router, client
     finally:
         await router.close()
 
 
-def is_complete(router):
-    instance = router.fleet.get("only")
+def is_complete(router, name="only"):
+    instance = router.fleet.get(name)
     holder = instance.holders[0]
     connected = bool(instance.feeds) and instance.feeds[0].is_connected
     return connected and holder.is_complete and holder.num_orphans == 0
@@ -93,15 +105,27 @@ async def ask(client, sent):
         return int(response.headers["X-Tiered-Cached-Tokens"]), await response.json()
 
 
-async def settled(router):
+async def settled(router, name="only"):
     """Wait until the batches of what was answered have come."""
-    feed = router.fleet.get("only").feeds[0]
+    feed = router.fleet.get(name).feeds[0]
     last = -1
     while feed.counts.batches != last:
         last = feed.counts.batches
         await asyncio.sleep(0.5)
     # What is only assumed must not help: the events have to say it all.
     router.fleet.trees["colocated"].expire(float("inf"))
+
+
+async def idle(router):
+    """Wait until every server, asked from now on, has told that it is idle."""
+    now_s = SystemClock().now()
+
+    def is_idle(instance):
+        report = instance.report
+        is_new = report is not None and report.asked_s >= now_s
+        return is_new and router.fleet.load(instance) == (0, 0)
+
+    await until(lambda: all(is_idle(each) for each in router.fleet))
 
 
 def test_what_the_router_believes_is_what_the_server_says(server):
@@ -218,3 +242,44 @@ def test_a_client_that_leaves_aborts_its_request(server, is_stream):
             assert instance.num_under_way == 0
 
     asyncio.run(run())
+
+
+def test_a_prefix_in_host_memory_is_routed_to_its_holder(server, servers, model):
+    """The device gave it up, the tiers' own events say who still has it, and where."""
+    tiers = Tiers(host_bytes=64 * 2**20)
+    flags = (*publishing(), "--tiered-load-policy", "always")
+    device = Case(PAGE).device(model)
+    spec = tiered_spec(device, tiers, "tier-events", flags)
+
+    async def run(tiered):
+        async with routed(server, tiered=tiered) as (router, client):
+            sent = prompt(900)
+            await asyncio.to_thread(generate, tiered, sent)
+            for seed in range(901, 901 + 2 * POOL_TOKENS // PROMPT_TOKENS):
+                await asyncio.to_thread(generate, tiered, prompt(seed))
+            tree = router.fleet.trees["colocated"]
+            holder = router.fleet.get("tiered").holders[0]
+
+            def pages():
+                keys = keys_of(root_key("tokens", PAGE), sent, PAGE)
+                match = tree.match(keys).get(holder.number)
+                return None if match is None else match.pages
+
+            # An idle server publishes when it looks round next: wake it.
+            async with asyncio.timeout(PATIENCE_S):
+                while pages() != (0, HIT_TOKENS // PAGE, 0, 0, 0, 0):
+                    await asyncio.to_thread(generate, tiered, prompt(900 + 99))
+            await settled(router, "tiered")
+            for _ in range(4):  # plain and idle, it would have every other turn
+                # One request under way outweighs so short a prefix: rightly so.
+                await idle(router)
+                seen, answer = await ask(client, body(sent))
+                assert seen == answer["meta_info"]["cached_tokens"] == HIT_TOKENS
+            kept = router.fleet.get("tiered").feeds[0].counts
+            assert (kept.malformed, kept.drops) == (0, 0)
+            await asyncio.to_thread(tiered.flush_cache)
+            await until(lambda: pages() is None)
+
+    # Beside the plain one, which ``servers`` would end first.
+    with SglangServer(spec, servers.log_dir) as tiered:
+        asyncio.run(run(tiered))

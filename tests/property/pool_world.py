@@ -15,7 +15,7 @@ import numpy as np
 from sgl_tiered.cache.config import CacheConfig, TierConfig
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.addresses import mediums_of, slots_of
-from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.core.clock import Clock, ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import KEY_BYTES
 from sgl_tiered.cost.links import LinkCost
@@ -39,6 +39,7 @@ from sgl_tiered.transport.knocking import Place as Whereabouts
 from sgl_tiered.transport.knocking import Reach
 from sgl_tiered.transport.messages import Part, Times
 from sgl_tiered.transport.release import ReleaseWatch
+from tests.property.pool_disk import Disk
 
 SHAPE = KVShape(num_layers=2, num_heads=2, head_bytes=2, page_tokens=2)
 (SHARD,) = Shard.split(SHAPE, 1, 1)
@@ -53,8 +54,8 @@ STEP_S = 0.25
 class Array:
     """A region that is a plain array."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.array = np.zeros((num_rows, LAYOUT.page_bytes), np.uint8)
+    def __init__(self, num_rows: int, row_bytes: int = LAYOUT.page_bytes) -> None:
+        self.array = np.zeros((num_rows, row_bytes), np.uint8)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -78,9 +79,11 @@ class World:
 
     Attributes:
         in_cache: the stores are those of caches in use, else of their own.
+        disk_pages: of a disk below the memory of such a cache; 0 for none.
     """
 
     in_cache: bool = False
+    disk_pages: int = 0
     clock: ManualClock = field(default_factory=ManualClock)
     memories: dict[int, np.ndarray] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
@@ -294,11 +297,14 @@ class Node:
             places.append(Place(medium, number, form))
         info = PoolInfo(SHAPE, (RankInfo(self.transport.address, tuple(places)),))
         self.cache: TieredCache | None = None
+        self.disk: Disk | None = None
         if world.in_cache:
-            self.cache = make_cache(world.clock, blocks)
-            self.store: TableStore = ShortlyNamed(
-                self.cache, instance, tiers, incarnation
-            )
+            self.cache = make_cache(world.clock, blocks, world.disk_pages)
+            store = ShortlyNamed(self.cache, instance, tiers, incarnation)
+            self.store: TableStore = store
+            if world.disk_pages:
+                host = self.regions[TierId.HOST]
+                self.disk = Disk(self.cache, store, host, world.clock, world.disk_pages)
         else:
             self.store = TableStore(
                 instance,
@@ -325,6 +331,7 @@ class Node:
             CONFIG,
             pause=world.pump,
             watch=self.watch,
+            reads=None if self.disk is None else self.disk.reads,
         )
         self.pool.see(world.view())
 
@@ -379,8 +386,12 @@ def long_name(namespace: bytes) -> bytes:
     return namespace.ljust(KEY_BYTES, b"-")
 
 
-def make_cache(clock: ManualClock, blocks: dict[TierId, int]) -> TieredCache:
+def make_cache(
+    clock: Clock, blocks: dict[TierId, int], disk_pages: int = 0
+) -> TieredCache:
     """Return a cache over tiers of so many slots."""
+    if disk_pages:
+        blocks = {**blocks, TierId.DISK: disk_pages}
     tiers = tuple(TierConfig(TierId.HOST, n) for n in blocks.values())
     for tier, medium in zip(tiers, blocks, strict=True):
         # No cache of an engine has a device; that of these tests is as good as a host.
@@ -406,9 +417,8 @@ def _over_the_wire(message: Envelope) -> Envelope:
     return read[1]
 
 
-def content(page: bytes) -> np.ndarray:
+def content(page: bytes, num_bytes: int = LAYOUT.page_bytes) -> np.ndarray:
     """Return the bytes of a page that is named by its tokens and all before them."""
-    num_bytes = LAYOUT.page_bytes
     digest = hashlib.shake_128(page).digest(num_bytes)
     return np.frombuffer(digest, np.uint8)
 

@@ -71,7 +71,7 @@ def test_the_choice_is_the_best_and_can_be_carried_out(
     assert len(choice.reused_tokens) == len(batch)
     for prompt, tokens in zip(batch, choice.reused_tokens, strict=True):
         assert 0 <= tokens < prompt.num_tokens
-        assert tokens % model._page == 0
+        assert tokens % model.page_tokens == 0
         assert tokens <= sum(found for _, found in prompt.found)
     assert model.seconds(batch, choice.places) == choice.seconds
 

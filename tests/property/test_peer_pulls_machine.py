@@ -44,6 +44,7 @@ from tests.property.pool_world import (
 )
 
 BLOCKS = {TierId.HOST: 7}
+DISK_PAGES = 12
 NUM_NODES = 3
 DIGESTS = [long_name(b""), long_name(b"x")]
 PROMPTS = prompts(
@@ -73,6 +74,8 @@ class Instance:
         self.instance = node.me[0]
         assert node.cache is not None
         self.cache = node.cache
+        assert node.disk is not None
+        self.disk = node.disk
         for digest in DIGESTS:
             self.cache._index.open(digest)
         self.pulls = PeerPulls(
@@ -96,6 +99,7 @@ class Instance:
     def poll(self) -> None:
         self.node.poll()
         self.pulls.poll()
+        self.disk.reads.poll()
 
 
 class PeerPullsMachine(RuleBasedStateMachine):
@@ -104,7 +108,7 @@ class PeerPullsMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         """Start all instances."""
-        self.world = World(in_cache=True)
+        self.world = World(in_cache=True, disk_pages=DISK_PAGES)
         self.instances: dict[int, Instance] = {}
         self.requests: dict[str, tuple[Instance, float, int]] = {}
         self.num_requests = 0
@@ -187,6 +191,47 @@ class PeerPullsMachine(RuleBasedStateMachine):
             self.spoil_piece(at, at)
         for piece in list(self.world.pieces):
             self.world.end_piece(piece, arrives=True)
+        self.go_well()
+        self.find(n, tokens, digest)
+
+    @rule(n=NODE, forget=st.booleans())
+    def write_out(self, n: int, forget: bool) -> None:
+        """The disk gets copies, and perhaps nothing else keeps any."""
+        disk = self.instances[n].disk
+        if forget:
+            disk.forget_host()
+        else:
+            disk.write_out()
+
+    @rule(n=NODE, busy=st.booleans())
+    def be_busy(self, n: int, busy: bool) -> None:
+        """An instance reads its disk for its own requests, or no longer does."""
+        self.instances[n].disk.is_busy = busy
+
+    @precondition(lambda self: any(i.disk.running for i in self.instances.values()))
+    @rule(pick=PICK, num=st.sampled_from([None, None, 0, 1, 2]), bad=RARELY)
+    def end_read(self, pick: int, num: int | None, bad: bool) -> None:
+        """A read of a disk ends, whole or in part."""
+        some = [(i.disk, r) for i in self.instances.values() for r in i.disk.running]
+        disk, reading = some[pick % len(some)]
+        disk.end(reading, num, bad=int(bad))
+
+    @rule(n=NODE, away=st.integers(1, 2), tokens=PROMPTS, digest=DIGEST)
+    def pull_from_disk(
+        self, n: int, away: int, tokens: np.ndarray, digest: bytes
+    ) -> None:
+        """What only the disk of one has another one wants at once."""
+        holder = self.instances[(n + away) % NUM_NODES]
+        self.compute(holder.instance, tokens, digest)
+        holder.disk.forget_host()
+        self.arrive(n, tokens, digest, 0, None, 6)
+        self.go_well()
+        for reading in list(holder.disk.running):
+            holder.disk.end(reading)
+        for _ in range(2):
+            self.go_well()
+            for piece in list(self.world.pieces):
+                self.world.end_piece(piece, arrives=True)
         self.go_well()
         self.find(n, tokens, digest)
 
@@ -299,6 +344,9 @@ class PeerPullsMachine(RuleBasedStateMachine):
         """When all is well again, nothing is under way and nothing lost."""
         if not hasattr(self, "world"):
             return
+        for instance in self.instances.values():
+            for reading in list(instance.disk.running):
+                instance.disk.end(reading, 0)
         for _ in range(2):
             self.world.settle(40.0)
             for instance in self.instances.values():
@@ -307,6 +355,10 @@ class PeerPullsMachine(RuleBasedStateMachine):
             assert not instance.pulls.should_wait(rid)
         for instance in self.instances.values():
             assert instance.pulls.num_under_way == 0
+            # What began after that, the world ends with its peers.
+            for reading in list(instance.disk.running):
+                instance.disk.end(reading)
+            assert instance.disk.reads.num_under_way == 0
             assert not any(asdict(instance.pool.usage()).values())
             usage = instance.node.store.usage(TierId.HOST)
             assert (usage.active, usage.held) == (0, 0), usage
@@ -315,6 +367,31 @@ class PeerPullsMachine(RuleBasedStateMachine):
 def page(digest: bytes, name: bytes) -> np.ndarray:
     """Return the bytes of a page in a namespace."""
     return content(digest + name)
+
+
+def test_a_disk_is_read_for_a_peer() -> None:
+    """The machine's world pulls what only a disk has, and says so."""
+    machine = PeerPullsMachine()
+    machine.begin()
+    tokens = np.arange(3 * SHAPE.page_tokens, dtype=np.int32)
+    holder, puller = machine.instances[0], machine.instances[1]
+    machine.compute(0, tokens, DIGESTS[0])
+    holder.disk.forget_host()
+    assert not len(holder.node.store.match(DIGESTS[0], tokens))
+    machine.arrive(1, tokens, DIGESTS[0], 0, None, 1)
+    machine.go_well()
+    (reading,) = holder.disk.running
+    assert not machine.world.pieces, "something is sent before it was read"
+    holder.disk.end(reading)
+    for _ in range(4):
+        machine.go_well()
+        for piece in list(machine.world.pieces):
+            machine.world.end_piece(piece, arrives=True)
+    wanted = puller.pulls.wanted("r0")
+    assert wanted is not None
+    assert (wanted.num_pages, wanted.disk_pages) == (3, 3)
+    machine.find(1, tokens, DIGESTS[0])
+    machine.teardown()
 
 
 def test_all_goes_well() -> None:

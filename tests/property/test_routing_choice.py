@@ -76,7 +76,9 @@ class World:
         self.tree.store(holder, names, None, tokens, page, tier)
 
     def report(self, instance: Instance, num: int, waiting: int) -> None:
-        instance.report = LoadReport(self.clock.now(), num, waiting)
+        instance.ask()
+        report = LoadReport(self.clock.now(), num, waiting)
+        instance.take_report(report, self.clock.now())
         self.board.note_report(instance)
 
 

@@ -72,6 +72,7 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
             ``custom_params``, such as ``{"lossy": "allow"}``; None for nothing.
         tells_session: each request names its session in the header ``X-Session-Id``, by
             its key up to the turn: ``s3`` of ``s3.t1``.
+        session_prefix: before that name; runs with other ones are other sessions.
     """
 
     def __init__(
@@ -81,12 +82,14 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
         timeout_s: float = 600.0,
         wishes: Mapping[str, Any] | None = None,
         tells_session: bool = False,
+        session_prefix: str = "",
     ) -> None:
         super().__init__()
         self._url = url
         self._logprobs = logprobs
         self._wishes = None if wishes is None else dict(wishes)
         self._tells_session = tells_session
+        self._session_prefix = session_prefix
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     def _connect(self) -> aiohttp.ClientSession:
@@ -122,7 +125,8 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
                 body["rid"] = keys[0] if len(keys) == 1 else keys
             headers = {}
             if self._tells_session:
-                headers["X-Session-Id"] = requests[0].key.rpartition(".")[0]
+                session = requests[0].key.rpartition(".")[0]
+                headers["X-Session-Id"] = self._session_prefix + session
             async for event in self._events(body, headers):
                 answers[event.get("index", 0)].take(event, self.now_s())
         except (aiohttp.ClientError, TimeoutError, _ServerSaidNoError) as failure:

@@ -49,8 +49,7 @@ PAIR_BASIC, PAIR_CC, SGLANG_PAIR = "1P1D", "1P1D-CC", "sglang-1P1D"
 PAIR = (PAIR_BASIC, PAIR_CC, SGLANG_PAIR)
 GROUPS: tuple[tuple[str, ...], ...] = (
     (PLAIN, CC),
-    (PAIR_BASIC, PAIR_CC),
-    (PAIR_CC, SGLANG_PAIR),
+    PAIR,
 )
 """Systems that run side by side; each group shares the machine with nobody else."""
 PREFIX_TREE, SESSION, SGLANG_ROUTER = "prompt-tree", "session", "sglang-router"

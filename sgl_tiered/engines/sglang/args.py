@@ -519,7 +519,7 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
         refuse_with_sparsity(server_args)
         refuse_device(_device(server_args))
     if config.pool is not None:
-        refuse_with_pool(server_args, config)
+        refuse_with_pool(config)
     refuse_with_disaggregation(server_args, config)
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         _refuse_for_one_rank(config)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
+from sgl_tiered.cache.promotion import Prompt
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting import WaitingLoads
 from sgl_tiered.cache.waiting_state import Staging, WaitingLoad
@@ -140,6 +142,11 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
             end = self.ready_end(state)
         first = end - num_pages
         return None if first < 0 else (found, first)
+
+    def waiting_prompts(self, limit: int) -> list[Prompt]:
+        """Return prompts of requests whose load has not begun, the oldest first."""
+        found = (s for s in self._states.values() if not s.started)
+        return [(state.digest, state.tokens) for state in islice(found, limit)]
 
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""

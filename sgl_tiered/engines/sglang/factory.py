@@ -289,7 +289,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         )
         reader = stager
         shares.watch(Share.LOAD, lambda: reader.busy)
-        if make_prefetch_policy(config.prefetch).looks_ahead:
+        looks_ahead = make_prefetch_policy(config.prefetch).looks_ahead
+        # Peers are sent what memory has, and what it gets for them.
+        if looks_ahead or config.pool is not None:
             promoter = ahead = PromoteWorker(
                 disk,
                 host,
@@ -347,7 +349,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     if placed is not None:
         from sgl_tiered.engines.sglang.layered.cache import LayeredRuntime
 
-        return LayeredRuntime(parts, placed.driver)
+        layered = LayeredRuntime(parts, placed.driver)
+        if ctx.server_args.disaggregation_mode == "prefill":
+            layered.send_from(pool)
+        return layered
     wait_whole = _forward_skips_layers(ctx, pool)
     if sparse is not None:
         from sgl_tiered.engines.sglang.sparse.cache import SparseRuntime

@@ -529,18 +529,18 @@ class TieredRuntime:
         return ""
 
     def _end_promotion(self, event: PromoteFinished) -> None:
-        """Take the end of a read ahead of need, whole or not."""
-        assert self.prefetcher is not None, "nobody else promotes"
+        """Take the end of a read ahead of need, or for a peer, whole or not."""
         plan, result = event.plan, event.result
-        self.prefetcher.finished(plan, event.positions, result)
+        if self.pool is None or not self.pool.took(event):
+            assert self.prefetcher is not None, "nobody else promotes"
+            self.prefetcher.finished(plan, event.positions, result)
         if len(event.positions):
             self._breakers[TierId.DISK].record(_failure(result))
         if event.is_alone and result.num_bytes:
             self.parts.cost.observe_load(TierId.DISK, result.num_bytes, result.seconds)
-        num_left_out = plan.num_pages - len(event.positions)
         self.metrics.add("promotions")
         self.metrics.add("promoted_pages", int(np.count_nonzero(result.ok)))
-        self.metrics.add("promotions_cut_pages", num_left_out)
+        self.metrics.add("promotions_cut_pages", plan.num_pages - len(event.positions))
         self.on_promoted()
 
     def _note_load(self, event: LoadFinished) -> None:

@@ -421,6 +421,7 @@ SEAMS: tuple[Seam, ...] = (
             "clear_deferred_abort_state",
             "_encode_kv_status_message",
             "parse_kv_status_message",
+            "send_kvcache",
         ),
     ),
     Seam(
@@ -428,6 +429,10 @@ SEAMS: tuple[Seam, ...] = (
         _DISAGG + "mooncake.conn.MooncakeKVSender",
         attributes=(
             "init",
+            "send",
+            "poll",
+            "clear",
+            "abort",
             "pop_decode_prefix_len",
             "_record_transfer_indices",
             "supports_host_tensor_indices",
@@ -437,6 +442,11 @@ SEAMS: tuple[Seam, ...] = (
         "a transfer's receiver",
         _DISAGG + "mooncake.conn.MooncakeKVReceiver",
         attributes=("send_metadata", "_send_abort_notification"),
+    ),
+    Seam(
+        "requests that a decode instance has no room for yet",
+        _DISAGG + "decode.DecodePreallocQueue",
+        attributes=("_update_handshake_waiters",),
     ),
     Seam(
         "transfers that a decode instance waits for",

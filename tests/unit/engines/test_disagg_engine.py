@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from sgl_tiered.core.clock import SystemClock
-from sgl_tiered.engines.sglang.disagg.engine import RawEngine, as_memory
+from sgl_tiered.engines.sglang.disagg.engine import (
+    FIRST_BYTES_PER_S,
+    RawEngine,
+    as_memory,
+)
 from sgl_tiered.engines.sglang.disagg.opening import open_kv_transport
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
@@ -119,6 +123,41 @@ def test_a_session_ends_in_a_number(sides: tuple[Side, Side]) -> None:
     names = {side.engine.get_session_id() for side in sides}
     assert len(names) == 2
     assert all(int(name.rsplit(":", 1)[1]) >= 0 for name in names)
+
+
+class Ticking:
+    """A clock that moves with every look at it."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s, self.now_s = step_s, 0.0
+
+    def now(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+def test_what_a_link_carries_is_learned_from_its_pushes(
+    sides: tuple[Side, Side],
+) -> None:
+    """A failed one teaches nothing, and who is not known has the first guess."""
+    _, there = sides
+    here = Side(1)
+    here.engine = RawEngine(open_loopback(), clock := Ticking(1e-6))
+    here.engine.batch_register(here.bases, [NUM_BYTES] * 3)
+    assert here.knows(there) == ""
+    session = there.engine.get_session_id()
+    first = here.engine.link_bytes_per_s([session])
+    for sessions in ([], ["x:1"], [session]):
+        carried = here.engine.link_bytes_per_s(sessions)
+        assert carried == pytest.approx(FIRST_BYTES_PER_S)
+    push = (session, here.bases[:1], there.bases[:1])
+    assert here.engine.batch_transfer_sync(*push, [NUM_BYTES + 1]) == -1
+    assert here.engine.link_bytes_per_s([session]) == first
+    for size in (256, 1024, 4096) * 20:
+        # A microsecond a byte.
+        clock.step_s = size * 1e-6
+        assert here.engine.batch_transfer_sync(*push, [size]) == 0
+    assert here.engine.link_bytes_per_s([session]) < FIRST_BYTES_PER_S / 20
 
 
 def test_what_failed_is_not_settled_before_the_library_is_done() -> None:

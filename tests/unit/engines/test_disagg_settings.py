@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from sgl_tiered.cost.returning import RETURN_POLICIES
 from sgl_tiered.engines.sglang.config import TieredConfig, read_config
 from sgl_tiered.engines.sglang.disagg.settings import (
     PdCaching,
     declare_caching,
     pd_caching,
+    pd_returns,
     refuse_with_disaggregation,
 )
 from sgl_tiered.errors import ConfigError
@@ -90,8 +92,16 @@ def test_what_goes_together(mode: str) -> None:
         refuse_with_disaggregation(args(mode, caching), None)
     with_tiers = args(mode, 2, radix_cache_backend="tiered")
     refuse_with_disaggregation(with_tiers, tiers())
-    returned = args(mode, 3, radix_cache_backend="tiered")
-    refuse_with_disaggregation(returned, tiers(pool="local"))
+    for policy in (None, *RETURN_POLICIES):
+        returned = args(mode, 3, radix_cache_backend="tiered", tiered_pd_returns=policy)
+        refuse_with_disaggregation(returned, tiers(pool="local"))
+        assert pd_returns(returned) == (policy or "auto")
+
+
+def test_prefill_may_place_layers_one_by_one() -> None:
+    """Layers are sent from where they are; what is no KV there is not sent."""
+    layered = args("prefill", 2, radix_cache_backend="tiered")
+    refuse_with_disaggregation(layered, tiers(layerkv="on", layerkv_retain="0"))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +131,19 @@ def test_what_goes_together(mode: str) -> None:
             None,
             "--disaggregation-transfer-backend",
         ),
-        (args(caching=2), {"layerkv": "on"}, "--tiered-layerkv"),
+        (args("decode", 2), {"layerkv": "on"}, "--tiered-layerkv"),
+        (
+            args(caching=2),
+            {"layerkv": "on", "activations": "0.5"},
+            "--tiered-activations",
+        ),
+        (
+            args(caching=2, disaggregation_enable_kv_checksum=True),
+            {"layerkv": "on"},
+            "--tiered-layerkv",
+        ),
+        (args(caching=2, tiered_pd_returns="never"), {}, "--tiered-pd-returns"),
+        (args(tiered_pd_returns="always"), None, "--tiered-pd-returns"),
         (args(caching=2), {"sparsity": "load"}, "--tiered-sparsity"),
         (args(caching=2), {"encoding": "int8"}, "--tiered-encoding"),
         (

@@ -71,6 +71,9 @@ def request(header: str | None) -> SimpleNamespace:
     [
         (GOOD, HINTS),
         ("a=u;tokens=512", (Hint("a", "u", 512),)),
+        ("a=u;tokens=512;tier=disk", (Hint("a", "u", 512, on_disk=True),)),
+        ("a=u;tokens=512;x=1;tier=disk;y=2", (Hint("a", "u", 512, on_disk=True),)),
+        ("a=u;tokens=512;tier=diskette", (Hint("a", "u", 512),)),
         ("a;tokens=512, b=u, =u;tokens=1, c=u;tokens=-1, d=u;tokens=x", ()),
         ("a=u;tokens=9999999999", ()),
         ("", ()),
@@ -89,6 +92,13 @@ def test_a_header_reaches_the_scheduler(manager: SimpleNamespace) -> None:
     obj = SimpleNamespace(kv_hints=None)
     add_hints(manager, obj, request(GOOD))
     assert tuple(hints_of(obj)) == HINTS
+
+
+def test_a_hint_of_a_disk_reaches_the_scheduler(manager: SimpleNamespace) -> None:
+    """The pull is predicted to take longer."""
+    obj = SimpleNamespace(kv_hints=None)
+    add_hints(manager, obj, request("a=u;tokens=512;tier=disk"))
+    assert tuple(hints_of(obj)) == (Hint("a", "u", 512, on_disk=True),)
 
 
 def test_a_clients_own_hints_stay(manager: SimpleNamespace) -> None:

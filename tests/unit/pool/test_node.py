@@ -245,6 +245,14 @@ def test_registries_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert etcd._urls == ("http://127.0.0.1:1/v3", "http://127.0.0.1:2/v3")
     assert etcd._prefix == "/sgl-tiered/mine/"
     etcd.close()
+    part = open_registry("etcd://127.0.0.1:1/mine", part="routers")
+    assert isinstance(part, EtcdRegistry)
+    assert part._prefix == "/sgl-tiered/mine.routers/"
+    part.close()
+    beside = open_registry("local", part="routers")
+    beside.join("r", InstanceKind.COLOCATED, {})
+    assert [member.name for member in file.view().members] == ["one"]
+    assert local_path().with_name("pool.json.routers").exists()
     for wrong in ("", "file:", "redis://x:1", "etcd://host", "etcd://a:1/b/c"):
         with pytest.raises(ConfigError, match="etcd://HOST:PORT"):
             open_registry(wrong)

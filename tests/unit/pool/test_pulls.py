@@ -22,7 +22,7 @@ from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.cache_store import CacheStore
-from sgl_tiered.pool.peers import Hint
+from sgl_tiered.pool.peers import Hint, Holder
 from sgl_tiered.pool.pulls import PeerPulls
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import TransferStatus
@@ -52,7 +52,7 @@ class Answer:
     """A search that the test ends."""
 
     done: bool = False
-    holders: list[tuple[int, int]] = field(default_factory=list)
+    holders: list[Holder] = field(default_factory=list)
 
 
 @dataclass
@@ -67,6 +67,8 @@ class Flight:
     error: str = ""
     num_blocks: int = 0
     refused: bool = False
+    num_read: int = 0
+    read_s: float = 0.0
 
     def land(self, num_blocks: int | None = None) -> None:
         """Let pages arrive; all if no number is given."""
@@ -93,8 +95,11 @@ class TestPeers:
     def name_of(self, instance: int) -> str:
         return "?bc"[instance]
 
-    def search(self, digest: bytes, tokens: np.ndarray, timeout_s: float) -> Answer:
+    def search(
+        self, digest: bytes, tokens: np.ndarray, first_page: int, timeout_s: float
+    ) -> Answer:
         assert timeout_s > 0.0
+        assert 0 <= first_page < len(tokens) // PAGE
         self.searches.append(Answer())
         return self.searches[-1]
 
@@ -198,13 +203,65 @@ def test_without_a_hint_peers_are_asked(bench: Bench) -> None:
     bench.arrive(hints=())
     (search,) = bench.peers.searches
     assert bench.pulls.should_wait("r")
-    search.done, search.holders = True, [(1, 3), (2, 6)]
+    search.done, search.holders = True, [Holder(1, 3), Holder(2, 6)]
     bench.pulls.poll()
     (flight,) = bench.peers.flights
     assert (flight.instance, len(flight.addresses)) == (2, 6)
     flight.land()
     assert not bench.pulls.should_wait("r")
     assert bench.found() == 6
+
+
+def test_a_disk_that_takes_longer_than_computing_is_not_read(bench: Bench) -> None:
+    """The holder says how long its disk takes: who has less in memory is asked."""
+    bench.arrive(hints=())
+    (search,) = bench.peers.searches
+    saved_s = NUM_PAGES * PAGE * TOKEN_S
+    search.done = True
+    search.holders = [Holder(1, NUM_PAGES, 6, 1.1 * saved_s), Holder(2, 3)]
+    bench.pulls.poll()
+    (flight,) = bench.peers.flights
+    assert (flight.instance, len(flight.addresses)) == (2, 3)
+
+
+def test_what_lies_on_a_disk_is_pulled_where_that_pays(bench: Bench) -> None:
+    """Its time counts in the prediction, and not in what the link is taken to take."""
+    link_s = bench.pulls._link(1).seconds(NUM_PAGES * LAYOUT.page_bytes)
+    bench.arrive(hints=())
+    (search,) = bench.peers.searches
+    disk_s = 0.5 * bench.pulls._saved_s(PROMPT, 0, NUM_PAGES)
+    search.done, search.holders = True, [Holder(1, NUM_PAGES, 6, disk_s)]
+    bench.pulls.poll()
+    (flight,) = bench.peers.flights
+    bench.clock.advance(disk_s + link_s)
+    flight.num_read, flight.read_s = 6, disk_s
+    flight.land()
+    bench.pulls.poll()
+    told = bench.pulls.wanted("r").as_dict()
+    assert told["predicted_s"] == pytest.approx(disk_s + link_s, abs=1e-5)
+    assert (told["pages"], told["disk_pages"]) == (NUM_PAGES, 6)
+    after_s = bench.pulls._link(1).seconds(NUM_PAGES * LAYOUT.page_bytes)
+    assert after_s == pytest.approx(link_s, rel=0.2)
+
+
+def test_a_hint_of_a_disk_is_a_slower_link(bench: Bench) -> None:
+    """Learned from what that disk has taken, whatever the peer says of it."""
+    hint = (Hint("b", "", NUM_PAGES * PAGE, on_disk=True),)
+    bench.arrive("first", hints=hint)
+    (flight,) = bench.peers.flights
+    before_s = bench.pulls.wanted("first").predicted_s
+    assert before_s > bench.pulls._link(1).seconds(NUM_PAGES * LAYOUT.page_bytes)
+    flight.land()
+    for number in range(64):
+        disk = bench.pulls._disk(1)
+        disk.observe((1 + number % 8) * LAYOUT.page_bytes, 9.0)
+    bench.pulls.poll()
+    bench.arrive("second", PROMPT + 500, hint)
+    assert len(bench.peers.flights) == 1
+    assert bench.reason("second") == "recomputing is cheaper"
+    assert bench.pulls._read_s(Holder(1, 8, 8, 1e-6)) > 5.0
+    assert bench.pulls._read_s(Holder(2, 8, 8, 1e-6)) == 1e-6
+    assert bench.pulls._read_s(Holder(1, 8)) == 0.0
 
 
 def test_an_answer_that_does_not_come_costs_little(bench: Bench) -> None:

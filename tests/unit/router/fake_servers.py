@@ -20,6 +20,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from sgl_tiered.router.config import RouterConfig, Timeouts, parse_instance
+from sgl_tiered.router.feed import FeedSource
 from sgl_tiered.router.front import Router
 from sgl_tiered.router.prompts import Tokenizer
 
@@ -211,20 +212,42 @@ class FakeServer:
 
 
 class FakePublisher:
-    """Publishes KV events like SGLang's, with or without a replay endpoint."""
+    """Publishes KV events like SGLang's, with or without a replay endpoint.
 
-    def __init__(self, *, has_replay: bool = False, buffer: int = 1000) -> None:
+    Attributes:
+        is_silent: whether replays are not answered.
+        source: where a subscriber finds it; given, it binds there.
+    """
+
+    def __init__(
+        self,
+        *,
+        has_replay: bool = False,
+        buffer: int = 1000,
+        source: FeedSource | None = None,
+    ) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.XPUB)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.replay_port = 0
+        self.port = self.replay_port = 0
+        self.is_silent = False
         self._replay: asyncio.Task[None] | None = None
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self._next = 0
-        if has_replay:
+        if source is not None:
+            self._socket.bind(source.endpoint)
+        else:
+            self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        if has_replay or source is not None:
             router = self._context.socket(zmq.ROUTER)
-            self.replay_port = router.bind_to_random_port("tcp://127.0.0.1")
+            if source is not None:
+                router.bind(source.replay_endpoint)
+            else:
+                self.replay_port = router.bind_to_random_port("tcp://127.0.0.1")
             self._replay = asyncio.create_task(self._serve_replay(router))
+        self.source = source or FeedSource(
+            f"tcp://127.0.0.1:{self.port}",
+            f"tcp://127.0.0.1:{self.replay_port}" if has_replay else None,
+        )
 
     @property
     def words(self) -> str:
@@ -255,6 +278,8 @@ class FakePublisher:
     async def _serve_replay(self, router: Any) -> None:
         while True:
             client, _, start = await router.recv_multipart()
+            if self.is_silent:
+                continue
             for number, payload in list(self._buffer):
                 if number >= int.from_bytes(start, "big"):
                     at = number.to_bytes(8, "big")
@@ -347,6 +372,7 @@ async def cluster(
     words: dict[str, str] | None = None,
     tokenizer: Tokenizer | None = None,
     key: str | None = None,
+    given: str | None = None,
 ) -> AsyncIterator[Cluster]:
     """Start a server per letter and a router in front of them.
 
@@ -356,6 +382,7 @@ async def cluster(
         words: per server, what stands after its URL.
         tokenizer: of the router.
         key: that the client brings.
+        given: servers that the router is told of; all by default.
     """
     servers = [FakeServer(name) for name in names]
     for server in servers:
@@ -365,6 +392,7 @@ async def cluster(
         [
             parse_instance(f"{s.url},name={s.name}" + (words or {}).get(s.name, ""))
             for s in servers
+            if given is None or s.name in given
         ],
         tokenizer,
         seed=0,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import asynccontextmanager
+
 import pytest
 import zmq.asyncio
 
@@ -202,6 +205,111 @@ async def test_a_gap_is_closed_by_a_replay(buffer, num_pages, drops):
     finally:
         await publisher.close()
         context.destroy(linger=0)
+
+
+@asynccontextmanager
+async def following(source: FeedSource, again_s: float):
+    """Give a feed that runs, and what it follows into; replays have little time."""
+    f, context = Followed(), zmq.asyncio.Context()
+    f.feed = EventFeed(
+        f.tree, f.holder, source, context, replay_timeout_s=0.3, again_s=again_s
+    )
+    task = asyncio.create_task(f.feed.run())
+    try:
+        yield f
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+NEVER_S = 1e6
+
+
+@scenario
+async def test_a_first_replay_that_did_not_come_is_asked_for_again():
+    """Though the publisher is idle, so that no gap reminds of it."""
+    publisher = FakePublisher(has_replay=True)
+    publisher.is_silent = True
+    await publisher.publish(stored(TOKENS, PAGE), is_lost=True)
+    try:
+        async with following(publisher.source, again_s=0.05) as f:
+            await until(lambda: f.feed.counts.unanswered >= 2)
+            assert f.feed.state()["replay_owed"]
+            publisher.is_silent = False
+            await until(lambda: f.num_pages == 6)
+            await until(lambda: not f.feed.owes_replay)
+            assert f.holder.is_complete
+            assert f.feed.counts.replays == 1
+    finally:
+        await publisher.close()
+
+
+@scenario
+async def test_what_came_meanwhile_is_kept_until_the_replay_comes():
+    """Then all is built anew, in the order in which it happened."""
+    publisher = FakePublisher(has_replay=True)
+    publisher.is_silent = True
+    await publisher.publish(stored(TOKENS[:16], PAGE), is_lost=True)
+    other = list(range(900, 908))
+    try:
+        async with following(publisher.source, again_s=0.05) as f:
+            await publisher.subscribed()
+            await until(lambda: f.feed.is_connected)
+            await publisher.publish(stored(TOKENS, PAGE, first=4))
+            await publisher.publish(stored(other, PAGE), removed(range(3, 4)))
+            await until(lambda: f.feed.counts.batches == 2)
+            assert f.num_pages == 0  # orphans, but for the other prompt
+            num_unanswered = f.feed.counts.unanswered
+            await until(lambda: f.feed.counts.unanswered > num_unanswered)
+            assert len(f.tree) == 2
+            publisher.is_silent = False
+            await until(lambda: f.num_pages == 3)
+            assert f.holder.is_complete
+            assert len(f.tree) == 2 + 5  # the fourth is gone, the two behind it not
+            await publisher.publish(removed(range(2, 3)))
+            await until(lambda: f.num_pages == 2)
+            assert f.feed.counts.restarts == 0
+    finally:
+        await publisher.close()
+
+
+@scenario
+async def test_a_gap_that_is_closed_reminds_of_the_front_that_is_missing():
+    """The endpoint answers again, so the front is asked for at once."""
+    publisher = FakePublisher(has_replay=True)
+    publisher.is_silent = True
+    await publisher.publish(stored(TOKENS[:8], PAGE), is_lost=True)
+    try:
+        async with following(publisher.source, again_s=NEVER_S) as f:
+            await publisher.subscribed()
+            # A batch whose gap is not closed either; then the first try is long over.
+            await until(lambda: f.feed.counts.unanswered == 1)
+            await publisher.publish(stored(TOKENS[:16], PAGE, first=2))
+            await until(lambda: f.feed.counts.unanswered == 2)
+            publisher.is_silent = False
+            await publisher.publish(stored(TOKENS[:20], PAGE, first=4), is_lost=True)
+            await publisher.publish(stored(TOKENS, PAGE, first=5))
+            await until(lambda: f.num_pages == 6)
+            await until(lambda: not f.feed.owes_replay)
+            assert f.holder.is_complete
+    finally:
+        await publisher.close()
+
+
+@scenario
+async def test_a_publisher_that_comes_late_is_asked_at_once(tmp_path):
+    """When it is connected to, however long the next try is off."""
+    source = FeedSource(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    async with following(source, again_s=NEVER_S) as f:
+        await until(lambda: f.feed.counts.unanswered == 1)
+        publisher = FakePublisher(source=source)
+        try:
+            await publisher.publish(stored(TOKENS, PAGE), is_lost=True)
+            await until(lambda: f.num_pages == 6)
+            assert f.holder.is_complete
+        finally:
+            await publisher.close()
 
 
 @scenario

@@ -177,13 +177,15 @@ def test_a_session_is_named_by_the_key_up_to_the_turn() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        for tells in (True, False):
-            async with StreamingClient(url, tells_session=tells) as client:
+        for tells, prefix in ((True, ""), (True, "7."), (False, "7.")):
+            async with StreamingClient(
+                url, tells_session=tells, session_prefix=prefix
+            ) as client:
                 await client.send(PlannedRequest("0/s3.t1", (5,), 1))
         await runner.cleanup()
 
     asyncio.run(run())
-    assert seen == ["0/s3", None]
+    assert seen == ["0/s3", "7.0/s3", None]
 
 
 def test_an_absent_server_is_a_value_too() -> None:

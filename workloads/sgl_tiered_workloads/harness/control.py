@@ -13,6 +13,7 @@ from sgl_tiered_workloads.gate import (
     check_equality,
     measure_spread,
     negative_control,
+    widest_spread,
 )
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import SglangServer
@@ -68,6 +69,7 @@ async def rounding_spread(
     records: Sequence[RequestRecord],
     page_size: int,
     num_prompts: int = 6,
+    beside: Sequence[Spread] = (),
 ) -> Spread:
     """Measure how a prompt computed in parts differs; a wrong page must show in it.
 
@@ -76,6 +78,7 @@ async def rounding_spread(
         records: of the prompts; some are taken, evenly.
         page_size: tokens per page.
         num_prompts: how many to take at most.
+        beside: spreads that are to count as well; a wrong page must show in all.
 
     Raises:
         NegativeControlError: another prompt's page would pass within this spread.
@@ -89,7 +92,7 @@ async def rounding_spread(
             whole.append(await client.send(request, record.order))
             await asyncio.to_thread(server.flush_cache)
             parts.append(await answer_in_parts(client, record, page_size))
-        spread = measure_spread(whole, parts)
+        spread = widest_spread([measure_spread(whole, parts), *beside])
         pair = swappable(whole, page_size)
         if pair is None:
             raise ValueError("no two prompts differ in a page")

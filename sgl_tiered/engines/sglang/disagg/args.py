@@ -8,6 +8,7 @@ from sglang.srt.arg_groups.arg_utils import NS, A, Arg
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.server_args import ServerArgs
 
+from sgl_tiered.cost.returning import RETURN_POLICIES
 from sgl_tiered.engines.sglang.disagg.settings import PD_TRANSPORTS, declare_caching
 
 __all__ = ["PdServerArgs"]
@@ -38,6 +39,16 @@ class PdServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
             "--disaggregation-ib-device, else TCP), nixl, loopback (two servers on one "
             "machine, for tests), or auto (default), the first of them that is here.",
             choices=list(PD_TRANSPORTS),
+        ),
+        _NS,
+    ] = None
+    tiered_pd_returns: A[
+        Optional[str],  # noqa: UP045
+        Arg(
+            help="With --tiered-pd-caching 3 on decode: which answers go back to the "
+            "prefill instance: those whose next turn is predicted to save more than "
+            "their return costs (auto, default), or for experiments always or never.",
+            choices=list(RETURN_POLICIES),
         ),
         _NS,
     ] = None

@@ -10,12 +10,14 @@ from sgl_tiered.engines.sglang.disagg.settings import (
     TRANSFER_BACKEND,
     PdCaching,
     pd_caching,
+    pd_returns,
 )
 from sgl_tiered.engines.sglang.seams import tiered_runtime
 
 __all__ = ["add_choice", "disagg_hooks", "pd_state", "service_hooks"]
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_PREALLOC = "sglang.srt.disaggregation.decode.DecodePreallocQueue."
 _GET_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 _HOLD_NAP_S = 0.005
 
@@ -45,6 +47,7 @@ def disagg_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "init_disaggregation", _after_init, HookType.AFTER),
         (_SCHEDULER + "process_decode_queue", _take_events, HookType.BEFORE),
         (_SCHEDULER + "maybe_send_cached_prefix_chunk", _send_early, HookType.AROUND),
+        (_PREALLOC + "_update_handshake_waiters", _load_first, HookType.AFTER),
     ]
 
 
@@ -109,18 +112,31 @@ def _after_init(result: Any, scheduler: Any) -> None:
         queue.deferred_kv_release_timeout = math.inf
     caching = pd_caching(scheduler.server_args)
     runtime = tiered_runtime(scheduler.tree_cache)
+    sources = getattr(runtime, "sources", None)
+    if sources is not None:
+        manager.send_from(sources)
+    if queue is not None and runtime is not None:
+        scheduler.tree_cache.load_first(manager.link_bytes_per_s)
     if caching is not PdCaching.RETURNED or runtime is None:
         return
     node = runtime.pool.node
-    manager.place = lambda: (node.instance, node.incarnation)
-    if queue is not None:
-        from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns
+    if queue is None:
+        from sgl_tiered.engines.sglang.disagg.figures import teller
 
-        def is_there(instance: int, incarnation: int) -> bool:
-            return bool(node.view.has(instance, incarnation))
+        manager.tell = teller(runtime, lambda: (node.instance, node.incarnation))
+        return
+    from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
+    from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns
 
-        returns = AnswerReturns(node.pool, is_there, manager.count)
-        scheduler.tree_cache.return_answers(returns, manager.take_prefill)
+    def is_there(instance: int, incarnation: int) -> bool:
+        return bool(node.view.has(instance, incarnation))
+
+    judge = ReturnJudge(
+        pd_returns(scheduler.server_args), runtime.parts.device.layout, manager.count
+    )
+    manager.returning = judge.stats
+    returns = AnswerReturns(node.pool, is_there, manager.count)
+    scheduler.tree_cache.return_answers(returns, manager.take_prefill, judge)
 
 
 def _take_events(scheduler: Any) -> None:
@@ -130,6 +146,20 @@ def _take_events(scheduler: Any) -> None:
     if _only_holds(scheduler):
         # SGLang turns without a pause while anything is held, which may be long.
         threading.Event().wait(_HOLD_NAP_S)
+
+
+def _load_first(result: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Let requests wait a moment whose prompts this server's tiers are bringing."""
+    del result, args, kwargs
+    if tiered_runtime(queue.tree_cache) is None:
+        return
+    # Those that are computed anew take nothing from a cache.
+    able = [d for d in queue.queue if d.waiting_for_input and not d.is_rebootstrap]
+    held = queue.tree_cache.held_back([each.req for each in able])
+    for each in able:
+        if each.req.rid in held:
+            # SGLang sets it again in its next turn.
+            each.waiting_for_input = False
 
 
 def _only_holds(scheduler: Any) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification
 from sglang.srt.disaggregation.mooncake.conn import (
     MooncakeKVBootstrapServer,
@@ -28,11 +28,14 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
 from sgl_tiered.core.clock import SystemClock
-from sgl_tiered.engines.sglang.disagg.engine import RawEngine
+from sgl_tiered.engines.sglang.disagg.engine import FIRST_BYTES_PER_S, RawEngine
+from sgl_tiered.engines.sglang.disagg.figures import PrefillFigures, read_figures
+from sgl_tiered.engines.sglang.disagg.layers import send_layers
 from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
     open_kv_transport,
 )
+from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.transport.knocking import Place
 from sgl_tiered.transport.release import ReleaseWatch
 
@@ -51,7 +54,6 @@ _SESSION_PART = 3
 _STATUS_PARTS = 3
 """Of SGLang's status message: room, status, rank; then a reason, which we leave empty,
 and our part."""
-_PLACE = struct.Struct("<QQ")
 _MOST_ROOMS = 4096
 """Transfers whose requests have not ended; those that never do are forgotten."""
 _SETTLE_S = 0.2
@@ -77,13 +79,23 @@ class TieredKVManager(MooncakeKVManager):
                 "pages_returned",
                 "returns_dropped",
                 "returns_failed",
+                "returns_declined",
+                "pages_declined",
             ),
             0,
         )
         self.releases = ReleaseWatch(SystemClock())
-        # This instance in the pool, if it is in one: id and incarnation.
-        self.place: Callable[[], tuple[int, int] | None] = lambda: None
-        self._prefill_of: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        # What a decode instance is told of this one, given the bytes/s of the link to
+        # it: who it is in the pool and what its work costs. None: nothing returns.
+        self.tell: Callable[[float], bytes | None] = lambda bytes_per_s: None
+        # Where layers lie that are placed one by one; None where each has its memory.
+        self.sources: LayerSources | None = None
+        # What was decided about returns, for ``pd_stats``.
+        self.returning: Callable[[], dict[str, Any]] = dict
+        self._link_bytes_per_s = FIRST_BYTES_PER_S
+        # By room: what is to be told there, what was told here.
+        self._telling: OrderedDict[int, bytes] = OrderedDict()
+        self._prefill_of: OrderedDict[int, bytes] = OrderedDict()
         # A session that failed once may be tried again: our engine knows when.
         with envs.SGLANG_ENABLE_FAILED_SESSION_PROBE.override(True):
             super().__init__(args, mode, server_args, *rest)
@@ -111,6 +123,8 @@ class TieredKVManager(MooncakeKVManager):
             "pushes_failed": self.engine.num_failed,
             "rooms_unsettled": len(self._unsettled),
             "releases_held": self.releases.num_held,
+            **({"returning": told} if (told := self.returning()) else {}),
+            **_sent(self.sources),
         }
 
     def count(self, name: str, number: int) -> None:
@@ -147,6 +161,10 @@ class TieredKVManager(MooncakeKVManager):
         same_shape = decode_args.dst_attn_tp_size == self.attn_tp_size
         if not why and same_shape and theirs and list(ours) != list(theirs):
             why = f"its pages have {theirs[0]} bytes a layer, ours {ours[0]}"
+        if not why and self.sources is not None:
+            # SGLang would cut pages by addresses that all layers share.
+            is_cut = not same_shape or decode_args.requires_dcp_relayout
+            why = "layer-wise KV goes to a server of as many ranks" if is_cut else ""
         mismatch = super()._publish_peer_registration(session, decode_args)
         if not why:
             return mismatch
@@ -155,24 +173,60 @@ class TieredKVManager(MooncakeKVManager):
             self.state_layout_rejections[session] = reason
         return reason
 
+    # -- Layers that are placed one by one --------------------------------------
+
+    def send_from(self, sources: LayerSources) -> None:
+        """Send from where ``sources`` says that layers lie; their host rows as well."""
+        address, num_bytes = sources.region
+        self.engine.batch_register([address], [num_bytes])
+        self.sources = sources
+
+    def send_kvcache(
+        self,
+        mooncake_session_id: str,
+        prefill_kv_indices: Any,
+        dst_kv_ptrs: list[int],
+        dst_kv_indices: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> int:
+        """Write pages of all layers to a decode instance; 0 when they have arrived."""
+        told = (mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices)
+        if self.sources is None:
+            return int(super().send_kvcache(*told, *args, **kwargs))
+        return send_layers(self.engine, self.sources, *told)
+
     # -- Which instance of the pool computed a prompt ---------------------------
 
-    def take_prefill(self, room: int) -> tuple[int, int] | None:
-        """Return the instance and incarnation behind a transfer that arrived, once."""
-        return self._prefill_of.pop(room, None)
+    def note_room(self, room: int) -> None:
+        """Prepare what is told with a transfer that begins; the scheduler's thread."""
+        sessions = list(self.transfer_infos.get(room, ()))
+        told = self.tell(self.engine.link_bytes_per_s(sessions))
+        if told is not None:
+            _keep(self._telling, room, told)
+
+    def take_prefill(self, room: int) -> PrefillFigures | None:
+        """Return what the instance behind a transfer that arrived told, once."""
+        told = self._prefill_of.pop(room, None)
+        figures = None if told is None else read_figures(told)
+        if figures is not None:
+            self._link_bytes_per_s = figures.bytes_per_s
+        return figures
+
+    def link_bytes_per_s(self) -> float:
+        """Return what the link from prefill instances carries, as the last one said."""
+        return self._link_bytes_per_s
 
     def _encode_kv_status_message(self, **facts: Any) -> list[bytes]:
         parts: list[bytes] = super()._encode_kv_status_message(**facts)
-        place = self.place()
-        return parts if place is None else [*parts, b"", _PLACE.pack(*place)]
+        told = self._telling.get(facts["bootstrap_room"])
+        return parts if told is None else [*parts, b"", told]
 
     def parse_kv_status_message(self, msg: list[bytes]) -> Any:
-        """Read SGLang's message, and the place in the pool behind it."""
+        """Read SGLang's message, and what the prefill instance tells behind it."""
         parsed = super().parse_kv_status_message(msg)
         if parsed is not None and len(msg) == _STATUS_PARTS + 2:
-            self._prefill_of[parsed[0]] = _PLACE.unpack(msg[-1])
-            if len(self._prefill_of) > _MOST_ROOMS:
-                self._prefill_of.popitem(last=False)
+            _keep(self._prefill_of, parsed[0], msg[-1])
         return parsed
 
     # -- When a failed push is over --------------------------------------------
@@ -228,10 +282,44 @@ class TieredKVSender(MooncakeKVSender):
 
     supports_host_tensor_indices = has_accelerator()
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.kv_mgr.sources is not None:
+            # Which pages these are is asked at once.
+            self.supports_host_tensor_indices = False
+
+    def send(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        """Queue pages to be sent, from where their layers are now."""
+        if self.kv_mgr.sources is not None:
+            kv_indices = self.kv_mgr.sources.begin(self.bootstrap_room, kv_indices)
+        super().send(kv_indices, *args, **kwargs)
+
+    def poll(self) -> Any:
+        """Return how far the transfer is; at its end nothing is read any more."""
+        state = super().poll()
+        if state in (KVPoll.Success, KVPoll.Failed):
+            self._end_reading()
+        return state
+
+    def clear(self) -> None:
+        """Forget the transfer."""
+        super().clear()
+        self._end_reading()
+
+    def abort(self) -> None:
+        """End the transfer as failed."""
+        super().abort()
+        self._end_reading()
+
+    def _end_reading(self) -> None:
+        if self.kv_mgr.sources is not None:
+            self.kv_mgr.sources.end(self.bootstrap_room)
+
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Count a transfer that begins."""
         super().init(num_kv_indices, aux_index)
         self.kv_mgr.count("requests", 1)
+        self.kv_mgr.note_room(self.bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
         """Return what the decode instance holds already, in tokens."""
@@ -285,3 +373,19 @@ class TieredKVReceiver(MooncakeKVReceiver):
 
 class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
     """SGLang's own: it says where prefill instances are."""
+
+
+def _keep(rooms: OrderedDict[int, bytes], room: int, told: bytes) -> None:
+    rooms[room] = told
+    if len(rooms) > _MOST_ROOMS:
+        rooms.popitem(last=False)
+
+
+def _sent(sources: LayerSources | None) -> dict[str, int]:
+    """Return what was sent from where, if layers are placed one by one."""
+    if sources is None:
+        return {}
+    return {
+        "bytes_from_host_rows": sources.num_host_bytes,
+        "bytes_from_device": sources.num_device_bytes,
+    }

@@ -1,22 +1,28 @@
 """The tiered cache of a decode instance.
 
-Prompts arrive from a prefill instance, so nothing is loaded here: the device's pages
-are reused, and what else a prompt has is sent. The tiers below keep what ended, for the
-instances that ask for it and for the one that computed the prompt (``returning.py``).
+Prompts arrive from a prefill instance. What the device has of one is reused, what the
+tiers below hold in memory is brought there before it is matched (``loading.py``), and
+the rest is sent. The tiers keep what ended, also for the instances that ask for it and
+for the one that computed the prompt (``returning.py``).
 A request is offloaded once, when it has ended: its decode steps pay for no copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.coordinator import RequestState
+from sgl_tiered.engines.sglang.disagg.figures import PrefillFigures
+from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
+from sgl_tiered.engines.sglang.disagg.loading import Arriving, OwnLoads
 from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns, Ended
-from sgl_tiered.engines.sglang.fetching import LendingRadixCache
+from sgl_tiered.engines.sglang.fetching import LendingRadixCache, make_fetcher
 from sgl_tiered.engines.sglang.tokens import plain_tokens
 
 __all__ = ["DecodeRadixCache"]
@@ -25,26 +31,72 @@ __all__ = ["DecodeRadixCache"]
 class DecodeRadixCache(TieredRadixCache):
     """TieredRadixCache whose prompts come from elsewhere."""
 
+    # Set by ``load_first``.
+    _loads: OwnLoads | None = None
     # Set by ``return_answers``; the parent's constructor calls ``reset``.
     _returns: AnswerReturns | None = None
-    _receiver_of: Callable[[int], tuple[int, int] | None] | None = None
+    _receiver_of: Callable[[int], PrefillFigures | None] | None = None
+    _judge: ReturnJudge | None = None
     _after: dict[int, Ended] | None = None
 
     def return_answers(
         self,
         returns: AnswerReturns,
-        receiver_of: Callable[[int], tuple[int, int] | None],
+        receiver_of: Callable[[int], PrefillFigures | None],
+        judge: ReturnJudge,
     ) -> None:
         """Return answers to the instances that computed their prompts from now on.
 
         Args:
             returns: sends them.
-            receiver_of: gives the instance behind a bootstrap room, once.
+            receiver_of: gives what the instance behind a bootstrap room told, once.
+            judge: says which are worth it.
         """
         self._returns, self._receiver_of, self._after = returns, receiver_of, {}
+        self._judge = judge
+
+    def load_first(self, bytes_per_s: Callable[[], float]) -> None:
+        """Load from the tiers here what would else be sent, from now on.
+
+        Args:
+            bytes_per_s: of the link from the prefill instances, as far as known.
+        """
+        if self.fetcher is not None:
+            return  # something else looks ahead on this server
+        parts = self.tiered.parts
+        page_bytes = parts.device.layout.page_bytes
+
+        def sent_s(first_page: int, num_pages: int) -> float:
+            del first_page
+            return num_pages * page_bytes / bytes_per_s()
+
+        self._loads = OwnLoads(parts.cache, parts.clock, sent_s)
+        self.fetcher = make_fetcher(self, self.tiered, self._loads.prefetcher)
+
+    def held_back(self, reqs: Sequence[Any]) -> set[str]:
+        """Return who of those that could be matched should wait for a load.
+
+        Args:
+            reqs: SGLang's requests, all that could be matched now, in their order.
+        """
+        loads, fetcher = self._loads, self.fetcher
+        if loads is None or fetcher is None:
+            return set()
+        for req in reqs:
+            if loads.state(req.rid) is None:
+                self._arrived(loads, req)
+        fetcher.keys = {id(state): state.key for state in loads.arriving}
+
+        def on_device(state: Arriving) -> int:
+            match = self._match_tree(MatchPrefixParams(key=state.key))
+            return int(match.device_prefix_len) // int(self.page_size)
+
+        return loads.advance({req.rid for req in reqs}, on_device)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """Match on the device only."""
+        """Match on the device only: what could be loaded is there by now."""
+        if self._judge is not None and params.req is not None:
+            self._note_asked(self._judge, params)
         return LendingRadixCache.match_prefix(self, params)
 
     def check_hicache_events(self) -> None:
@@ -58,6 +110,10 @@ class DecodeRadixCache(TieredRadixCache):
         if self._returns is not None and self._after is not None:
             self._returns.clear()
             self._after.clear()
+        if self._judge is not None:
+            self._judge.clear()
+        if self._loads is not None:
+            self._loads.clear()
         super().reset()
 
     def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
@@ -66,21 +122,44 @@ class DecodeRadixCache(TieredRadixCache):
             return
         before = set(self._locks)
         super()._offload(req, state, num_tokens)
-        if self._returns is None or self._receiver_of is None:
+        if self._returns is None or self._receiver_of is None or self._judge is None:
             return
-        receiver = self._receiver_of(req.bootstrap_room)
+        figures = self._receiver_of(req.bootstrap_room)
         num_pages = num_tokens // self.page_size
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
-        if receiver is None or tokens is None or not num_pages:
+        if figures is None or tokens is None or not num_pages:
             return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
-        ended = Ended(receiver, digest, tokens)
+        num_prompt = len(req.origin_input_ids)
+        if not self._judge.is_worth(req.rid, figures, digest, tokens, num_prompt):
+            return
+        ended = Ended(figures.place, digest, tokens)
         plans = set(self._locks) - before
         if plans and self._after is not None:
             self._after[plans.pop()] = ended
         else:
             # All of it is in the host tier, or on its way there for somebody else.
             self._returns.add(ended)
+
+    def _arrived(self, loads: OwnLoads, req: Any) -> None:
+        """Note a request; one that the tiers cannot serve as if it had no prompt."""
+        key = RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
+        tokens = plain_tokens(key.token_ids, len(key))
+        if tokens is None or self.disable:
+            tokens = np.empty(0, np.int32)
+        digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        loads.arrived(req.rid, digest, tokens, key)
+
+    def _note_asked(self, judge: ReturnJudge, params: MatchPrefixParams) -> None:
+        """Tell once of each request which prompt has come."""
+        req: Any = params.req
+        if getattr(req, "tiered_asked", False):
+            return
+        req.tiered_asked = True
+        tokens = plain_tokens(params.key.token_ids, len(params.key))
+        if tokens is not None:
+            digest = self.tiered.namespace(params.key.extra_key, params.key.cache_salt)
+            judge.asked(digest, tokens)
 
     def _unlock_offload(self, plan_id: int) -> None:
         super()._unlock_offload(plan_id)

@@ -16,13 +16,14 @@ import logging
 import secrets
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.clock import Clock
+from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.transport.base import (
     Peer,
     PeerAddress,
@@ -32,7 +33,7 @@ from sgl_tiered.transport.base import (
     Transport,
 )
 
-__all__ = ["RawEngine", "as_memory"]
+__all__ = ["FIRST_BYTES_PER_S", "RawEngine", "as_memory"]
 
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 _BASE_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 50e6
 """A batch slower than this counts as stuck: a twentieth of TCP on one machine."""
+_FIRST_LATENCY_S = 1e-3
+FIRST_BYTES_PER_S = 1e9
+"""Of a link before its first push: a tenth of what a network card or a memory does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,10 @@ class _Regions:
         return self.numbers[place], addresses - self.starts[place]
 
 
+def _first_link() -> LinkCost:
+    return LinkCost(_FIRST_LATENCY_S, FIRST_BYTES_PER_S)
+
+
 @dataclass(slots=True)
 class _Session:
     """A decode instance, as the prefill instance knows it.
@@ -84,11 +92,16 @@ class _Session:
         address: what it registered.
         peer: of the transport; made anew after a loss.
         regions: what it lends.
+        link: what pushes to it took that had it for themselves.
+        num_pushing, num_begun: batches under way, and so far.
     """
 
     address: PeerAddress
     peer: Peer
     regions: _Regions
+    link: LinkCost = field(default_factory=_first_link)
+    num_pushing: int = 0
+    num_begun: int = 0
 
 
 class RawEngine:
@@ -197,6 +210,46 @@ class RawEngine:
             return self._failed(f"a range lies outside {side} instance's memory")
         num_bytes = int(sizes.sum())
         timeout_s = self._timeout_s + num_bytes / _SLOWEST_BYTES_PER_S
+        with self._lock:
+            is_alone = session.num_pushing == 0
+            session.num_pushing += 1
+            session.num_begun += 1
+            number = session.num_begun
+        try:
+            started_s = self._clock.now()
+            error = self._push(session, local, remote, sizes, timeout_s)
+            seconds = self._clock.now() - started_s
+        finally:
+            with self._lock:
+                session.num_pushing -= 1
+        if error:
+            return self._failed(error)
+        with self._lock:
+            self.num_bytes_pushed += num_bytes
+            if is_alone and session.num_begun == number:
+                session.link.observe(num_bytes, seconds)
+        return 0
+
+    def link_bytes_per_s(self, session_ids: Sequence[str]) -> float:
+        """Return what the link to the first of these peers carries.
+
+        Args:
+            session_ids: of peers; one that is not known has the first guess.
+        """
+        with self._lock:
+            known = [self._sessions[s] for s in session_ids if s in self._sessions]
+            link = known[0].link if known else _first_link()
+            return link.snapshot().bandwidth_bytes_per_s
+
+    def _push(
+        self,
+        session: _Session,
+        local: tuple[Int64s, Int64s],
+        remote: tuple[Int64s, Int64s],
+        sizes: Int64s,
+        timeout_s: float,
+    ) -> str:
+        """Write ranges and wait for them; return why not all of them have arrived."""
         pairs = local[0] * (int(remote[0].max(initial=0)) + 1) + remote[0]
         transfers = []
         for pair in np.unique(pairs):
@@ -214,10 +267,8 @@ class RawEngine:
         ends = [transfer.wait() for transfer in transfers]
         for transfer, end in zip(transfers, ends, strict=True):
             if end is not TransferStatus.DONE:
-                return self._failed(f"{end.name}: {transfer.error}")
-        with self._lock:
-            self.num_bytes_pushed += num_bytes
-        return 0
+                return f"{end.name}: {transfer.error}"
+        return ""
 
     def is_settled(self, session_id: str) -> bool:
         """Return whether nothing can arrive any more of what failed before."""

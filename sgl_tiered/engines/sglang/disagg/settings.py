@@ -19,6 +19,7 @@ __all__ = [
     "PdCaching",
     "declare_caching",
     "pd_caching",
+    "pd_returns",
     "refuse_with_disaggregation",
     "refuse_without_disaggregation",
 ]
@@ -26,9 +27,13 @@ __all__ = [
 TRANSFER_BACKEND = "tiered"
 """Our name for ``--disaggregation-transfer-backend``."""
 CACHING_FLAG = "--tiered-pd-caching"
-PD_FLAGS = ("pd_caching", "pd_transport")
+PD_FLAGS = ("pd_caching", "pd_transport", "pd_returns")
 """Fields, without their prefix, that need no tiered cache."""
 PD_TRANSPORTS = ("auto", "mooncake", "nixl", "loopback")
+
+
+_ELSEWHERE = ("--tiered-layerkv", "--tiered-activations", "--tiered-sparsity")
+"""Flags whose KV no transfer finds: not where one writes, or not as KV at all."""
 
 
 class PdCaching(IntEnum):
@@ -46,6 +51,11 @@ def pd_caching(server_args: Any) -> PdCaching | None:
     if value is None and _mode(server_args) == "decode" and _has_tiers(server_args):
         return PdCaching.BOTH
     return None if value is None else PdCaching(value)
+
+
+def pd_returns(server_args: Any) -> str:
+    """Return which answers go back to prefill: ``auto``, ``always`` or ``never``."""
+    return str(getattr(server_args, "tiered_pd_returns", None) or "auto")
 
 
 def declare_caching(server_args: Any) -> dict[str, Any]:
@@ -99,6 +109,13 @@ def refuse_with_disaggregation(server_args: Any, config: Any | None) -> None:
     if getattr(server_args, "disaggregation_transfer_backend", None) == "tiered":
         _refuse_with_our_backend(server_args)
     caching = pd_caching(server_args)
+    returns = getattr(server_args, "tiered_pd_returns", None)
+    if returns is not None and caching is not PdCaching.RETURNED:
+        raise ConfigError(
+            "--tiered-pd-returns",
+            "chooses among the returns that only one caching mode makes",
+            f"add {CACHING_FLAG} 3",
+        )
     if config is None:
         if caching is PdCaching.RETURNED:
             raise ConfigError(
@@ -152,7 +169,9 @@ def _refuse_with_tiers(
             "add --tiered-pool, the same on both",
         )
     for flag, is_given in {
-        "--tiered-layerkv": config.layerkv is not None,
+        "--tiered-layerkv": is_decode and config.layerkv is not None,
+        "--tiered-activations": config.layerkv is not None
+        and config.layerkv.activations is not None,
         "--tiered-sparsity": config.sparsity is not None,
         "--tiered-encoding": config.is_encoded,
         "--tiered-write-policy on-evict": is_decode
@@ -164,10 +183,18 @@ def _refuse_with_tiers(
                 flag.partition(" ")[0],
                 f"does not go with --disaggregation-mode {_mode(server_args)} yet, as "
                 "its KV is not where the transfer looks for it"
-                if flag in ("--tiered-layerkv", "--tiered-sparsity")
+                if flag in _ELSEWHERE
                 else f"does not go with --disaggregation-mode {_mode(server_args)} yet",
                 "leave it out",
             )
+    has_sums = getattr(server_args, "disaggregation_enable_kv_checksum", False)
+    if config.layerkv is not None and has_sums:
+        raise ConfigError(
+            "--tiered-layerkv",
+            "does not go with --disaggregation-enable-kv-checksum, which reads KV "
+            "where SGLang would have put it",
+            "leave one of the two out",
+        )
     if (getattr(server_args, "tp_size", 1) or 1) > 1:
         raise ConfigError(
             "--disaggregation-mode",

@@ -43,11 +43,19 @@ class LayerAdmission:
         driver: of the pool.
         runtime: predicts passes and knows the link.
         forecast: says what will be left.
+        keeps_none: of what it is free to choose, a prompt retains no layer: it is
+            decoded elsewhere.
     """
 
     def __init__(
-        self, driver: LayerDriver, runtime: LayeredRuntime, forecast: LayerForecast
+        self,
+        driver: LayerDriver,
+        runtime: LayeredRuntime,
+        forecast: LayerForecast,
+        *,
+        keeps_none: bool = False,
     ) -> None:
+        self._keeps_none = keeps_none
         self._driver = driver
         self._runtime = runtime
         self._forecast = forecast
@@ -202,6 +210,8 @@ class LayerAdmission:
             return np.ones(num_layers, np.bool_)
         if settings.retain is not None:
             number = min(settings.retain, num_layers)
+        elif self._keeps_none:
+            number = 0
         else:
             layout = self._driver.plan.layout
             _, bytes_per_s = self._runtime.cost.link_figures(TierId.HOST)

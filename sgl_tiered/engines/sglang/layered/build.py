@@ -242,7 +242,9 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
     decoders = Decoders(config, runtime.lengths, agreement)
     forecast = LayerForecast(driver, decoders.tokens_left)
     driver.decision_counters = forecast.counters
-    admission = LayerAdmission(driver, runtime, forecast)
+    admission = LayerAdmission(
+        driver, runtime, forecast, keeps_none=runtime.sources is not None
+    )
     policy = make_turns(driver.plan.settings.decode)
     facts = LayerFacts(
         manager, driver.plan, policy, decoders, cost, link, runtime.clock

@@ -19,6 +19,7 @@ from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
+from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.step_times import StepTimes
 from sgl_tiered.engines.sglang.tokens import device_pages
@@ -38,6 +39,8 @@ class LayeredRuntime(TieredRuntime):
         # A page has its places when its load has ended, so forwards wait for it.
         super().__init__(parts, wait_whole=True)
         self.layers = driver
+        # Of what is sent to a decode server; None where nothing is.
+        self.sources: LayerSources | None = None
         # Set where a scheduler is attached.
         self.layer_admission: Any = None
         self.step_times: StepTimes | None = None
@@ -48,6 +51,10 @@ class LayeredRuntime(TieredRuntime):
         """Take what a scheduler's decisions are made with."""
         self.layer_admission = admission
         self._decoders, self._facts = decoders, facts
+
+    def send_from(self, pool: Any) -> None:
+        """Let a `LayeredPool` be sent from, to a decode server."""
+        self.sources = pool.sources = LayerSources(pool, self.layers)
 
     def pace_s(self, num_running: float, context_tokens: float) -> float:
         """Return the seconds of a token with so many running, paused ones included.
@@ -80,6 +87,8 @@ class LayeredRuntime(TieredRuntime):
 
     def pump(self) -> list[int]:
         """Take the ends of transfers; return the offload plans that have ended."""
+        if self.sources is not None:
+            self.sources.collect()
         ended = super().pump()
         for plan_id in ended:
             self.layers.end_store(plan_id)

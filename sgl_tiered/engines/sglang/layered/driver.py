@@ -105,6 +105,8 @@ class LayerDriver:
         self._guard = guard
         # Ends what copies besides the manager's threads.
         self.on_close: Callable[[], None] | None = None
+        # Told of pages that SGLang gives up, before they are.
+        self.on_freed: Callable[[Int64s], None] | None = None
         # Told that a forward is to begin, ahead of its first copies.
         self.on_begin: Callable[[], None] | None = None
         # Bytes of weights that rebuilding has brought from host memory.
@@ -371,7 +373,7 @@ class LayerDriver:
 
     @property
     def num_stores(self) -> int:
-        """Offloads to the tiers below that read pages where they are."""
+        """Offloads and transfers that read pages where they are; all of them end."""
         return len(self._storing)
 
     def kinds(self, pages: Int64s) -> tuple[UInt8s, Bools] | None:
@@ -442,6 +444,8 @@ class LayerDriver:
 
     def freed(self, pages: Int64s) -> None:
         """Take back what logical pages have; a load to them does not come any more."""
+        if self.on_freed is not None:
+            self.on_freed(pages)
         for rid, loading in list(self._loading.items()):
             if np.isin(loading, pages).any():
                 self.manager.close_load(self._loading.pop(rid), False)

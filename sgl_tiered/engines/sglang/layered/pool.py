@@ -15,6 +15,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
+from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.tiers.memory import MemoryRegion
 
@@ -65,6 +66,8 @@ class LayeredPool(MHATokenToKVPool):
             self.act_region = self._host_region(plan.acts.num_act_rows, row_bytes)
         # Places the layers; set once the cache is built, before anything runs.
         self.driver: Any = None
+        # Says what a transfer to another server is to read; set where there is one.
+        self.sources: LayerSources | None = None
 
     def _host_region(self, num_rows: int, row_bytes: int) -> MemoryRegion:
         return MemoryRegion(num_rows, row_bytes)
@@ -87,16 +90,29 @@ class LayeredPool(MHATokenToKVPool):
         self.driver.manager.layer_written(layer_idx)
 
     def _build_kv_buffer_descs(self) -> list[Any]:
-        return []  # for transfers between servers, which are refused
+        return []  # for transfers by offsets in a layer's own memory
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Return the bytes of keys and of values on the device, and what makes them."""
         half = 0 if self.acts is None else self.acts.nbytes // 2
         return self.k_buffer[0].nbytes + half, self.v_buffer[0].nbytes + half
 
-    def get_contiguous_buf_infos(self) -> NoReturn:
-        """Refuse: a layer has no memory of its own."""
-        _refuse("a transfer of KV to another server")
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Return address, bytes and bytes per page of each layer's keys, then values.
+
+        All layers have the same: who sends from there asks ``sources`` where.
+
+        Raises:
+            EngineCompatibilityError: nobody can be asked.
+        """
+        if self.sources is None:
+            _refuse("a transfer of KV to another server")
+        both = [self.k_buffer[0]] * self.layer_num + [self.v_buffer[0]] * self.layer_num
+        return (
+            [buffer.data_ptr() for buffer in both],
+            [buffer.nbytes for buffer in both],
+            [self.sources.part_bytes] * len(both),
+        )
 
     def get_device_pool_infos(self) -> NoReturn:
         """Refuse: a layer has no memory of its own."""

@@ -10,6 +10,7 @@ from sgl_tiered.engines.sglang.pooled.cache import pooled
 from sgl_tiered.engines.sglang.pooled.server import ServedPool, join_pool
 from sgl_tiered.engines.sglang.pooled.settings import named_pool
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.pool.node import PoolNode
 
 __all__ = ["attach_scheduler", "enter_pool"]
 
@@ -48,7 +49,8 @@ def enter_pool(
 def attach_scheduler(scheduler: Any, served: ServedPool) -> None:
     """Let messages wake a scheduler that sleeps while idle."""
     poller = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
-    if poller is not None:
+    # Only the first rank sleeps while idle, and only its node is told anything.
+    if poller is not None and isinstance(served.node, PoolNode):
         import zmq
 
         poller.register(served.node.fileno(), zmq.POLLIN)

@@ -15,9 +15,6 @@ from sgl_tiered.pool.peers import Hint
 
 __all__ = ["PooledTree", "pooled"]
 
-_IDLE_WAIT_S = 0.001
-"""Nothing to compute and pages on their way: a nap that leaves the peer a core."""
-
 
 class PooledTree(TieredRadixCache):
     """What pools add to a tiered tree; mixed into the class that is served."""
@@ -65,17 +62,24 @@ class PooledTree(TieredRadixCache):
         return num_tokens, node
 
     def check_hicache_events(self) -> None:
-        """Look after the pool, then take the ends of transfers."""
+        """Look after the pool, and take the ends of transfers.
+
+        Of several ranks those come first: with them the ranks meet, and the pool acts
+        on what they have told each other there.
+        """
         pool = self._pool
-        if pool.pulls.num_awaited and self.tiered.engine_idle():
-            pool.node.wait(_IDLE_WAIT_S)
-        pool.poll()
+        if self.tiered.engine_idle():
+            pool.rest(self.tiered.completions)
+        if not pool.is_shared:
+            pool.poll()
         super().check_hicache_events()
+        if pool.is_shared:
+            pool.poll()
 
     def reset(self) -> None:
         """Forget every page; what is pulled now never becomes one."""
         if self._tiered is not None and self._tiered.pool is not None:
-            self._tiered.pool.pulls.reset()
+            self._tiered.pool.reset()
         super().reset()
 
     def release_host_resources(self) -> None:

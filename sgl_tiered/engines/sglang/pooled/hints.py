@@ -21,7 +21,8 @@ _ACTION = "sgl_tiered.holders"
 _VERSION = "1"
 _MAX_HOLDERS = 8
 _MAX_HEADER = 8192
-_HOLDER = re.compile(r"([^=;,\s]{1,200})=([^;,\s]*);tokens=([0-9]{1,9})(?:;[^,]*)?")
+_HOLDER = re.compile(r"([^=;,\s]{1,200})=([^;,\s]*);tokens=([0-9]{1,9})((?:;[^,]*)?)")
+_ON_DISK = ";tier=disk;"
 
 
 def parse_holders(header: str) -> tuple[Hint, ...]:
@@ -30,7 +31,8 @@ def parse_holders(header: str) -> tuple[Hint, ...]:
     for part in header[:_MAX_HEADER].split(",")[:_MAX_HOLDERS]:
         match = _HOLDER.fullmatch(part.strip())
         if match is not None:
-            found.append(Hint(match[1], match[2].rstrip("/"), int(match[3])))
+            on_disk = _ON_DISK in f"{match[4]};".replace(" ", "")
+            found.append(Hint(match[1], match[2].rstrip("/"), int(match[3]), on_disk))
     return tuple(found)
 
 
@@ -48,7 +50,7 @@ def add_hints(manager: Any, obj: Any, request: Any = None) -> None:
         decode_kv_hints_envelope,
     )
 
-    holders = [[hint.name, hint.url, hint.num_tokens] for hint in hints]
+    holders = [[hint.name, hint.url, hint.num_tokens, hint.on_disk] for hint in hints]
     action = KvHintAction(
         action_id=_ACTION,
         action_type=_ACTION,
@@ -82,8 +84,9 @@ def hints_of(req: Any) -> Sequence[Hint]:
         holders = action.payload.get("holders")
         # A client may have written it himself.
         for each in holders[:_MAX_HOLDERS] if isinstance(holders, list) else ():
-            if isinstance(each, list | tuple) and len(each) == 3:
-                name, url, num_tokens = each
+            if isinstance(each, list | tuple) and len(each) in (3, 4):
+                name, url, num_tokens, *more = each
                 if isinstance(num_tokens, int):
-                    found.append(Hint(str(name), str(url), num_tokens))
+                    on_disk = more == [True]
+                    found.append(Hint(str(name), str(url), num_tokens, on_disk))
     return found

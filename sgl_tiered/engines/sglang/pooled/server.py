@@ -3,26 +3,39 @@
 Everything here runs on the scheduler's thread. The node is looked at once per turn of
 SGLang's loop, which costs a microsecond where nothing happens; where SGLang sleeps
 while idle, a message wakes it.
+
+Of several ranks each has all of this over its own part of the pages, and acts on what
+all have heard at their last meeting (`pool/facts.py`): at the same point of the turn,
+after that meeting. So requests wait, load and compute alike on all ranks, and a pull
+has come when all parts of all its pages have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
+from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.sglang.pooled.endpoints import endpoints_of
 from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
 from sgl_tiered.engines.sglang.pooled.shape import pool_shape
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.pipelines.completions import CompletionQueue, PromoteFinished
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.cache_store import CacheStore
-from sgl_tiered.pool.layouts import KVShape
+from sgl_tiered.pool.crew import Crew
+from sgl_tiered.pool.disk_reads import DiskReads
 from sgl_tiered.pool.membership import InstanceKind, Lease
 from sgl_tiered.pool.node import NodeConfig, NodeMemory, PoolNode, store_memories
 from sgl_tiered.pool.node_peers import NodePeers
 from sgl_tiered.pool.pulls import PeerPulls
+from sgl_tiered.pool.rank_node import RankNode
 from sgl_tiered.transport.by_name import open_transport
 
 __all__ = [
@@ -33,6 +46,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_IDLE_WAIT_S = 0.001
+"""Nothing to compute and pages on their way: a nap that leaves the peer a core."""
 _MAX_ACTIVE_SHARE = 0.5
 """Of the host tier, that blocks of others and pulls under way may take: the rest stays
 this server's own cache, whatever peers ask for."""
@@ -46,25 +61,67 @@ class ServedPool:
         node: membership, messages, bytes.
         store: the cache's copies as blocks.
         pulls: of pages that peers hold.
+        reads: of this server's disk, for peers.
+        agreement: between the ranks.
         close_transport: called when the node has been closed.
     """
 
     def __init__(
         self,
-        node: PoolNode,
+        node: PoolNode | RankNode,
         store: CacheStore,
         pulls: PeerPulls,
+        reads: DiskReads,
+        agreement: Agreement,
         close_transport: Callable[[], None],
     ) -> None:
+        self._agreement = agreement
         self.node = node
         self.store = store
         self.pulls = pulls
+        self.reads = reads
         self._close_transport = close_transport
 
     def poll(self) -> None:
-        """Look after messages and pulls."""
+        """Look after messages, pulls and reads; ranks do after each meeting."""
         self.node.poll()
         self.pulls.poll()
+        self.reads.poll()
+        if self.is_shared and not self.node.pool.is_idle:
+            under_way = (self.pulls.num_under_way, self.reads.num_under_way)
+            self._agreement.note("pool", self.node.pool.usage(), *under_way)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are several ranks."""
+        return self._agreement.is_shared
+
+    def rest(self, completions: CompletionQueue) -> None:
+        """Give others the core for a moment: the engine has nothing to compute.
+
+        Only where something of the pool is soon to end; nobody sleeps longer then.
+
+        Args:
+            completions: where this server's own reads end.
+        """
+        if self._agreement.rank:
+            # It waits for rank 0 in any case.
+            return
+        if self.reads.num_under_way or (self.is_shared and self.node.pool.is_talking):
+            # Neither a disk nor another rank wakes who sleeps while idle.
+            completions.wait(_IDLE_WAIT_S)
+            self.node.stay_awake()
+        elif self.pulls.num_awaited:
+            self.node.wait(_IDLE_WAIT_S)
+
+    def took(self, event: PromoteFinished) -> bool:
+        """Take the end of a read for a peer; False for any other promotion."""
+        return self.reads.finished(event.plan, event.positions, event.result)
+
+    def reset(self) -> None:
+        """Forget requests: the cache is emptied. What is under way ends unused."""
+        self.pulls.reset()
+        self.reads.cancel_all()
 
     def stats(self) -> dict[str, Any]:
         """Return a JSON-able picture, for ``GET /tiered/stats``."""
@@ -88,9 +145,9 @@ def join_pool(
 
     Args:
         settings: with a name.
-        runtime: of this server's only rank.
+        runtime: of this rank.
         server_args: SGLang's.
-        kv_heads: of a layer.
+        kv_heads: of a layer on this rank.
         spoils_sent: for tests: peers are sent other bytes than those they ask for.
 
     Raises:
@@ -100,6 +157,7 @@ def join_pool(
     parts = runtime.parts
     layout = parts.device.layout
     made: list[CacheStore] = []
+    reads: list[DiskReads] = []
 
     def make_store(lease: Lease) -> BlockStore:
         made.append(
@@ -113,7 +171,26 @@ def join_pool(
         )
         return made[0]
 
-    shape = pool_shape(layout, kv_heads)
+    def make_reads(store: BlockStore) -> DiskReads:
+        assert store is made[0], "there is one store"
+        reads.append(
+            DiskReads(
+                parts.cache,
+                made[0],
+                runtime.transfers.promoter,
+                parts.clock,
+                lambda: runtime.is_reading,
+                lambda: runtime.coordinator.waiting_prompts(DEFAULT_WINDOW),
+            )
+        )
+        return reads[0]
+
+    agreement = runtime.agreement
+    crew = Crew(agreement) if agreement.is_shared else None
+    rank, num_ranks = agreement.rank, agreement.num_ranks
+    own = pool_shape(layout, kv_heads)
+    # Heads that several ranks have count as often: a rank pulls from its like only.
+    shape = replace(own, num_heads=own.num_heads * num_ranks)
     mode = str(getattr(server_args, "disaggregation_mode", "null"))
     config = NodeConfig(
         name=settings.name,
@@ -121,20 +198,42 @@ def join_pool(
         kind=_KINDS.get(mode, InstanceKind.COLOCATED),
         host=settings.host,
         keys=settings.keys,
-        endpoints={"http": _url(server_args, settings.host)},
+        endpoints=endpoints_of(server_args, settings.host),
     )
-    transport = open_transport(settings.transport, settings.host)
-    try:
-        node = PoolNode(
-            config,
-            shape,
-            make_store,
-            transport,
-            memories=(lambda s: _spoiled(s, shape)) if spoils_sent else None,
-        )
-    except BaseException:
-        transport.close()
-        raise
+
+    def memories(store: BlockStore) -> list[NodeMemory]:
+        found = store_memories(store, shape, rank, num_ranks)
+        return _spoiled(found) if spoils_sent else found
+
+    with contextlib.ExitStack() as undo:
+        try:
+            transport = open_transport(settings.transport, settings.host)
+            undo.callback(transport.close)
+            node: PoolNode | RankNode
+            if crew is None or rank == 0:
+                node = PoolNode(
+                    config,
+                    shape,
+                    make_store,
+                    transport,
+                    memories=memories,
+                    make_reads=make_reads,
+                    crew=crew,
+                )
+            else:
+                node = RankNode(
+                    crew,
+                    shape,
+                    make_store,
+                    transport,
+                    memories=memories,
+                    make_reads=make_reads,
+                )
+        except BaseException as error:
+            if crew is not None:
+                crew.give_up(error)
+            raise
+        undo.pop_all()
     pulls = PeerPulls(
         made[0],
         NodePeers(node),
@@ -152,22 +251,14 @@ def join_pool(
         node.instance,
         transport.address.kind,
     )
-    return ServedPool(node, made[0], pulls, transport.close)
+    return ServedPool(node, made[0], pulls, reads[0], agreement, transport.close)
 
 
-def _url(server_args: Any, pool_host: str) -> str:
-    """Return where this server's HTTP is, as a router would name it."""
-    host = str(getattr(server_args, "host", "") or pool_host)
-    if host in ("0.0.0.0", "::"):
-        host = pool_host
-    return f"http://{host}:{getattr(server_args, 'port', 0)}"
-
-
-def _spoiled(store: BlockStore, shape: KVShape) -> list[NodeMemory]:
+def _spoiled(memories: list[NodeMemory]) -> list[NodeMemory]:
     """Return memory of the same form that peers get in place of the blocks."""
     return [
         NodeMemory(each.medium, np.zeros_like(each.memory), each.form)
-        for each in store_memories(store, shape)
+        for each in memories
     ]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.pool.membership import check_name
+from sgl_tiered.pool.membership import check_name, default_name
 from sgl_tiered.transport.keys import is_loopback
 
 __all__ = [
@@ -114,15 +113,13 @@ def named_pool(settings: PoolSettings, port: int) -> PoolSettings:
     """Return the settings with a name: that given, else one of host and port."""
     if settings.name:
         return settings
-    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in _host())
-    return replace(settings, name=f"{host}-{port}")
+    return replace(settings, name=default_name(port))
 
 
-def refuse_with_pool(server_args: Any, config: Any) -> None:
+def refuse_with_pool(config: Any) -> None:
     """Refuse what a pool was not shown to work with.
 
     Args:
-        server_args: as given; what nobody has named is not refused.
         config: the other settings of the tiers.
 
     Raises:
@@ -130,9 +127,6 @@ def refuse_with_pool(server_args: Any, config: Any) -> None:
     """
     activations = config.layerkv is not None and config.layerkv.activations is not None
     reasons = {
-        "--tp-size above 1: several ranks do not agree yet on what a peer sent": (
-            (getattr(server_args, "tp_size", 1) or 1) > 1
-        ),
         "--tiered-activations: what is exchanged is KV": activations,
         "--tiered-sparsity: what is exchanged are whole pages": (
             config.sparsity is not None
@@ -146,10 +140,6 @@ def refuse_with_pool(server_args: Any, config: Any) -> None:
                 f"does not go with {other}, as {why}",
                 "leave one of the two out",
             )
-
-
-def _host() -> str:
-    return socket.gethostname().partition(".")[0] or "host"
 
 
 def _flag(name: str) -> str:
