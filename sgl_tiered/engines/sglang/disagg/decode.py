@@ -61,8 +61,9 @@ class DecodeRadixCache(TieredRadixCache):
         Args:
             bytes_per_s: of the link from the prefill instances, as far as known.
         """
-        if self.fetcher is not None:
-            return  # something else looks ahead on this server
+        if self.fetcher is not None or self.tiered.agreement.is_shared:
+            # Something else looks ahead, or ranks' copies would end at other times.
+            return
         parts = self.tiered.parts
         page_bytes = parts.device.layout.page_bytes
 
