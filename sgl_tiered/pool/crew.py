@@ -22,8 +22,8 @@ from sgl_tiered.pool.messages import Channel, Envelope, RankInfo
 
 __all__ = ["Crew", "Leading", "Together"]
 
-_NUM_EXCHANGES = 2
-"""At the start: the lease, then how each rank is built."""
+_NUM_EXCHANGES = 3
+"""At the start: the processes, the lease, then how each rank is built."""
 
 
 class Together(Clock, Protocol):
@@ -128,6 +128,14 @@ class Crew:
         return self._ranks.num_ranks
 
     # The start: all ranks call these once, in this order.
+
+    def introduce(self, process: str) -> tuple[str, ...]:
+        """Return the names of all ranks' processes, by rank.
+
+        Raises:
+            TransportUnavailableError: another rank is not in the pool; says why.
+        """
+        return tuple(str(name) for name in self._exchange(process))
 
     def open(self, lease: Lease | None) -> Lease:
         """Return rank 0's lease, which it gives.

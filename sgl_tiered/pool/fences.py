@@ -31,7 +31,7 @@ from sgl_tiered.transport.release import ReleaseWatch
 __all__ = ["NOT_YET", "PROCESS", "Fence", "Fences", "Words"]
 
 PROCESS = "process"
-"""Name of a member's process among its endpoints."""
+"""Name of a member's processes among its endpoints, one per rank, by commas."""
 
 _MAX_RECORDS = 4096
 """Entries of incarnations that are kept, so that those that are over can be found."""
@@ -216,7 +216,8 @@ def _places(member: Member | None) -> tuple[Place, ...]:
     endpoint = _endpoint(member.endpoints.get(CONTROL, ""))
     if endpoint is None:
         return ()
-    return (Place(endpoint, Process.named(member.endpoints.get(PROCESS, ""))),)
+    names = member.endpoints.get(PROCESS, "").split(",")
+    return tuple(dict.fromkeys(Place(endpoint, Process.named(name)) for name in names))
 
 
 def _endpoint(url: str) -> Endpoint | None:

@@ -247,6 +247,8 @@ class PoolNode:
             undo.callback(self._channel.close)
             self._sums = ThreadPoolExecutor(1, "tiered-pool-sums", give_way)
             undo.callback(self._sums.shutdown)
+            own = Process.own().name
+            self._processes = (own,) if crew is None else crew.introduce(own)
             # Joining again may come to another thread; all of it is with the lease's.
             self._lease = self._held = self._join()
             undo.callback(lambda: self._registry.leave(self._held))
@@ -466,7 +468,7 @@ class PoolNode:
     def _join(self) -> Lease:
         config = self._config
         endpoints = {**config.endpoints, **self._channel.endpoints}
-        endpoints[PROCESS] = Process.own().name
+        endpoints[PROCESS] = ",".join(self._processes)
         before_s = self._clock.now()
         lease = self._registry.join(config.name, config.kind, endpoints)
         self._lease_ends_s = before_s + lease.ttl_s

@@ -20,6 +20,7 @@ from sgl_tiered.pool.layouts import KVShape
 from sgl_tiered.pool.membership import Lease, View
 from sgl_tiered.pool.node import NodeMemory, make_pool, store_memories
 from sgl_tiered.transport.base import Transport
+from sgl_tiered.transport.process import Process
 
 __all__ = ["RankNode"]
 
@@ -59,6 +60,7 @@ class RankNode:
         self._crew = crew
         self._view = View(0)
         self._is_closed = False
+        crew.introduce(Process.own().name)
         lease = crew.open(None)
         self.instance = lease.instance
         self.store = make_store(lease)

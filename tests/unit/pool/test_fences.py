@@ -7,10 +7,13 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.pool.base import BlockType
+from sgl_tiered.pool.channel import CONTROL
 from sgl_tiered.pool.config import PoolUsage
-from sgl_tiered.pool.fences import NOT_YET
+from sgl_tiered.pool.fences import NOT_YET, PROCESS, _places
+from sgl_tiered.pool.membership import InstanceKind, Member
 from sgl_tiered.pool.messages import Answer, AskDone
 from sgl_tiered.transport.knocking import Place, Reach
+from sgl_tiered.transport.process import Process
 from tests.property.pool_world import (
     CONFIG,
     TRANSPORT_GRACE_S,
@@ -251,3 +254,19 @@ def test_what_is_begun_later_is_not_waited_for(world: World) -> None:
     assert world.pieces == later
     world.settle(10.0)
     assert there.pool.usage() == NOTHING
+
+
+def test_the_processes_of_all_ranks_are_looked_for() -> None:
+    """Each of them writes; that of the first rank may be over before the others'."""
+    first = Process.own()
+    second = Process(first.pid, first.started + 1)
+    endpoints = {
+        CONTROL: "tcp://127.0.0.1:7",
+        PROCESS: f"{first.name},{second.name}",
+    }
+    member = Member("a", 0, 1, InstanceKind.COLOCATED, endpoints)
+    at = ("127.0.0.1", 7)
+    assert _places(member) == (Place(at, first), Place(at, second))
+    away = {**endpoints, PROCESS: "elsewhere/1:2,elsewhere/3:4"}
+    member = Member("a", 0, 1, InstanceKind.COLOCATED, away)
+    assert _places(member) == (Place(at),)
