@@ -146,6 +146,10 @@ class World:
         node.pool.begin_anew(node.me[1])
         self.see()
 
+    def rejoin(self, instance: int) -> None:
+        """Let an instance lose its lease, which all see, and take another."""
+        self.go_on(self.stop(instance))
+
     def see(self) -> None:
         """Let everybody know who is there."""
         for node in self.nodes.values():
