@@ -138,7 +138,7 @@ class World:
 
     def go_on(self, node: Node) -> None:
         """Let a stopped instance go on: it takes another lease."""
-        instance = node.me[0]
+        instance = node.instance
         self.nodes[instance] = node
         self.incarnations[instance] += 1
         self.version += 1
@@ -283,6 +283,7 @@ class Node:
         self, world: World, instance: int, incarnation: int, blocks: dict[TierId, int]
     ) -> None:
         self.world = world
+        self.instance = instance
         self.me = (instance, incarnation)
         self.inbox: list[Envelope] = []
         tiers = {m: RegionTier(m, Array(n)) for m, n in blocks.items()}
