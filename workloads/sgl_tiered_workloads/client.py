@@ -29,6 +29,9 @@ from sgl_tiered_workloads.usage import usage_of
 __all__ = ["StreamingClient", "run_chat"]
 
 _TOP_LOGPROBS = 5
+_IDLE_S = 3.0
+"""Idle connections are closed by us first: servers do it after 5 s, and a request that
+is on its way then is lost."""
 _LINE_BYTES = 1 << 26
 """A streamed line repeats the whole answer so far; aiohttp's default is 64 KiB."""
 
@@ -95,7 +98,7 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
     def _connect(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
             timeout=self._timeout,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
             read_bufsize=_LINE_BYTES,
         )
 
