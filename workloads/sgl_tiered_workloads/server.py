@@ -21,11 +21,13 @@ import time
 import urllib.error
 import urllib.request
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+import numpy as np
 
 from sgl_tiered_workloads.processes import end_group, signal_group
 
@@ -35,12 +37,18 @@ __all__ = [
     "SglangServer",
     "exit_on_signals",
     "free_port",
+    "shuffled_ports",
 ]
 
 _HOST = "127.0.0.1"
 _LOG_TAIL_LINES = 40
 _LINE_CHARS = 400
 """SGLang logs its several hundred arguments in one line."""
+_FIRST_PORT = 10_000
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DEFAULT_END_PORT = 32_768
+_TAKEN = b"error while attempting to bind on address"
+"""In the log of a server whose port somebody else has; some of it may run on."""
 _POLL_S = 0.25
 _PROGRESS_S = 5.0
 
@@ -94,16 +102,33 @@ class ServerSpec:
         return {"Content-Type": "application/json", **key}
 
 
+def shuffled_ports(seed: int | None = None) -> Iterator[int]:
+    """Return ports in random order, so that two programs at once do not choose alike.
+
+    A server may bind its port half a minute after it was told. So they come from below
+    the range that the system gives to outgoing connections.
+
+    Args:
+        seed: of the order; None for another one each time.
+    """
+    end = _DEFAULT_END_PORT
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        end = int(_PORT_RANGE.read_text().split()[0])
+    is_wide = end - _FIRST_PORT > 1_000
+    ports = np.arange(_FIRST_PORT, end if is_wide else 65_536)
+    return iter(np.random.default_rng(seed).permutation(ports).tolist())
+
+
 def free_port(candidates: Iterable[int] | None = None) -> int:
     """Return a port of this machine that nobody listens on now.
 
     Args:
-        candidates: ports to try in order; any port if None.
+        candidates: ports to try in order; those of ``shuffled_ports`` if None.
 
     Raises:
         OSError: every candidate is taken.
     """
-    for port in [0] if candidates is None else candidates:
+    for port in shuffled_ports() if candidates is None else candidates:
         with (
             socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe,
             contextlib.suppress(OSError),
@@ -245,6 +270,9 @@ class SglangServer:
                 )
             if time.monotonic() - said > _PROGRESS_S:
                 said = time.monotonic()
+                if _TAKEN in self.log_path.read_bytes():
+                    reason = f"server {self.spec.name}: port {self.port} is taken"
+                    raise ServerStartError(reason, None, self.log_tail())
                 self._say(f"  {self.spec.name}: starting, {elapsed_s:.0f} s")
             time.sleep(_POLL_S)
 

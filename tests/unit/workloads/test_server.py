@@ -155,6 +155,24 @@ def test_generate_sends_a_greedy_request_and_errors_name_the_path(
             server.post("/bad", {})
 
 
+def test_a_port_that_somebody_has_taken_is_not_waited_for(tmp_path: Path) -> None:
+    """SGLang's schedulers run on when its web server could not bind."""
+    code = """
+        import time
+        print("[Errno 98] error while attempting to bind on address", flush=True)
+        time.sleep(600)
+    """
+    server = SglangServer(spec(tmp_path, code), tmp_path, say=silent)
+    with pytest.raises(ServerStartError, match=f"port {server.port} is taken"):
+        server.start()
+
+
+def test_free_ports_are_none_of_those_of_outgoing_connections() -> None:
+    """Else one of them may have it before its server binds it."""
+    first, end = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    assert not int(first) <= free_port() <= int(end)
+
+
 def test_free_port_skips_a_taken_one(tmp_path: Path) -> None:
     """Of the candidates, the first that nobody listens on is taken."""
     with SglangServer(spec(tmp_path, STAND_IN), tmp_path, say=silent) as server:
