@@ -50,8 +50,10 @@ SHAPE = ChatShape(
 
 
 @pytest.fixture(scope="module")
-def plain(servers, model):
+def plain(request, servers, model):
     """Plain SGLang's answers with two ranks."""
+    if not request.config.getoption("--full"):
+        pytest.skip("four ranks that wait for each other are slow: by --full only")
     spec = plain_spec(CASE.device(model, REFERENCE_POOL_TOKENS))
     found = record_reference(servers.get(on_two_ranks(spec)), SHAPE)
     servers.stop()
