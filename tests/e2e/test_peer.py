@@ -319,11 +319,16 @@ def test_what_is_spoiled_on_its_way_is_caught(pair, reference):
     assert result.passed, result.summary()
 
 
-def test_a_killed_peer_is_done_without(pair):
-    """B serves on while a is dead and still in the pool, and when it is out of it."""
+def serves_on_without_a(pair):
+    """Kill a, and ask b while a is still in the pool and when it is out of it."""
     os.killpg(pair.a.pid, signal.SIGKILL)
     assert generate(pair.b, prompt(3))["tiered"][0]["peer"]["pages"] == 0
     wait_until(lambda: len(members(pair.b)) == 1, "the dead one is out of the pool")
     assert generate(pair.b, prompt(4))["completion_tokens"] == 4
     under_way = stats(pair.b)["pool"]["under_way"]
     assert under_way["num_requests"] == under_way["num_fetches"] == 0
+
+
+def test_a_killed_peer_is_done_without(pair):
+    """B serves on while a is dead and still in the pool, and when it is out of it."""
+    serves_on_without_a(pair)
