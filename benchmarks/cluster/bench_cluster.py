@@ -422,7 +422,12 @@ class _Running:
         self._cluster = cluster
 
     async def __aenter__(self) -> Cluster:
-        return await asyncio.to_thread(self._cluster.__enter__)
+        try:
+            return await asyncio.to_thread(self._cluster.__enter__)
+        except BaseException:
+            # Its thread goes on, whatever befalls this task; stop what it waits for.
+            await asyncio.to_thread(self._cluster.stop)
+            raise
 
     async def __aexit__(self, *details: object) -> None:
         await asyncio.to_thread(self._cluster.stop)

@@ -1,9 +1,10 @@
 """A whole cluster on this machine, a chat of two turns, and who holds what.
 
-One prefill, one decode and one colocated server, a registry and a router, all on free
-ports of the loopback. The chat goes through the pair; then the colocated server is
-asked the same, and the table says which instance holds how many pages in which tier.
-Then all of it is ended, or left running with ``--stay``.
+One prefill, one decode and one colocated server, a registry and a router that finds the
+servers by it, all on free ports of the loopback. The chat goes through the pair; then
+the colocated server is asked the same, which it need not compute: the others have it.
+The table says which instance holds how many pages in which tier. Then all of it is
+ended, or left running with ``--stay``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import Any
 
 from sgl_tiered_workloads.cluster.members import (
     COLOCATED,
-    DECODE,
-    PREFILL,
+    KINDS,
     new_member,
     tiered,
 )
@@ -28,7 +28,7 @@ from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.cluster.running import Cluster, read_json, router
 from sgl_tiered_workloads.processes import ServiceError
 from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
-from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device
+from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers
 
 MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
 PAGE = 16
@@ -48,15 +48,19 @@ def make_cluster(out: Path, caching: int) -> Cluster:
     """Return the cluster, not started."""
     ports, logs = Ports(), out.resolve() / "logs"
     device = Device(MODEL, POOL_TOKENS, PAGE, CPU_FLAGS)
-    handover = tiered(caching, f"file:{out.resolve() / 'pool'}", HOST_BYTES)
+    pool = f"file:{out.resolve() / 'pool'}"
+    handover = tiered(caching, pool, HOST_BYTES)
+    flags = {name: ("--tiered-pool-name", name) for name in KINDS}
+    flags[COLOCATED] += (*Tiers(HOST_BYTES).flags, "--tiered-pool", pool)
     members = [
-        new_member(device, PREFILL, PREFILL, ports, handover=handover),
-        new_member(device, DECODE, DECODE, ports, handover=handover),
-        new_member(device, COLOCATED, COLOCATED, ports),
+        new_member(device, kind, kind, ports, handover=handover, flags=flags[kind])
+        for kind in KINDS
     ]
-    words = [each.word(f"http://127.0.0.1:{each.port}") for each in members]
-    flags = ("--tokenizer", str(MODEL))
-    front = router(words, ports.take(), logs, flags=flags)
+    # With less caching the pair is in no pool: the router is told of it.
+    told = [each for each in members if each.kind != COLOCATED and caching < CACHING]
+    words = [each.word(f"http://127.0.0.1:{each.port}") for each in told]
+    found = ("--tokenizer", str(MODEL), "--registry", pool)
+    front = router(words, ports.take(), logs, flags=found)
     return Cluster(members, logs, behind=[front], ports=ports)
 
 

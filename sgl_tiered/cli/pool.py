@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.pool.membership import Lease, Registry, View, member_fields
-from sgl_tiered.pool.registry_url import local_path, open_registry
+from sgl_tiered.pool.membership import Lease, Member, Registry, View, member_fields
+from sgl_tiered.pool.registry_url import LEADER, ROUTERS, local_path, open_registry
 
 __all__ = ["register"]
 
@@ -36,8 +36,8 @@ def register(subparsers: Any) -> None:
         return command
 
     up = add("up", _up, "make a registry, print its URL, and tell of changes")
-    listing = add("list", _list, "who is there")
-    state = add("state", _state, "who is there, with all addresses, as one JSON object")
+    listing = add("list", _list, "who is there, and which routers serve it")
+    state = add("state", _state, "the same, with all addresses, as one JSON object")
     drain = add("drain", _drain, "let an instance take no new work, so that it can end")
     for command in (up, listing, state, drain):
         command.add_argument(
@@ -81,18 +81,30 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    lines = _lines(_view(arguments.registry))
-    print("\n".join(lines) or "nobody is there")
+    view, _ = _view(arguments.registry)
+    print("\n".join(_lines(view)) or "nobody is there")
+    routers, leader = _view(arguments.registry, ROUTERS)
+    for router in routers.members:
+        leads = ", leads" if router.name == leader else ""
+        print(f"{router.name}: router{leads}, {_addresses(router)}")
     return 0
 
 
 def _state(arguments: argparse.Namespace) -> int:
-    view = _view(arguments.registry)
-    members = [member_fields(member) for member in view.members]
+    view, _ = _view(arguments.registry)
+    routers, leader = _view(arguments.registry, ROUTERS)
     found = {
         "registry": _url(arguments.registry),
         "version": view.version,
-        "members": members,
+        "members": [member_fields(member) for member in view.members],
+        "routers": [
+            {
+                "name": router.name,
+                "leads": router.name == leader,
+                "endpoints": dict(router.endpoints),
+            }
+            for router in routers.members
+        ],
     }
     print(json.dumps(found, indent=1))
     return 0
@@ -137,10 +149,12 @@ def _keys(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _view(url: str) -> View:
-    registry: Registry = open_registry(url)
+def _view(url: str, part: str = "") -> tuple[View, str | None]:
+    """Return who is there, and the name of the router that leads, if this is theirs."""
+    registry: Registry = open_registry(url, part=part)
     try:
-        return registry.view()
+        leader = registry.leader(LEADER)
+        return registry.view(), None if leader is None else leader.name
     finally:
         registry.close()
 
@@ -154,6 +168,10 @@ def _lines(view: View) -> list[str]:
     return [
         f"{member.name}: instance {member.instance}.{member.incarnation}, "
         f"{member.kind.value}{', draining' if member.draining else ''}, "
-        + " ".join(f"{k}={v}" for k, v in sorted(member.endpoints.items()))
+        + _addresses(member)
         for member in view.members
     ]
+
+
+def _addresses(member: Member) -> str:
+    return " ".join(f"{k}={v}" for k, v in sorted(member.endpoints.items()))

@@ -22,7 +22,12 @@ from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.local_registry import LocalRegistry
 from sgl_tiered.pool.membership import Registry
 
-__all__ = ["local_path", "open_registry"]
+__all__ = ["LEADER", "ROUTERS", "check_url", "local_path", "open_registry"]
+
+ROUTERS = "routers"
+"""The part of those that serve a pool without being in it."""
+LEADER = "router"
+"""The role of the one of them that leads."""
 
 _SETTING = "pool registry"
 _FORMS = "local, file:PATH or etcd://HOST:PORT[,HOST:PORT]/POOL"
@@ -44,15 +49,36 @@ def open_registry(
         TransportUnavailableError: a file that cannot be used.
     """
     behind = f".{part}" if part else ""
-    scheme, colon, rest = url.partition(":")
-    path = None
-    if url == "local":
-        path = local_path()
-    elif colon and scheme == "file" and rest:
-        path = Path(rest.removeprefix("//"))
+    path, hosts, pool = _parse(url)
     if path is not None:
         path = Path(f"{path}{behind}")
         return LocalRegistry(path, ttl_s=ttl_s, clock=clock)
+    try:
+        # Only here: one machine needs no httpx.
+        from sgl_tiered.pool.etcd_registry import EtcdRegistry
+    except ImportError as error:
+        raise ConfigError(
+            _SETTING, f"etcd needs {error.name}", "pip install 'sgl-tiered[etcd]'"
+        ) from error
+    return EtcdRegistry(*hosts, pool=pool + behind, ttl_s=ttl_s, clock=clock)
+
+
+def check_url(url: str) -> None:
+    """Check what can be without a registry: the URL's form.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    _parse(url)
+
+
+def _parse(url: str) -> tuple[Path | None, list[str], str]:
+    """Return a file, or None, the URLs of etcd's hosts, and the pool's name there."""
+    scheme, colon, rest = url.partition(":")
+    if url == "local":
+        return local_path(), [], ""
+    if colon and scheme == "file" and rest:
+        return Path(rest.removeprefix("//")), [], ""
     found = re.fullmatch(r"etcd(\+https)?://([^/]+?)(?:/([^/]*))?/?", url)
     if found is None:
         raise ConfigError(_SETTING, f"{url!r} names none", f"write {_FORMS}")
@@ -61,17 +87,8 @@ def open_registry(
         raise ConfigError(
             _SETTING, f"{found[2]!r} is no list of HOST:PORT", f"write {_FORMS}"
         )
-    try:
-        # Only here: one machine needs no httpx.
-        from sgl_tiered.pool.etcd_registry import EtcdRegistry
-    except ImportError as error:
-        raise ConfigError(
-            _SETTING, f"etcd needs {error.name}", "pip install 'sgl-tiered[etcd]'"
-        ) from error
     http = "https" if found[1] else "http"
-    urls = [f"{http}://{host}" for host in hosts]
-    pool = (found[3] or "default") + behind
-    return EtcdRegistry(*urls, pool=pool, ttl_s=ttl_s, clock=clock)
+    return None, [f"{http}://{host}" for host in hosts], found[3] or "default"
 
 
 def local_path() -> Path:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.membership import check_name
+from sgl_tiered.pool.registry_url import check_url
 from sgl_tiered.router.feed import FeedSource
 
 __all__ = [
@@ -145,6 +146,11 @@ class RouterConfig:
                 check_name(self.name)
             except ConfigError as error:
                 raise ConfigError("--name", error.problem, error.remedy) from None
+        if self.registry is not None:
+            try:
+                check_url(self.registry)
+            except ConfigError as error:
+                raise ConfigError("--registry", error.problem, error.remedy) from None
         for name, value, least in (
             ("--max-attempts", self.max_attempts, 1),
             ("--page-tokens", self.page_tokens, 1),

@@ -42,14 +42,12 @@ from sgl_tiered.pool.membership import (
     Registry,
     View,
 )
-from sgl_tiered.pool.registry_url import open_registry
+from sgl_tiered.pool.registry_url import LEADER, ROUTERS, open_registry
 from sgl_tiered.router.wanted import Change, change_from, change_text, is_over
 
-__all__ = ["ROLE", "Discovery"]
+__all__ = ["Discovery"]
 
 _LOG = logging.getLogger(__name__)
-ROLE = "router"
-_PART = "routers"
 _WATCH_S = 0.5
 """A note of another replica is seen after so long at most, a member at once."""
 _AGAIN_S = 1.0
@@ -185,7 +183,7 @@ class Discovery:
             if self._pool is None:
                 self._pool = open_registry(self.url, ttl_s=self._lease_s)
             if self._own is None:
-                self._own = open_registry(self.url, part=_PART, ttl_s=self._lease_s)
+                self._own = open_registry(self.url, part=ROUTERS, ttl_s=self._lease_s)
             return self._pool, self._own
 
     def _say(self, what: str, trouble: str) -> None:
@@ -341,8 +339,8 @@ class Discovery:
         """Write what waits, find out who leads, and tidy up where it is this one."""
         _, own = self._open()
         self._write()
-        leads = lease is not None and own.lead(ROLE, lease)
-        leader, view = own.leader(ROLE), own.look()
+        leads = lease is not None and own.lead(LEADER, lease)
+        leader, view = own.leader(LEADER), own.look()
         names = () if view is None else tuple(each.name for each in view.members)
         self._led(
             lease if leads else None, "" if leader is None else leader.name, names

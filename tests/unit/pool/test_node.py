@@ -22,7 +22,7 @@ from sgl_tiered.pool.etcd_registry import EtcdRegistry
 from sgl_tiered.pool.layouts import KVShape, Shard
 from sgl_tiered.pool.membership import InstanceKind, Lease
 from sgl_tiered.pool.node import NodeConfig, PoolNode
-from sgl_tiered.pool.registry_url import local_path, open_registry
+from sgl_tiered.pool.registry_url import LEADER, ROUTERS, local_path, open_registry
 from sgl_tiered.pool.table_store import TableStore
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import TransferStatus
@@ -210,6 +210,13 @@ def test_the_command_sees_and_drains(
     one = start("one")
     assert main(["pool", "list", "--registry", url]) == 0
     assert "one: instance 0.1, colocated" in capsys.readouterr().out
+    routers = open_registry(url, part=ROUTERS)
+    first = routers.join("r1", InstanceKind.COLOCATED, {"http": "http://r1:1"})
+    routers.join("r2", InstanceKind.COLOCATED, {"http": "http://r2:1"})
+    assert routers.lead(LEADER, first)
+    assert main(["pool", "list", "--registry", url]) == 0
+    shown = capsys.readouterr().out
+    assert "r1: router, leads, http=http://r1:1\nr2: router, http=" in shown
     assert main(["pool", "drain", "one", "--registry", url]) == 0
     until(lambda: one.state()["draining"], one)
     assert main(["pool", "state", "--registry", url]) == 0

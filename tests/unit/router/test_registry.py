@@ -206,10 +206,16 @@ async def test_an_instance_of_a_flag_stays_when_its_lease_ends(path, pool):
         assert (await c.post(PROMPT))[0] == 200
 
 
+@pytest.mark.parametrize("url", ["redis://h:1", "file:", "etcd://h", "etcd://h:x/p"])
+def test_a_url_that_names_no_registry_is_refused_at_once(url):
+    """It is the flag that is wrong, and no registry that may come."""
+    with pytest.raises(ConfigError, match=r"--registry: .* write local, file:PATH or"):
+        RouterConfig(registry=url)
+
+
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("redis://h:1", "names none"),
         ("etcd://127.0.0.1:1/p", "does not answer"),
         ("file:{folder}/missing/pool", "missing/pool"),
         ("file:{folder}/other.json", "is not one"),

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,3 +226,27 @@ def test_a_signal_reaches_the_whole_group(tmp_path: Path) -> None:
         pids = [int(word) for word in noted.read_text().split()]
         service.signal(signal.SIGKILL)
         wait_until(lambda: not any(map(runs, pids)))
+
+
+def test_a_start_that_is_called_off_ends_at_once(tmp_path: Path) -> None:
+    """Servers that would take for ever are ended, those still to come never start."""
+    ports = Ports()
+    code = f"""
+        import os, pathlib, time
+        pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()
+        time.sleep(600)
+    """
+    members = [stand_in(tmp_path, ports, f"s{number}", code) for number in range(3)]
+    cluster = Cluster(members, tmp_path / "logs", ports=ports, say=lambda _: None)
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(cluster.__enter__)
+
+        def started() -> list[int]:
+            return [int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()]
+
+        wait_until(lambda: len(started()) == 2)
+        cluster.stop()
+        with pytest.raises(ServerStartError):
+            entered.result(PATIENCE_S)
+    assert len(started()) == 2
+    assert not any(map(runs, started()))

@@ -20,7 +20,7 @@ from typing import Any, Self
 from sgl_tiered_workloads.cluster.members import Member
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.processes import Service
-from sgl_tiered_workloads.server import Say, SglangServer
+from sgl_tiered_workloads.server import Say, ServerStartError, SglangServer
 
 __all__ = ["Cluster", "etcd", "forwarder", "read_json", "router", "sglang_router"]
 
@@ -183,20 +183,26 @@ class Cluster:
         self._start_timeout_s = start_timeout_s
         self._say = say
         self._num_starts = dict.fromkeys(self.members, 0)
+        self._is_ending = False
 
     def __enter__(self) -> Self:
+        pool = ThreadPoolExecutor(_STARTS)
+        self._is_ending = False
         try:
             for service in self._before:
                 service.start()
-            with ThreadPoolExecutor(_STARTS) as pool:
-                started = [pool.submit(self._start, name) for name in self.members]
-                for future in started:
-                    future.result()
+            started = [pool.submit(self._start, name) for name in self.members]
+            for future in started:
+                future.result()
             for service in self._behind:
                 service.start()
         except BaseException:
             self.stop()
+            # Whoever was starting one sees that it has ended.
+            pool.shutdown(cancel_futures=True)
+            self.stop()
             raise
+        pool.shutdown()
         return self
 
     def __exit__(
@@ -208,7 +214,8 @@ class Cluster:
         self.stop()
 
     def stop(self) -> None:
-        """End everything, whatever its state."""
+        """End everything, whatever its state, also while another thread starts it."""
+        self._is_ending = True
         for service in reversed(self._behind):
             service.stop()
         servers = list(self.servers.values())
@@ -264,4 +271,6 @@ class Cluster:
         )
         # Known before it runs, so that it is ended if another one does not start.
         self.servers[name] = server
+        if self._is_ending:
+            raise ServerStartError(f"server {name} was called off", None, "")
         server.start()
