@@ -85,9 +85,17 @@ def register(subparsers: Any) -> None:
     add(
         "--running-cost",
         type=float,
-        default=256.0,
+        default=64.0,
         metavar="TOKENS",
         help="what a request under way counts in the load; %(default)s",
+    )
+    add(
+        "--compute-cost",
+        type=float,
+        default=2.0,
+        metavar="X",
+        help="what a token to be computed counts, in tokens that wait: for the request "
+        "itself and for those who come after it; %(default)s",
     )
     add(
         "--ttl",
@@ -185,6 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
         policy=arguments.policy,
         credits=parse_credits(arguments.credits),
         running_cost_tokens=arguments.running_cost,
+        compute_cost=arguments.compute_cost,
         ttl_s=arguments.ttl,
         page_tokens=arguments.page_tokens,
         page_characters=arguments.page_characters,

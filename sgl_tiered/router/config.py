@@ -92,6 +92,7 @@ class RouterConfig:
         policy: a word of ``policies.routing.registry.ROUTINGS``.
         credits: of the prompt tree, by place.
         running_cost_tokens: what a request under way counts, in prompt tokens.
+        compute_cost: what a token to be computed counts, in tokens that wait.
         ttl_s: how long a prefix that was sent is assumed to be held where no event says
             so, in seconds.
         page_tokens: of instances that have sent no event yet.
@@ -117,7 +118,8 @@ class RouterConfig:
     instance_api_key: str | None = None
     policy: str = "prompt-tree"
     credits: Mapping[str, float] = field(default_factory=dict)
-    running_cost_tokens: float = 256.0
+    running_cost_tokens: float = 64.0
+    compute_cost: float = 2.0
     ttl_s: float = 300.0
     page_tokens: int = 16
     page_characters: int = 64
@@ -157,6 +159,7 @@ class RouterConfig:
             ("--page-characters", self.page_characters, 1),
             ("--ttl", self.ttl_s, 0),
             ("--running-cost", self.running_cost_tokens, 0),
+            ("--compute-cost", self.compute_cost, 1),
         ):
             if value < least:
                 raise ConfigError(name, f"{value} is too small", f"use {least} or more")

@@ -71,6 +71,7 @@ class Router:
             config.policy,
             credits_by_place=config.credits,
             running_cost_tokens=config.running_cost_tokens,
+            compute_cost=config.compute_cost,
         )
         self.metrics = RouterMetrics()
         self._closing = contextlib.AsyncExitStack()

@@ -111,7 +111,10 @@ def exhaustive(world: World, policy, keys, prompt, tried, turn):
 @settings(max_examples=25, deadline=None)
 def test_the_choice_is_the_exhaustive_one(name, data) -> None:
     """Instance, its facts and the holders that are named."""
-    world, policy = World(), make_routing(name, running_cost_tokens=3.5)
+    world, policy = (
+        World(),
+        make_routing(name, running_cost_tokens=3.5, compute_cost=1.5),
+    )
     scheduler = Scheduler(world, policy, 64, world.clock)
     draw = data.draw
     steps = ("add", "store", "assume", "remove", "drain", "open", "close", "report")

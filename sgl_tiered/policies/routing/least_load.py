@@ -42,7 +42,7 @@ class LeastLoadRouting:
 
     name = "least-load"
 
-    def __init__(self, running_cost_tokens: float = 256.0) -> None:
+    def __init__(self, running_cost_tokens: float = 64.0) -> None:
         self._running_cost_tokens = running_cost_tokens
 
     def rank(

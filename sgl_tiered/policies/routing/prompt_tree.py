@@ -1,14 +1,20 @@
 """Route to where the prompt's prefix is, unless waiting there costs more than it saves.
 
 MemServe takes the instance with the longest common prefix, and sees neither load nor
-tier. Here all three are one figure, the prompt tokens to be computed before this
-request's first token could come:
+tier. Here all three are one figure in prompt tokens, what waits there and what is to be
+computed before this request's first token could come:
 
-    cost = waiting + running_cost * running + prompt - sum of credit * cached
+    own  = prompt - sum of credit * cached
+    cost = waiting + running_cost * running + compute_cost * own
 
 A credit is the share of a token's prefill that a cached token of that place saves: 1 on
 the device, less where it has to be loaded first. With no load and credits of 1 this is
 the paper's rule. Equal costs: the longer prefix, then the lower load, then in turn.
+
+What is computed delays the request itself and those who come until the queue is empty
+again: at a load of one half one more in the mean, r / (1 - r) of M/G/1. So compute_cost
+is 2. With 1 a prompt is computed on a second instance because the first, which still
+computes it, is counted as busy for as long.
 """
 
 from __future__ import annotations
@@ -50,9 +56,16 @@ class PromptTreeRouting:
     def __init__(
         self,
         credits_by_place: Mapping[str, float] | None = None,
-        running_cost_tokens: float = 256.0,
+        running_cost_tokens: float = 64.0,
+        compute_cost: float = 2.0,
     ) -> None:
         """Take credits by the words of ``PLACES``; those left out keep their default.
+
+        Args:
+            credits_by_place: see above.
+            running_cost_tokens: what a request under way counts, in prompt tokens.
+            compute_cost: what a token to be computed for the request counts, in tokens
+                that wait; see above.
 
         Raises:
             ConfigError: a place is not known, or a credit is outside 0 to 1.
@@ -70,15 +83,17 @@ class PromptTreeRouting:
         table = {**DEFAULT_CREDITS, **wanted}
         self._credits = tuple(table[place] for place in PLACES)
         self._running_cost_tokens = running_cost_tokens
+        self._compute_cost = compute_cost
 
     def cost_tokens(self, request: RequestFacts, instance: InstanceFacts) -> float:
-        """Return the prompt tokens to be computed before this request's first one."""
+        """Return the cost of sending the request there, in prompt tokens."""
         saved = 0.0
         # Added up one by one, in the same order as ``best`` does it for all at once.
         for credit, cached in zip(self._credits, instance.cached_tokens, strict=True):
             saved += credit * cached
         own = max(request.num_tokens - saved, 0.0)
-        return load_tokens(instance, self._running_cost_tokens) + own
+        load = load_tokens(instance, self._running_cost_tokens)
+        return load + self._compute_cost * own
 
     def rank(
         self, request: RequestFacts, instances: Sequence[InstanceFacts]
@@ -99,7 +114,7 @@ class PromptTreeRouting:
     def best(self, request: RequestFacts, fleet: FleetFacts) -> int:
         """Return the position of the least cost."""
         loads = loads_of(fleet, self._running_cost_tokens)
-        costs = loads + float(request.num_tokens)
+        costs = loads + self._compute_cost * float(request.num_tokens)
         num_cached = np.zeros(len(fleet), np.int64)
         if len(fleet.holders):
             saved = np.zeros(len(fleet.holders))
@@ -108,6 +123,6 @@ class PromptTreeRouting:
             ):
                 saved += credit * cached
             own = np.maximum(request.num_tokens - saved, 0.0)
-            costs[fleet.holders] = loads[fleet.holders] + own
+            costs[fleet.holders] = loads[fleet.holders] + self._compute_cost * own
             num_cached[fleet.holders] = fleet.cached_tokens.sum(axis=1)
         return least(request.turn, costs, -num_cached, loads)

@@ -25,7 +25,8 @@ def make_routing(
     name: str,
     *,
     credits_by_place: Mapping[str, float] | None = None,
-    running_cost_tokens: float = 256.0,
+    running_cost_tokens: float = 64.0,
+    compute_cost: float = 2.0,
 ) -> RoutingPolicy:
     """Return a new policy.
 
@@ -33,11 +34,12 @@ def make_routing(
         name: one of ``ROUTINGS``.
         credits_by_place: of the prompt tree; the others look at no tier.
         running_cost_tokens: what one request under way counts, in prompt tokens.
+        compute_cost: of the prompt tree: what a token to be computed counts.
 
     Raises:
         ConfigError: no policy has this name, or a credit is wrong.
     """
     maker = maker_of(_MAKERS, "policy", name)
     if maker is PromptTreeRouting:
-        return PromptTreeRouting(credits_by_place, running_cost_tokens)
+        return PromptTreeRouting(credits_by_place, running_cost_tokens, compute_cost)
     return maker(running_cost_tokens=running_cost_tokens)

@@ -26,7 +26,7 @@ class SessionRouting:
 
     name = "session"
 
-    def __init__(self, running_cost_tokens: float = 256.0) -> None:
+    def __init__(self, running_cost_tokens: float = 64.0) -> None:
         self._otherwise = LeastLoadRouting(running_cost_tokens)
 
     def rank(

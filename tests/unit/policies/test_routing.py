@@ -92,8 +92,8 @@ def test_a_request_without_a_session_goes_where_the_load_is_least() -> None:
         # but not over a much longer prefix
         ([instance("a", disk=1000), instance("b", device=300)], "ab"),
         # a wait that is longer than what the prefix saves
-        ([instance("a", waiting=900, device=800), instance("b")], "ba"),
-        ([instance("a", waiting=700, device=800), instance("b")], "ab"),
+        ([instance("a", waiting=1700, device=800), instance("b")], "ba"),
+        ([instance("a", waiting=1500, device=800), instance("b")], "ab"),
         # what was sent there counts nearly as much as what is there
         ([instance("a", assumed=800), instance("b", device=800)], "ba"),
         ([instance("a", assumed=800), instance("b", device=700)], "ab"),
@@ -102,6 +102,15 @@ def test_a_request_without_a_session_goes_where_the_load_is_least() -> None:
 def test_the_prompt_tree_weighs_prefix_tier_and_load(instances, expected) -> None:
     """The least work ahead of the first token wins."""
     assert names(make_routing("prompt-tree"), RequestFacts(1000), instances) == expected
+
+
+def test_a_prompt_that_is_being_computed_is_waited_for() -> None:
+    """Computing it a second time would delay others."""
+    computing = instance("a", waiting=1024, running=1, assumed=1024)
+    request = RequestFacts(1034)
+    for cost, expected in ((1.0, "ba"), (2.0, "ab")):
+        policy = make_routing("prompt-tree", compute_cost=cost)
+        assert names(policy, request, [computing, instance("b")]) == expected
 
 
 def test_credits_are_the_users_to_set() -> None:
