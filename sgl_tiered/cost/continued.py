@@ -1,15 +1,16 @@
 """What share of answers a later prompt continues: the chance that keeping one pays.
 
 An answer counts as continued once a prompt begins with all its whole pages, and as left
-when so many ended after it that nothing waits for it any more. A prompt is looked up in
-one walk over its tokens, however many answers are remembered: a running digest is
-compared at each length that one of them has.
+once it is older than those that were continued, by far; a later prompt sets that right.
+An answer's age is the number of those that ended after it. A prompt is looked up in one
+walk over its tokens, however many answers are remembered: a running digest is compared
+at each length that one of them has.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 
 import numpy as np
 
@@ -22,6 +23,12 @@ _TRUST = 16.0
 """Answers that count as continued before anything is known: at first all go back."""
 _WINDOW = 1024.0
 """Answers after which older ones count half."""
+_FIRST_AGE = 8.0
+"""Mean age of a continued answer, before one is known."""
+_SHARE_OF_LAST = 1 / 8
+_PATIENCE = 8.0
+"""Times the mean age; of exponential ages one in 3,000 is older."""
+_LEAST_PATIENCE = 16
 
 
 class ContinuedShare:
@@ -33,8 +40,14 @@ class ContinuedShare:
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._ended: OrderedDict[bytes, int] = OrderedDict()
+        # By key, in the order of their ends: tokens, and the number of its end.
+        self._ended: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._lengths: Counter[int] = Counter()
+        self._num_ended = 0
+        # In that order: those that do not count as left yet, and perhaps some more.
+        self._hoped: deque[tuple[bytes, int]] = deque()
+        self._left_keys: set[bytes] = set()
+        self._age = _FIRST_AGE
         self._continued = _TRUST
         self._left = 0.0
 
@@ -52,14 +65,14 @@ class ContinuedShare:
         """
         key = _digest(namespace, tokens)
         if key in self._ended:
-            self._ended.move_to_end(key)
-            return
-        self._ended[key] = len(tokens)
+            self._forget(key)
+        self._num_ended += 1
+        self._ended[key] = len(tokens), self._num_ended
         self._lengths[len(tokens)] += 1
+        self._hoped.append((key, self._num_ended))
+        self._give_up()
         if len(self._ended) > self._most:
             self._forget(next(iter(self._ended)))
-            self._left += 1.0
-            self._fade()
 
     def asked(self, namespace: bytes, tokens: Int32s) -> bool:
         """Note a prompt; return whether it continues an answer.
@@ -76,10 +89,14 @@ class ContinuedShare:
             running.update(np.ascontiguousarray(tokens[start:length]).data)
             start = length
             key = running.digest()
-            if self._ended.get(key) == length:
+            if self._ended.get(key, _NOBODY)[0] == length:
                 found.append(key)
         for key in found:
+            age = self._num_ended - self._ended[key][1]
+            if key in self._left_keys:
+                self._left = max(self._left - 1.0, 0.0)
             self._forget(key)
+            self._age += (age - self._age) * _SHARE_OF_LAST
             self._continued += 1.0
             self._fade()
         return bool(found)
@@ -88,9 +105,26 @@ class ContinuedShare:
         """Forget the answers: what they were is to be found no more."""
         self._ended.clear()
         self._lengths.clear()
+        self._hoped.clear()
+        self._left_keys.clear()
+
+    @property
+    def _patience(self) -> float:
+        """The age from which on an answer counts as left."""
+        return min(max(_PATIENCE * self._age, _LEAST_PATIENCE), self._most)
+
+    def _give_up(self) -> None:
+        """Count as left what is too old by now."""
+        while self._hoped and self._num_ended - self._hoped[0][1] >= self._patience:
+            key, number = self._hoped.popleft()
+            if self._ended.get(key, _NOBODY)[1] == number:
+                self._left_keys.add(key)
+                self._left += 1.0
+                self._fade()
 
     def _forget(self, key: bytes) -> None:
-        length = self._ended.pop(key)
+        length, _ = self._ended.pop(key)
+        self._left_keys.discard(key)
         self._lengths[length] -= 1
         if not self._lengths[length]:
             del self._lengths[length]
@@ -99,6 +133,9 @@ class ContinuedShare:
         if self._continued + self._left > _WINDOW:
             self._continued *= 0.5
             self._left *= 0.5
+
+
+_NOBODY = -1, -1
 
 
 def _digest(namespace: bytes, tokens: Int32s) -> bytes:

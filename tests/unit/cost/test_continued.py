@@ -84,3 +84,38 @@ def test_one_answer_twice_is_one() -> None:
         answers.ended(MODEL, tokens(seed))
     assert answers.asked(MODEL, tokens(1))
     assert not answers.asked(MODEL, tokens(2))
+
+
+def test_how_long_an_answer_is_hoped_for_is_learned() -> None:
+    """Where others were continued at once, few have to end after one that is not."""
+
+    def ended_until_half(answers: ContinuedShare, first: int) -> int:
+        for number in range(2000):
+            answers.ended(MODEL, tokens(first + number))
+            if answers.share < 0.5:
+                return number
+        raise AssertionError("never")
+
+    quick = ContinuedShare()
+    for seed in range(16):
+        quick.ended(MODEL, tokens(seed))
+        assert quick.asked(MODEL, tokens(seed))
+    assert ended_until_half(quick, 100) < 60
+    slow = ContinuedShare()
+    for seed in range(600):
+        slow.ended(MODEL, tokens(seed))
+        if seed >= 200:
+            assert slow.asked(MODEL, tokens(seed - 200))
+    assert slow.share > 0.9
+    assert ended_until_half(slow, 1000) > 500
+
+
+def test_an_answer_that_is_continued_after_all_was_never_left() -> None:
+    """The share is what it would be had nobody given up."""
+    answers = ContinuedShare()
+    for seed in range(200):
+        answers.ended(MODEL, tokens(seed))
+    assert answers.share < 0.2
+    for seed in range(200):
+        assert answers.asked(MODEL, tokens(seed))
+    assert answers.share == 1.0
