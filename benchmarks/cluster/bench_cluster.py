@@ -2,7 +2,8 @@
 
 Routers: three plain servers with KV events, and in front of them our router by prompt
 tree, our router by session, and sglang-router's cache_aware, in turns. LooGLE's cut at
-share ratio 2: every document is asked about by two users, Poisson arrivals.
+share ratio 2: every document is asked about by two users, Poisson arrivals. Once the
+servers do what prefill instances do (MemServe's study has three of them), once all.
 
 Pairs: two colocated servers without and with caches (PD, PD-CC), a prefill and a decode
 server of ours without and with all caches (1P1D, 1P1D-CC), and SGLang's own pair with
@@ -23,8 +24,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ from sgl_tiered_workloads.gate import (
 )
 from sgl_tiered_workloads.harness.control import rounding_spread
 from sgl_tiered_workloads.model import make_model
+from sgl_tiered_workloads.processes import Service
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import ServerStartError, SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens
@@ -88,6 +90,33 @@ ROUNDED = 12
 """Requests whose answers tell how plain SGLang rounds; half of them are taken."""
 NUM_SERVERS, SHARE_RATIO = 3, 2
 NUM_USERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A load of the routers.
+
+    Attributes:
+        name: of its cells.
+        key: that its figures' names begin with.
+        answer_tokens: of each answer.
+        think_s: mean time between an answer and the next question.
+        load: sessions that begin in the time that a cold document takes.
+    """
+
+    name: str
+    key: str
+    answer_tokens: int
+    think_s: float
+    load: float
+
+
+STUDIES = (
+    # A prefill instance gives one token; the rest of the answer comes from elsewhere
+    # (here: nobody computes it, the pause stands for it).
+    Study("loogle x2, prefill", "router", 1, 0.4, 1.5),
+    Study("loogle x2, colocated", "router_colocated", 20, 0.0, 1.0),
+)
 HALVES = 2
 """A cell of a pair is measured in so many pieces, with others in between."""
 Cells = dict[tuple[str, str], list[RequestRecord]]
@@ -133,44 +162,60 @@ class Bench:
         services = fronts(members, ports, logs, self.args.sglang_router)
         behind = list(services.values())
         cluster = Cluster(members, logs, behind=behind, ports=ports, say=self.say)
-        load = f"loogle x{SHARE_RATIO}"
+        result: dict[str, Any] = {}
         async with _Running(cluster):
             servers = list(cluster.servers.values())
             cold_s = await self._cold_s(servers)
-            rate = self.args.router_load / cold_s
-            self.say(f"a cold document takes {cold_s:.2f} s; {rate:.2f} sessions/s")
-            for repeat in range(self.args.repeats):
-                seed = int(self.rng.integers(2**31))
-                documents = max(self.args.requests // (QUESTIONS * SHARE_RATIO), 1)
-                count = documents * SHARE_RATIO
-                arrivals = poisson_arrivals(rate, count, np.random.default_rng(seed))
-                for name in rotated(FRONTS, repeat):
-                    await self._empty(servers)
-                    sessions = shared_documents(documents, SHARE_RATIO, seed)
-                    # Where a session's name is hashed to is luck: new in each repeat.
-                    records = await self._play(
-                        services[name].url, sessions, arrivals, f"{seed}."
-                    )
-                    self._keep(load, name, records, repeat)
-                    told = figures(records)
-                    self.say(
-                        f"  {repeat} {name}: TTFT mean {told['ttft_mean_s']:.3f} s, "
-                        f"p99 {told['ttft_p99_s']:.3f} s, cached "
-                        f"{told['cached_share']:.1%}"
-                    )
-            base = self.cells[load, SESSION]
-            rounding = await rounding_spread(servers[0], base, PAGE)
+            self.say(f"a cold document takes {cold_s:.2f} s")
+            for study in STUDIES:
+                result |= await self._study(study, cold_s, servers, services)
+        return result
+
+    async def _study(
+        self,
+        study: Study,
+        cold_s: float,
+        servers: Sequence[SglangServer],
+        services: Mapping[str, Service],
+    ) -> dict[str, Any]:
+        """Let the routers take turns with one load."""
+        load = study.name
+        rate = study.load * self.args.router_load / cold_s
+        self.say(f"{load}: {rate:.2f} sessions/s")
+        for repeat in range(self.args.repeats):
+            seed = int(self.rng.integers(2**31))
+            documents = max(self.args.requests // (QUESTIONS * SHARE_RATIO), 1)
+            count = documents * SHARE_RATIO
+            arrivals = poisson_arrivals(rate, count, np.random.default_rng(seed))
+            for name in rotated(FRONTS, repeat):
+                await self._empty(servers)
+                sessions = shared_documents(
+                    documents, SHARE_RATIO, seed, study.answer_tokens, study.think_s
+                )
+                # Where a session's name is hashed to is luck: new in each repeat.
+                records = await self._play(
+                    services[name].url, sessions, arrivals, f"{seed}."
+                )
+                self._keep(load, name, records, repeat)
+                told = figures(records)
+                self.say(
+                    f"  {repeat} {name}: TTFT mean {told['ttft_mean_s']:.3f} s, "
+                    f"p99 {told['ttft_p99_s']:.3f} s, cached "
+                    f"{told['cached_share']:.1%}"
+                )
+        base = self.cells[load, SESSION]
+        rounding = await rounding_spread(servers[0], base, PAGE)
         ours, theirs = self.cells[load, PREFIX_TREE], self.cells[load, SGLANG_ROUTER]
-        batched = measure_spread(base, theirs)
-        spread = widest_spread([rounding, batched])
+        spread = widest_spread([rounding, measure_spread(base, theirs)])
         for name in (PREFIX_TREE, SGLANG_ROUTER):
             self._gate(f"{load}: {name}", base, self.cells[load, name], spread)
+        key = study.key
         return {
-            "router_p99_vs_session": ratio(ours, base, "ttft_p99_s"),
-            "router_p99_vs_sglang_router": ratio(ours, theirs, "ttft_p99_s"),
-            "router_mean_vs_session": ratio(ours, base, "ttft_mean_s"),
-            "router_mean_vs_sglang_router": ratio(ours, theirs, "ttft_mean_s"),
-            "router_sessions_per_s": rate,
+            f"{key}_p99_vs_session": ratio(ours, base, "ttft_p99_s"),
+            f"{key}_p99_vs_sglang_router": ratio(ours, theirs, "ttft_p99_s"),
+            f"{key}_mean_vs_session": ratio(ours, base, "ttft_mean_s"),
+            f"{key}_mean_vs_sglang_router": ratio(ours, theirs, "ttft_mean_s"),
+            f"{key}_sessions_per_s": rate,
         }
 
     async def _cold_s(self, servers: Sequence[SglangServer]) -> float:
@@ -465,7 +510,7 @@ def main() -> int:
         "--router-load",
         type=float,
         default=1.0,
-        help="documents' sessions per time that a cold one takes on an idle server",
+        help="times the load of each of the routers' studies",
     )
     parser.add_argument(
         "--pair-load", type=float, default=0.35, help="share of PD's closed loop"

@@ -62,14 +62,24 @@ def draw_sessions(
 
 
 def shared_documents(
-    num_documents: int, ratio: int, seed: int, questions: int = QUESTIONS
+    num_documents: int, ratio: int, seed: int, answer_tokens: int, think_s: float
 ) -> list[Session]:
-    """Return LooGLE-shaped sessions, each ``ratio`` times: MemServe's share ratio."""
+    """Return LooGLE-shaped sessions, each ``ratio`` times: MemServe's share ratio.
+
+    Args:
+        num_documents: different ones.
+        ratio: sessions per document.
+        seed: of all that is drawn.
+        answer_tokens: of each answer.
+        think_s: mean time between an answer and the next question.
+    """
     params = {
         "num_documents": num_documents,
         "document_tokens": DOCUMENT_TOKENS,
-        "num_questions": questions,
+        "num_questions": QUESTIONS,
         "share_ratio": ratio,
+        "answer_tokens": answer_tokens,
+        "think_s": think_s,
     }
     made = make_workload("long_document", params, seed, VOCAB_TOKENS)
     return list(made.as_sessions())
