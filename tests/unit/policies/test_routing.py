@@ -33,12 +33,12 @@ def names(policy, request, instances) -> str:
     ("loads", "expected"),
     [
         ([(0, 0), (100, 0), (50, 0)], "acb"),
-        ([(0, 1), (300, 0), (255, 0)], "cab"),  # one that runs counts 256
+        ([(0, 1), (65, 0), (63, 0)], "cab"),  # one that runs counts 64
         ([(0, 2), (0, 1), (0, 0)], "cba"),
     ],
 )
 def test_least_load_looks_at_the_load_only(loads, expected) -> None:
-    """Waiting tokens, and 256 for each request under way."""
+    """Waiting tokens, and 64 for each request under way."""
     instances = [
         instance(name, waiting, running, device=1000 if name == "b" else 0)
         for name, (waiting, running) in zip("abc", loads, strict=True)
