@@ -41,10 +41,10 @@ ALWAYS = "returns are always made"
 NEVER = "returns are never made"
 
 _MESSAGES_S = 12e-3
-"""Processor time that a return of one page took: 4 ms on prefill and 9 on decode, of slow
-cores (three messages each way, pages entered, loops that turn while it is under way). The
-next turn's first token was later by as much where it was asked for at once. Faster
-machines pay less, and return less than they could."""
+"""Processor time that a return of one page took: 4 ms on prefill and 9 on decode, of
+slow cores (three messages each way, pages entered, loops that turn while it is under
+way). The next turn's first token was later by as much where it was asked for at once.
+Faster machines pay less, and return less than they could."""
 _SUM_BYTES_PER_S = 2e9
 """At which a core reads bytes to sum them up, or somewhat faster."""
 

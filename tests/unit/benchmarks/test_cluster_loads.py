@@ -56,7 +56,7 @@ def test_a_load_has_as_many_requests_as_asked(name: str) -> None:
 
 def test_each_document_is_asked_about_by_as_many_users() -> None:
     """At share ratio 2 every prompt of a document's session comes twice."""
-    records = play(shared_documents(3, 2, 5))
+    records = play(shared_documents(3, 2, 5, answer_tokens=1, think_s=0.4))
     prompts = Counter(record.prompt for record in records)
     assert set(prompts.values()) == {2}
     documents = {prompt[:DOCUMENT_TOKENS] for prompt in prompts}
