@@ -20,6 +20,7 @@ from typing import Any
 
 from sgl_tiered_workloads.cluster.members import (
     COLOCATED,
+    DECODE,
     KINDS,
     new_member,
     tiered,
@@ -52,6 +53,9 @@ def make_cluster(out: Path, caching: int) -> Cluster:
     handover = tiered(caching, pool, HOST_BYTES)
     flags = {name: ("--tiered-pool-name", name) for name in KINDS}
     flags[COLOCATED] += (*Tiers(HOST_BYTES).flags, "--tiered-pool", pool)
+    if caching == CACHING:
+        # Here to be seen: so short an answer is not predicted to pay its way back.
+        flags[DECODE] += ("--tiered-pd-returns", "always")
     members = [
         new_member(device, kind, kind, ports, handover=handover, flags=flags[kind])
         for kind in KINDS
