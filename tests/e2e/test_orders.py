@@ -9,6 +9,7 @@ from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 from tests.e2e.e2e_support import (
     ANSWER_TOKENS,
+    BURST_PREFIX_TOKENS,
     Case,
     open_loop,
     pinned,
@@ -21,11 +22,13 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
 CASE = Case(16, overlap=False)
 NUM_LONG = 6
-# So many that by any machine's speed what fcfs gives the last of them lies well above
-# what it gives the long ones: that is the slack in which the order may choose. And so
-# short that they are of another class of costs even when computed whole.
+NUM_KIN = 6
+"""Prompts that share a long beginning: of one kind one computes it, the others wait."""
+# So many that what fcfs gives the last of them lies well above what it gives the long
+# ones: that is the slack in which the order may choose. And so short that they are of
+# another class of costs even when computed whole.
 NUM_SHORT = 36
-SHORT_PREFIX_TOKENS = 64
+SHORT_TOKENS = 80
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +61,29 @@ def test_a_queue_is_reordered_and_everybody_is_answered(reference, server):
     """Long prompts first and short ones behind them, all at once: short ones overtake,
     nobody starves, each gets the answer that it gets alone, and nothing is left."""
     draw = np.random.default_rng(3)
-    shared = random_tokens(draw, SHORT_PREFIX_TOKENS, VOCAB_TOKENS)
+    shared = random_tokens(draw, BURST_PREFIX_TOKENS, VOCAB_TOKENS)
     long = [
         PlannedRequest(f"l{n}", random_tokens(draw, 1_000, VOCAB_TOKENS), ANSWER_TOKENS)
         for n in range(NUM_LONG)
     ]
+    kin = [
+        PlannedRequest(
+            f"k{n}", shared + random_tokens(draw, 16, VOCAB_TOKENS), ANSWER_TOKENS
+        )
+        for n in range(NUM_KIN)
+    ]
     short = [
         PlannedRequest(
-            f"s{n}", shared + random_tokens(draw, 16, VOCAB_TOKENS), ANSWER_TOKENS
+            f"s{n}", random_tokens(draw, SHORT_TOKENS, VOCAB_TOKENS), ANSWER_TOKENS
         )
         for n in range(NUM_SHORT)
     ]
+    burst = [*long, *kin, *short]
     server.flush_cache()
-    alone = sequential(server, [*long, *short])
+    alone = sequential(server, burst)
     before = stats(server)["counters"].get("queue_rearranged", 0)
-    records = open_loop(server, [*long, *short])
-    assert [record.error for record in records] == [None] * (NUM_LONG + NUM_SHORT)
+    records = open_loop(server, burst)
+    assert [record.error for record in records] == [None] * len(burst)
     assert stats(server)["counters"].get("queue_rearranged", 0) > before
     result = check_equality(
         alone,

@@ -1,7 +1,6 @@
 """SLO admission on a real engine: who is held is answered as if nobody was."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from tests.e2e.e2e_support import (
     sequential,
     settle,
     stats,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
@@ -32,7 +32,6 @@ SETTINGS = {"slo": (), "mixed": ("--enable-mixed-chunk",)}
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 20, 1_000, 8
 GUARDED_TOKENS = 400
 ATTEMPTS = 8
-MOST_LOOKS = 100
 
 
 @pytest.fixture(params=SETTINGS)
@@ -61,27 +60,24 @@ def prompts():
 def guarded(server, prompts, tpot_s):
     """Return the prompts' answers, sent while a request with a TPOT target decodes."""
 
-    steps = stats(server)["admission"]["steps_observed"]
+    def num_steps():
+        return stats(server)["admission"]["steps_observed"]
+
+    before = num_steps()
 
     async def run():
         async with StreamingClient(server.url, timeout_s=PATIENCE_S) as client:
             shield = asyncio.create_task(
                 asyncio.to_thread(shielded, server, prompts[0].prompt[:64], tpot_s)
             )
-            await asyncio.to_thread(wait_for_a_step, server, steps)
+            await asyncio.to_thread(
+                wait_until, lambda: num_steps() > before, "the guarded one decodes"
+            )
             records = await client.run_open_loop(prompts)
             await shield
             return records
 
     return asyncio.run(run())
-
-
-def wait_for_a_step(server, steps):
-    """Return once a decode step was observed after ``steps`` of them."""
-    for _ in range(MOST_LOOKS):
-        if stats(server)["admission"]["steps_observed"] > steps:
-            return
-        time.sleep(0.05)
 
 
 def shielded(server, prompt, tpot_s, **fields):
