@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows: folders, lengths, READMEs, versions."""
+"""Rules of the house that no linter knows: folders, READMEs, links, versions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from sgl_tiered.engines.sglang import seams
 
 FOLDERS = ("benchmarks", "kernels", "tests", "workloads")
 CODE = ("sgl_tiered", "platform_dist", *FOLDERS)
-MAX_LINES = 600
-MAX_TEST_LINES = 800
-LONGER: dict[str, str] = {}
-"""Files that may be longer than that: path -> reason."""
-MAX_README_LINES = 50
 ROOT = Path(__file__).parents[3]
 GENERATED = {"__pycache__", "build", "dist"}
 
@@ -68,32 +63,18 @@ def test_the_top_folders_are_no_packages() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
-def test_no_file_is_too_long() -> None:
-    """A long file holds more than one idea, unless a reason is written down."""
-    too_long = {}
-    for path in python_files(*CODE):
-        name = path.relative_to(ROOT).as_posix()
-        limit = MAX_TEST_LINES if name.startswith("tests/") else MAX_LINES
-        num_lines = len(path.read_text().splitlines())
-        if num_lines > limit and name not in LONGER:
-            too_long[name] = num_lines
-    assert too_long == {}
-
-
 @pytest.mark.parametrize("room", rooms(), ids=lambda path: path.name)
-def test_a_room_has_a_short_readme(room: Path) -> None:
-    """A package, or the one that holds it, says in a page what belongs there."""
+def test_a_room_has_a_readme(room: Path) -> None:
+    """A package, or the one that holds it, says what belongs there."""
     found = [folder / "README.md" for folder in (room, room.parent)]
     readme = next((path for path in found if path.exists()), None)
     assert readme is not None, f"{room.relative_to(ROOT)} has no README.md"
-    assert len(readme.read_text().splitlines()) <= MAX_README_LINES
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "platform_dist", "tests"])
-def test_a_folder_has_a_short_readme(folder: str) -> None:
+def test_a_folder_has_a_readme(folder: str) -> None:
     """So do the folders that are no packages."""
-    lines = (ROOT / folder / "README.md").read_text().splitlines()
-    assert 1 <= len(lines) <= MAX_README_LINES
+    assert (ROOT / folder / "README.md").read_text().strip()
 
 
 def test_links_lead_somewhere() -> None:
