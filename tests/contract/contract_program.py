@@ -118,7 +118,7 @@ def symbols() -> dict[str, Any]:
 
     def warned_of(version: str) -> list[str]:
         with (
-            mock.patch("importlib.metadata.version", lambda name: version),
+            mock.patch("importlib.metadata.version", return_value=version),
             mock.patch.object(seams.logger, "warning") as warning,
         ):
             seams.require_seams(http=False)
