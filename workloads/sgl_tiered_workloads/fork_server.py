@@ -4,10 +4,10 @@ A server by its command line is three processes or more, each of which imports t
 thousands of modules: 20 s of CPU time and more before the first of them does anything.
 Here one process imports them once (``fork_image``), and every server is a fork of it.
 
-It is for tests. ``fork_servers()`` makes every ``SglangServer`` of this process start so,
-where that is the same thing: the usual program, and an environment that differs from
-that of the first fork in names alone that nobody reads at import. Any other server, and
-one whose spec says ``fork=False``, is started by its command line.
+It is for tests. ``fork_servers()`` makes every ``SglangServer`` of this process start
+so, but those with another program than the usual one and those whose spec says
+``fork=False``. Modules read variables of the environment when they are imported; so
+there is one such process for each environment, names apart that are read later.
 
 What differs: a forked main process has imported all that its children need before it
 loads plugins (as a program that uses ``sglang.Engine`` has), and all processes have one
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -26,9 +27,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from sgl_tiered_workloads.fork_image import _MESSAGE_BYTES
@@ -46,11 +45,18 @@ MODULES = (
 )
 """What a server imports in any case. None of them may import ``prometheus_client``,
 which reads at import whether several processes share their metrics."""
-_FREE_NAMES = ("SGL_TIERED_", "TIERED_", "PYTEST_")
+_FREE_NAMES = (
+    "SGL_TIERED_",
+    "TIERED_",
+    "PYTEST_",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+)
 """Variables that begin so are read when they are needed, not at import."""
+_MOST_SERVERS = 2
+"""Each holds 1 GB; more are kept only while they are in use."""
 _RANK_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size", "--pp-size", "--dp-size")
 _START_S = 300.0
-_STEP_S = 0.25
 
 
 class ForkedProcess:
@@ -121,21 +127,25 @@ class ForkServer:
 
     Args:
         modules: imported once, before any fork.
+        env: the environment that they see; this process's own if None.
 
     Raises:
         RuntimeError: on entering: an import failed; says the end of what it printed.
     """
 
-    def __init__(self, modules: Sequence[str] = MODULES) -> None:
-        self.environment = dict(os.environ)
+    def __init__(
+        self, modules: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
         self._modules = tuple(modules)
+        self._env = dict(os.environ if env is None else env)
+        self._programs: list[ForkedProcess] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     def __enter__(self) -> ForkServer:
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # One thread in the library of numpy: what runs at a fork is one thread only.
-        env = {**self.environment, "PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
+        env = {**self._env, "PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "sgl_tiered_workloads.fork_image"]
         with theirs, tempfile.TemporaryFile() as log:
@@ -178,6 +188,11 @@ class ForkServer:
         """Whether programs can be started."""
         return self._process is not None and self._process.poll() is None
 
+    def is_used(self) -> bool:
+        """Whether a program of it runs."""
+        self._programs = [each for each in self._programs if each.poll() is None]
+        return bool(self._programs)
+
     def start(
         self,
         module: str,
@@ -208,28 +223,37 @@ class ForkServer:
         with theirs:
             data = json.dumps(request).encode()
             socket.send_fds(self._control, [data], [theirs.fileno(), log.fileno()])
-        return ForkedProcess(ours, ["-m", module, *arguments])
+        self._programs.append(ForkedProcess(ours, ["-m", module, *arguments]))
+        return self._programs[-1]
 
 
 class _Shared:
-    """The fork server of this process, if it is to have one."""
+    """The fork servers of this process, one for each environment."""
 
     def __init__(self) -> None:
         self.is_wanted = False
-        self.server: ForkServer | None = None
+        self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
 
-    def get(self) -> ForkServer:
-        """Return it, started now if it does not run."""
-        if self.server is None or not self.server.is_running():
-            self.close()
-            self.server = ForkServer().__enter__()
-        return self.server
+    def get(self, env: Mapping[str, str]) -> ForkServer:
+        """Return the one whose imports saw this environment, started now if need be."""
+        read = frozenset(
+            (name, value)
+            for name, value in env.items()
+            if not name.startswith(_FREE_NAMES)
+        )
+        server = self._servers.pop(read, None)
+        if server is not None and not server.is_running():
+            server = None
+        idle = [key for key, each in self._servers.items() if not each.is_used()]
+        if server is None and idle and len(self._servers) >= _MOST_SERVERS:
+            self._servers.pop(idle[0]).close()
+        self._servers[read] = server or ForkServer(MODULES, env).__enter__()
+        return self._servers[read]
 
     def close(self) -> None:
-        """End it."""
-        server, self.server = self.server, None
-        if server is not None:
-            server.close()
+        """End all of them, and what they forked."""
+        while self._servers:
+            self._servers.popitem()[1].close()
 
 
 _SHARED = _Shared()
@@ -237,9 +261,10 @@ atexit.register(_SHARED.close)
 
 
 def fork_servers(wanted: bool = True) -> None:
-    """Let the servers of this process be forked where that makes no difference.
+    """Let the servers of this process be forked from now on, or started as usual.
 
-    ``TIERED_FORK=0`` in the environment forbids it, to see whether it does.
+    ``TIERED_FORK=0`` in the environment forbids it, to see whether it makes a
+    difference.
     """
     _SHARED.is_wanted = wanted and os.environ.get("TIERED_FORK") != "0"
     if not _SHARED.is_wanted:
@@ -253,28 +278,16 @@ def forked(
     usual = [sys.executable, "-m", MODULE]
     if not _SHARED.is_wanted or list(command[:3]) != usual:
         return None
-    server = _SHARED.get()
-    if _fixed({**server.environment, "PYTHONUNBUFFERED": "1"}) != _fixed(env):
-        return None
     arguments = command[3:]
-    return server.start(MODULE, arguments, log, env, 1 + _num_ranks(arguments))
-
-
-def _fixed(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that an import may read."""
-    ignored = {"_", "PYTHONDONTWRITEBYTECODE"}
-    return {
-        name: value
-        for name, value in env.items()
-        if not name.startswith(_FREE_NAMES) and name not in ignored
-    }
+    num_spares = 1 + _num_ranks(arguments)
+    return _SHARED.get(env).start(MODULE, arguments, log, env, num_spares)
 
 
 def _num_ranks(arguments: Sequence[str]) -> int:
     """Return how many schedulers these flags start."""
     words = [part for word in arguments for part in word.split("=", 1)]
     count = 1
-    for flag, value in zip(words, words[1:], strict=False):
+    for flag, value in itertools.pairwise(words):
         if flag in _RANK_FLAGS:
             count *= int(value)
     return count
