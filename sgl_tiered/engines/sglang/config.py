@@ -101,6 +101,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 _DEFAULT_STAGING_BYTES = 256 * 2**20
 """Holds a 1,000-token read of an 8B model; larger reads are cut to fit."""
+_MAX_NUMBER = 2**63 - 1
 _AUTO_SHARE = 0.5
 _AUTO_HOST_MAX_BYTES = 64 * 2**30
 
@@ -235,6 +236,7 @@ def read_config(
     path = given.pop("config", None)
     from_file = {} if path is None else _read_file(path, set(values) - {"config"})
     settings = {**from_file, **given}
+    _refuse_unusable(settings)
 
     num_to_come = num_ranks if is_first else 1
     disk_paths, disk_bytes = _disk(settings, num_ranks)
@@ -328,7 +330,9 @@ def _read_file(path: str, known: set[str]) -> dict[str, Any]:
             f"{path} cannot be read ({error.strerror})",
             "give the path of a TOML file",
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # Of tomllib or of what it stands on: other bytes than UTF-8, numbers without
+        # end, values nested without end.
         raise ConfigError(
             "--tiered-config", f"{path} is not TOML ({error})", "correct the file"
         ) from None
@@ -341,6 +345,18 @@ def _read_file(path: str, known: set[str]) -> dict[str, Any]:
             f"use {', '.join(sorted(known))}",
         )
     return settings
+
+
+def _refuse_unusable(settings: Mapping[str, Any]) -> None:
+    """Refuse what no setting can be and not every check would survive."""
+    for name, value in settings.items():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, int) and not -_MAX_NUMBER <= part <= _MAX_NUMBER:
+                raise ConfigError(_flag(name), "is too large a number", "give less")
+            if isinstance(part, str) and "\0" in part:
+                raise ConfigError(
+                    _flag(name), "has a zero byte in it", "write it without"
+                )
 
 
 def _host_bytes(
