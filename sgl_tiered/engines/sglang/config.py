@@ -393,9 +393,7 @@ def _host_bytes(
     return size
 
 
-def _cxl(
-    settings: Mapping[str, Any], num_ranks: int
-) -> tuple[CxlSource | None, int]:
+def _cxl(settings: Mapping[str, Any], num_ranks: int) -> tuple[CxlSource | None, int]:
     text, size = settings.get("cxl"), settings.get("cxl_size")
     if text is None:
         if size is not None:
@@ -428,9 +426,7 @@ def _cxl(
     return source, size_bytes
 
 
-def _disk(
-    settings: Mapping[str, Any], num_ranks: int
-) -> tuple[tuple[Path, ...], int]:
+def _disk(settings: Mapping[str, Any], num_ranks: int) -> tuple[tuple[Path, ...], int]:
     value, size = settings.get("disk_path"), settings.get("disk_size")
     if value is None:
         if size is not None:
