@@ -55,8 +55,8 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_host_size: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="Size of the host tier of a rank, e.g. 32GB; default auto: half of free "
-            "memory, shared by the ranks."
+            help="Size of the host tier of a rank, e.g. 32GB; default auto: half of "
+            "free memory, shared by the ranks."
         ),
         _NS,
     ] = None

@@ -273,7 +273,7 @@ def test_a_restart_keeps_what_the_ranks_hold(machine, tmp_path, num_ranks):
 
 
 def test_a_size_counts_once_for_each_rank(machine):
-    """Two ranks of 60 GB do not fit; a rank that starts beside another one sees less."""
+    """Two ranks of 60 GB do not fit; a rank beside another one looks at its own."""
     assert on_ranks(2, host_size="50GB").host_bytes == 50 * 10**9
     with pytest.raises(ConfigError, match="for each of 2 ranks") as caught:
         on_ranks(2, host_size="60GB")
