@@ -4,10 +4,10 @@ Reads and writes have a breaker each. One that is open lets a probe through afte
 rest; from the second probe on, or where the directory has vanished, the files are
 opened afresh before: so a disk that comes back is used again, with what is still on it.
 
-``health`` and ``forget`` are for the engine's own thread: no lock that they take is held
-while the disk is asked for anything. Whether the directory is still there is looked at by
-a thread of its own; on a mount that hangs that thread hangs, and the age of what it saw
-last says so.
+``health`` and ``forget`` are for the engine's own thread: no lock that they take is
+held while the disk is asked for anything. Whether the directory is still there is looked
+at by a thread of its own; on a mount that hangs that thread hangs, and the age of what it
+saw last says so.
 """
 
 from __future__ import annotations

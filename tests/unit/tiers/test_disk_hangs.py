@@ -11,79 +11,17 @@ import pytest
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.tiers import disk_access, disk_directory
 from tests.unit.tiers.disk_support import (
+    PATIENCE_S,
     REST_S,
     FailingCalls,
+    Gate,
+    HeldCalls,
     assert_holds,
     load,
     open_tier,
     recovered,
     store,
 )
-
-PATIENCE_S = 20.0
-"""Upper bound of every wait: only a defect makes a test wait so long."""
-
-
-class Gate:
-    """Holds calls up while it is shut."""
-
-    def __init__(self):
-        self._open = threading.Event()
-        self._open.set()
-        self.entered = threading.Event()
-
-    def shut(self):
-        """Hold everybody who comes from now on."""
-        self.entered.clear()
-        self._open.clear()
-
-    def open(self):
-        """Let them go."""
-        self._open.set()
-
-    def passed(self):
-        """Come to the gate."""
-        if not self._open.is_set():
-            self.entered.set()
-            assert self._open.wait(10 * PATIENCE_S), "nobody opened the gate"
-
-    def hold(self, call):
-        """Return the call, held up before it is made."""
-
-        def held(*args, **kwargs):
-            self.passed()
-            return call(*args, **kwargs)
-
-        return held
-
-
-class HeldCalls(FailingCalls):
-    """System calls of which some kinds wait at a gate."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self.gate = gate
-        self.kinds = set()
-
-    def _come(self, kind):
-        if kind in self.kinds:
-            self.gate.passed()
-
-    def open(self, path, flags, mode=0o600):
-        self._come("open")
-        return super().open(path, flags, mode)
-
-    def preadv(self, fd, views, offset):
-        self._come("read")
-        return super().preadv(fd, views, offset)
-
-    def pwritev(self, fd, views, offset):
-        self._come("write")
-        return super().pwritev(fd, views, offset)
-
-    def fallocate(self, fd, offset, num_bytes):
-        self._come("allocate")
-        super().fallocate(fd, offset, num_bytes)
 
 
 @pytest.fixture

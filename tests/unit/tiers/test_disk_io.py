@@ -67,7 +67,7 @@ def test_a_page_larger_than_the_limit_is_one_io():
 
 
 def test_a_write_of_no_bytes_is_an_error():
-    """The system may not say so; asking again and again would hold a thread for ever."""
+    """The system may not say so; asking again and again would hold a thread."""
 
     class TakesNothing(SystemCalls):
         num_calls = 0
