@@ -5,8 +5,8 @@ rest; from the second probe on, or where the directory has vanished, the files a
 opened afresh before: so a disk that comes back is used again, with what is still on it.
 
 ``health`` and ``forget`` are for the engine's own thread: no lock that they take is
-held while the disk is asked for anything. Whether the directory is still there is looked
-at by a thread of its own; on a mount that hangs that thread hangs, and the age of what it
+held while the disk is asked for anything. Whether the directory is still there is seen
+by a thread of its own; on a mount that hangs that thread hangs, and the age of what it
 saw last says so.
 """
 
