@@ -206,7 +206,8 @@ def judge(folder: Any, known: Known, *, was_killed: bool) -> None:
     found: dict[int, tuple[int, int]] = {}
     tier = open_tier(folder, known.fingerprint, known.num_slots)
     try:
-        for group in tier.recover():
+        left = tier.recover()
+        for group in left if isinstance(left, list) else [left]:
             buffer = aligned_buffer(len(group.addresses), SLOT_BYTES)
             wanted = expected_checksums(group.checksums, group.addresses)
             rows = np.arange(len(group.addresses))
