@@ -16,7 +16,6 @@ of one slot at a time are the caller's to prevent; at worst the slot becomes a m
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -259,9 +258,12 @@ class DiskTier:
         """Make the slots a miss now, and void their records in the background."""
         if self._access.forget(addresses) and not self._voids.is_set():
             self._voids.set()
-            # Refused while the tier closes, which voids what is left by itself.
-            with contextlib.suppress(RuntimeError):
+            try:
                 self._voider.submit(self._void_forgotten)
+            except RuntimeError:
+                # While the tier closes, which voids what is left by itself; or there
+                # is no thread to be had, and the next one tries again.
+                self._voids.clear()
 
     def look(self) -> None:
         """Bring ``health`` up to date now; takes as long as the disk does."""

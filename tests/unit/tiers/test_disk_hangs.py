@@ -253,3 +253,22 @@ def test_a_disk_that_comes_back_without_descriptors(path, clock):
     clock.advance(REST_S + 1)
     assert store(tier, [8], [2]).ok.all()
     tier.close()
+
+
+def test_no_thread_to_be_had_for_voiding(path, monkeypatch):
+    """Pages are a miss at once, and void on disk once there is a thread again."""
+    tier = open_tier(path)
+    store(tier, [0, 1, 2], [1, 2, 3])
+
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._voider, "submit", refuse)
+        tier.forget(np.array([0]))
+    assert not load(tier, [0])[1].ok.any()
+    tier.forget(np.array([1]))
+    tier.close()
+    again = open_tier(path)
+    assert recovered(again) == {2: 3}
+    again.close()
