@@ -550,8 +550,10 @@ class TieredRadixCache(LendingRadixCache):
             self.tiered.count_decision(state)
 
     def _unlock_offload(self, plan_id: int) -> None:
-        node, lock = self._locks.pop(plan_id)
-        self.dec_lock_ref(node, lock)
+        held = self._locks.pop(plan_id, None)
+        # None: a reset did not wait for the copy, and there is nothing left to unlock.
+        if held is not None:
+            self.dec_lock_ref(*held)
 
     def _pump(self) -> None:
         for plan_id in self.tiered.pump():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
@@ -339,18 +338,13 @@ def _switch_faults(original: Any, controller: Any, recv_req: Any) -> Any:
     return SetInternalStateReqOutput(updated=not problem)
 
 
-_SINKS: WeakKeyDictionary[Any, PrometheusSink] = WeakKeyDictionary()
-
-
 def _publish_metrics(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """Have the runtime publish from now on, which it does between passes."""
     del result, args, kwargs
-    if not reporter.enable_metrics:
-        return
     runtime = _tiered(reporter.scheduler.tree_cache)
-    if runtime is None:
+    if runtime is None or not reporter.enable_metrics:
         return
     # Made here and not at import: SGLang sets prometheus_client's multi-process folder
     # up only shortly before.
-    if runtime not in _SINKS:
-        _SINKS[runtime] = PrometheusSink(runtime.page_tokens)
-    _SINKS[runtime].publish(runtime.metrics_snapshot())
+    if runtime.publish is None:
+        runtime.publish = PrometheusSink(runtime.page_tokens).publish
