@@ -138,7 +138,7 @@ class TieredRuntime:
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
-        self.counter = LayerCounter()
+        self.counter = LayerCounter(parts.device.layout.num_layers)
         self.agreement = parts.agreement or Agreement(parts.clock)
         self.transfers = make_transfers(
             self.agreement, parts.completions, parts.stager, parts.promoter

@@ -268,6 +268,11 @@ SEAMS: tuple[Seam, ...] = (
         attributes=("register_hicache_layer_transfer_counter",),
     ),
     Seam(
+        "graphs of prefills",
+        _SRT + "model_executor.cuda_graph_config.check_cuda_graph_backend",
+        ("phase", "backend"),
+    ),
+    Seam(
         "forward of a batch",
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("batch",),
