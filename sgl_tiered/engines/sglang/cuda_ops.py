@@ -7,6 +7,7 @@ Triton form of the page copies, which reads pinned host memory in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,15 @@ from sgl_tiered_kernels.page_copy.dma import (
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.pipelines.worker import prepare_threads
 
-__all__ = ["CudaOps", "CudaStreams", "as_byte_pages", "cuda_register"]
+__all__ = [
+    "CudaOps",
+    "CudaStreams",
+    "as_byte_pages",
+    "cuda_register",
+    "use_device_in_threads",
+]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -215,6 +223,15 @@ def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     rows = buffer.view(buffer.shape[0], -1).view(torch.uint8)
     num_pages = buffer.shape[0] // layout.page_tokens
     return rows[: num_pages * layout.page_tokens].view(num_pages, layout.part_bytes)
+
+
+def use_device_in_threads(device: torch.device) -> None:
+    """Have the pipelines' threads, made from now on, work under this device.
+
+    A new thread's is device 0: the driver would issue the copies of other ranks, and
+    allocate their pinned memory, under that one's context.
+    """
+    prepare_threads(partial(torch.cuda.set_device, device))
 
 
 def cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:

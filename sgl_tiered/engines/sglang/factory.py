@@ -25,7 +25,7 @@ from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
-from sgl_tiered.engines.sglang.cuda_ops import cuda_register
+from sgl_tiered.engines.sglang.cuda_ops import cuda_register, use_device_in_threads
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
@@ -180,6 +180,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
         check_profile(config, pool, ctx.model_config, namespace.model_fingerprint)
     is_cuda = bool(pool.k_buffer[0].is_cuda)
+    if is_cuda:
+        use_device_in_threads(pool.k_buffer[0].device)
     register = cuda_register("--tiered-host-size") if is_cuda else None
     metrics = MetricsRegistry()
     emulator = Emulator(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,11 @@ pytest.importorskip("triton")
 from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
 
 from sgl_tiered.core.clock import SystemClock  # noqa: E402
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps, as_byte_pages  # noqa: E402
+from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
+    CudaOps,
+    as_byte_pages,
+    use_device_in_threads,
+)
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout  # noqa: E402
 from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
 from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402
@@ -29,6 +34,7 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
     Segment,
 )
 from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
+from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
 
 NUM_LAYERS, NUM_PAGES, PAGE_TOKENS = 3, 10, 16
 PATIENCE_S = 20.0
@@ -111,6 +117,54 @@ def test_pages_survive_both_ways_of_the_copies():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["done"]
+
+
+@pytest.fixture
+def own_threads():
+    """Lets threads be prepared in a test."""
+    yield
+    prepare_threads(None)
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_threads_take_the_device_of_the_pool_before_their_first_job(monkeypatch):
+    """Those of each worker made from then on, and each thread for itself."""
+    chosen = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: chosen.append((threading.current_thread().name, str(device))),
+    )
+    use_device_in_threads(torch.device("cuda:1"))
+    seen = []
+    worker = Worker(
+        "t",
+        lambda job: seen.append(len(chosen)),
+        lambda job, error: None,
+        num_threads=2,
+    )
+    for job in range(4):
+        worker.try_put(job)
+    assert worker.drain(PATIENCE_S)
+    worker.close(PATIENCE_S)
+    assert sorted(chosen) == [("t-0", "cuda:1"), ("t-1", "cuda:1")]
+    assert min(seen) >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
+def test_a_thread_of_a_second_rank_works_under_its_device():
+    """The current device of a worker's thread is the one of its pool."""
+    use_device_in_threads(torch.device("cuda:1"))
+    seen = []
+    worker = Worker(
+        "t", lambda job: seen.append(torch.cuda.current_device()), lambda job, error: 0
+    )
+    worker.try_put(0)
+    assert worker.drain(PATIENCE_S)
+    worker.close(PATIENCE_S)
+    assert seen == [1]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.pipelines.worker import prepare_threads
 from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.host import HostTier
@@ -34,9 +35,16 @@ class Machine:
     """A fake device with a pool on it and a loader."""
 
     def __init__(
-        self, seed=0, below=KERNEL, *, num_buffers=2, buffer_bytes=1, clock=None
+        self,
+        seed=0,
+        below=KERNEL,
+        *,
+        num_buffers=2,
+        buffer_bytes=1,
+        clock=None,
+        number=0,
     ):
-        self.device = FakeDevice(np.random.default_rng(seed))
+        self.device = FakeDevice(np.random.default_rng(seed), number)
         self.ops = FakeCopyOps(self.device, LAYOUT, NUM_PAGES)
         self.pool = StreamPool(
             self.ops,
@@ -229,6 +237,42 @@ def test_a_copy_that_cannot_be_queued_ends_after_those_before_it(pinned):
             assert "refused" in ticket.failed
             load = next(s for s in machine.device.streams if s.name == "load")
             assert not load.queue
+
+
+@pytest.fixture
+def second_device():
+    """A machine whose device is not the one that a new thread works under."""
+    device = FakeDevice(np.random.default_rng(0), number=1)
+    prepare_threads(device.enter)
+    yield
+    prepare_threads(None)
+    FakeDevice(np.random.default_rng(0)).enter()
+
+
+@pytest.mark.usefixtures("second_device")
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_are_issued_under_the_device_of_their_memory(below, pinned):
+    """By each thread that copies: those of loads and those of offloads."""
+    host = HostTier(SLOT, 4)
+    region = make_pages(2, SLOT, 3)
+    with Machine(1, below, number=1) as machine:
+        machine.device.enter()
+        if not pinned:
+            machine.ops.unpinned += [region, host.region]
+        worker = OffloadWorker(
+            machine.pool, host, machine.completions, SystemClock(), machine.metrics
+        )
+        machine.device.issued.clear()
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        worker.submit(offload_plan([1]), np.array([2]), machine.pool.mark())
+        assert ticket.wait(PATIENCE_S)
+        assert worker.drain(PATIENCE_S)
+        worker.close(PATIENCE_S)
+        threads = {name for name, _ in machine.device.issued}
+        assert threads == {"tiered-load-0", "tiered-offload-0"}
+        assert {number for _, number in machine.device.issued} == {1}
+    host.close()
 
 
 def test_a_store_that_fails_on_the_device_is_a_result():
