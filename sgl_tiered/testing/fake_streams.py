@@ -279,6 +279,33 @@ class FakeCopyOps:
         stream.run(work)
         return on_device
 
+    def download(self, numbers: Int64s) -> tuple[Int64s, FakeEvent]:
+        """Copy the numbers to the host when the engine's stream comes to it."""
+        self.device.issue()
+        on_host = np.full(len(numbers), -1, np.int64)
+
+        def work() -> None:
+            on_host[:] = numbers
+
+        self.device.engine.run(work)
+        return on_host, self.device.engine.record_event()
+
+    def choose(
+        self, stream: FakeStream, parts: Sequence[tuple[Int64s, Int64s | None]]
+    ) -> Int64s:
+        """Read numbers and positions when the device comes to it."""
+        self.device.issue()
+        lengths = [len(n if chosen is None else chosen) for n, chosen in parts]
+        found = np.full(sum(lengths), -1, np.int64)
+
+        def work() -> None:
+            found[:] = np.concatenate(
+                [n if chosen is None else n[chosen] for n, chosen in parts]
+            )
+
+        stream.run(work)
+        return found
+
     def load_by_engines(
         self,
         stream: FakeStream,

@@ -35,8 +35,13 @@ from sgl_tiered.engines.sglang.lossy import kept_exact
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
-from sgl_tiered.engines.sglang.tokens import device_pages, plain_tokens
+from sgl_tiered.engines.sglang.tokens import (
+    device_pages,
+    page_numbers,
+    plain_tokens,
+)
 from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
+from sgl_tiered.pipelines.page_numbers import PageNumbers
 
 __all__ = ["TieredRadixCache"]
 
@@ -174,8 +179,7 @@ class TieredRadixCache(LendingRadixCache):
         slots = self._take_slots(params.host_hit_length)
         if slots is None:
             return 0, req.last_node
-        device_pages = slots[:: self.page_size].cpu().numpy() // self.page_size
-        job = self.tiered.coordinator.begin(state, device_pages.astype(np.int64))
+        job = self.tiered.coordinator.begin(state, self._page_numbers(slots))
         if job is None:
             self.token_to_kv_pool_allocator.free(slots)
             return 0, req.last_node
@@ -301,8 +305,7 @@ class TieredRadixCache(LendingRadixCache):
         if slots is None:
             coordinator.settle(state, landed=False)
             return 0
-        pages = slots[:: self.page_size].cpu().numpy() // self.page_size
-        job = coordinator.begin_back(state, pages.astype(np.int64))
+        job = coordinator.begin_back(state, self._page_numbers(slots))
         end = req.prefix_len + len(slots)
         row = (req.kv.req_pool_idx, slice(req.prefix_len, end))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
@@ -404,7 +407,7 @@ class TieredRadixCache(LendingRadixCache):
         return result
 
     def submit_offload(
-        self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64], node: Any
+        self, plan: OffloadPlan, device_pages: PageNumbers, node: Any
     ) -> bool:
         """Lock a node's path and queue the copy; False (all undone) if it is full."""
         lock = self.inc_lock_ref(node).to_dec_params()
@@ -511,6 +514,11 @@ class TieredRadixCache(LendingRadixCache):
             self.evict(EvictParams(num_tokens=shortfall))
         slots = allocator.alloc(num_tokens)
         return None if slots is None else slots.to(torch.int64)
+
+    def _page_numbers(self, slots: torch.Tensor) -> PageNumbers:
+        """Return the pages of whole pages' slots; never waits for a device."""
+        firsts = slots[:: self.page_size]
+        return page_numbers(self.tiered.parts.device, firsts, self.page_size)
 
     def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
         num_pages = num_tokens // self.page_size

@@ -23,6 +23,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Decision, LoadPlan
 from sgl_tiered.pipelines.layerwise_load import LoadJob, Segment
+from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 from sgl_tiered.pipelines.staging import StagedRead
 from sgl_tiered.tiers.base import MemoryTier
 
@@ -94,12 +95,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         finally:
             planner.load_share = 1.0
 
-    def begin(self, state: RequestState, device_pages: Int64s) -> LoadJob | None:
+    def begin(self, state: RequestState, device_pages: PageNumbers) -> LoadJob | None:
         """Commit the load into ``device_pages``; None where the cache moved on.
 
         Args:
             state: of the request; ``loadable_pages`` was asked just before.
-            device_pages: int64 [n], device page for each page to load.
+            device_pages: a device page for each page to load.
         """
         plan = self.start(state)
         if plan is None:
@@ -109,12 +110,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         assert 0 <= skip <= end <= plan.num_pages, (skip, end, plan.num_pages)
         return self._job(plan, state, skip, end, device_pages)
 
-    def begin_back(self, state: RequestState, device_pages: Int64s) -> LoadJob:
+    def begin_back(self, state: RequestState, device_pages: PageNumbers) -> LoadJob:
         """Return the job for the back of a split prompt, after ``resume`` gave it.
 
         Args:
             state: of the request.
-            device_pages: int64 [n], device page for each page that ``resume`` named.
+            device_pages: a device page for each page that ``resume`` named.
         """
         plan, begin = state.plan, state.back_from
         assert plan is not None
@@ -165,12 +166,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         state: RequestState,
         skip: int,
         end: int,
-        device_pages: Int64s,
+        device_pages: PageNumbers,
     ) -> LoadJob:
         segments = self._segments(plan, state, skip, end)
         num_bytes = None if plan.num_bytes is None else plan.num_bytes[skip:end]
         if self.load_bytes is not None:
-            num_bytes = self.load_bytes(device_pages)
+            num_bytes = self.load_bytes(host_numbers(device_pages))
         return LoadJob(plan, segments, device_pages, num_bytes)
 
     def _segments(

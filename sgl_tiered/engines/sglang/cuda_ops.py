@@ -89,6 +89,23 @@ class CudaStreams:
         with torch.cuda.stream(stream):
             return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
+    def download(self, numbers: torch.Tensor) -> tuple[Int64s, Any]:
+        """Queue a copy to pinned memory on the calling thread's stream."""
+        on_host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+        on_host.copy_(numbers, non_blocking=True)
+        ready = self.current_stream().record_event(self.new_event())
+        return on_host.numpy(), ready
+
+    def choose(self, stream: Any, parts: Sequence[tuple[Any, Any]]) -> torch.Tensor:
+        """Put chosen numbers behind each other; the tensor belongs to the stream."""
+        with torch.cuda.stream(stream):
+            return torch.cat(
+                [
+                    numbers if chosen is None else numbers[chosen]
+                    for numbers, chosen in parts
+                ]
+            )
+
 
 class CudaOps(CudaStreams):
     """``CopyOps`` over the tensors of an MHA pool.

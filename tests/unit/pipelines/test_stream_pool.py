@@ -239,6 +239,128 @@ def test_a_copy_that_cannot_be_queued_ends_after_those_before_it(pinned):
             assert not load.queue
 
 
+def queued(machine, pages):
+    """Return page numbers that work of the engine makes, which is queued."""
+    on_device = np.full(len(pages), -1, np.int64)
+
+    def take():
+        on_device[:] = pages
+
+    machine.device.engine.run(take)
+    return machine.pool.queue_pages(on_device)
+
+
+def queued_job(region, rows, pages, plan_id=1):
+    plan = load_plan(rows, plan_id=plan_id)
+    half = len(rows) // 2
+    positions = np.arange(half), np.arange(half, len(rows))
+    segments = tuple(
+        Segment(region, plan.addresses[some], some) for some in positions if len(some)
+    )
+    return LoadJob(plan, segments, pages)
+
+
+@given(
+    seed=SEEDS,
+    below=WAYS,
+    pinned=st.booleans(),
+    counts=st.tuples(*[st.integers(1, 4)] * 2),
+)
+@settings(max_examples=60)
+def test_pages_that_the_host_does_not_know_yet_get_their_bytes(
+    seed, below, pinned, counts
+):
+    """Two requests of a batch, whose slots come of work that is queued."""
+    rng = np.random.default_rng(seed)
+    region = make_pages(8, SLOT, seed % 1000)
+    rows, pages = rng.permutation(8)[: sum(counts)], rng.permutation(NUM_PAGES)
+    pages = pages[: sum(counts)]
+    parts = [slice(0, counts[0]), slice(counts[0], None)]
+    with Machine(seed, below) as machine:
+        if not pinned:
+            machine.ops.unpinned.append(region)
+        jobs = [
+            queued_job(region, rows[part], queued(machine, pages[part]), plan_id)
+            for plan_id, part in enumerate(parts)
+        ]
+        ticket = machine.loader.submit(jobs)
+        machine.forward(ticket, pages)
+        machine.device.settle()
+        assert ticket.wait(PATIENCE_S)
+        for layer, read in machine.seen:
+            assert np.array_equal(read, layer_of(region, rows, layer))
+
+
+@given(seed=SEEDS, pinned=st.booleans(), count=st.integers(1, 9))
+@settings(max_examples=40)
+def test_pages_that_the_host_does_not_know_yet_are_stored(seed, pinned, count):
+    """Chosen ones of a request's, in chunks, after the work that took them."""
+    rng = np.random.default_rng(seed)
+    wanted = rng.integers(0, 256, (LAYOUT.num_layers, NUM_PAGES, 384), np.uint8)
+    host = HostTier(SLOT, 12)
+    with Machine(seed) as machine:
+        if not pinned:
+            machine.ops.unpinned.append(host.region)
+        worker = OffloadWorker(
+            machine.pool, host, machine.completions, SystemClock(), machine.metrics
+        )
+
+        def write():
+            machine.ops.layers[:] = wanted
+
+        machine.device.engine.run(write)
+        every = rng.permutation(NUM_PAGES)
+        chosen = np.sort(rng.permutation(NUM_PAGES)[:count])
+        rows = rng.permutation(12)[:count]
+        pages = queued(machine, every)[chosen]
+        worker.submit(offload_plan(rows), pages, machine.pool.mark())
+        assert worker.drain(PATIENCE_S)
+        worker.close(PATIENCE_S)
+        (finished,) = machine.completions.drain()
+        assert finished.result.ok.all()
+        for row, page in zip(rows, every[chosen], strict=True):
+            whole = wanted[:, page].reshape(-1)
+            assert np.array_equal(host.region[row, : LAYOUT.page_bytes], whole)
+    host.close()
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_nobody_waits_for_the_numbers_of_pages(below):
+    """Behind a forward that has not run, a whole pass with loads is queued.
+
+    Where the copy engines are the better way too: they would need the numbers.
+    """
+    region = make_pages(4, SLOT, 3)
+    with Machine(below=below) as machine:
+        machine.device.going.clear()
+        for number in range(3):
+            pages = np.array([3, 4]) + 2 * number
+            numbers = queued(machine, pages)
+            ticket = machine.loader.submit([queued_job(region, [0, 1], numbers)])
+            machine.forward(ticket, pages)
+        assert machine.device.num_run == 0
+        # Who sees loads to their ends waits for the first.
+        assert set(machine.device.blocked) <= {"tiered-land-0"}
+        machine.device.going.set()
+        assert ticket.wait(PATIENCE_S)
+
+
+def test_the_better_way_is_taken_once_the_host_knows_the_numbers():
+    """An idle device has made them by the time that the load is queued."""
+    ways = []
+    for is_idle in (True, False):
+        with Machine(below=ENGINES) as machine:
+            numbers = queued(machine, [3, 4])
+            if is_idle:
+                machine.device.settle()
+            machine.ops.engines_ms, machine.ops.kernel_ms = 1.0, 100.0
+            arrival = machine.pool.load_layer(
+                0, make_pages(2, SLOT, 3), np.arange(2), numbers
+            )
+            ways.append(arrival.finish() < 0.05)
+    assert ways == [True, False]
+
+
 @pytest.fixture
 def second_device():
     """A machine whose device is not the one that a new thread works under."""

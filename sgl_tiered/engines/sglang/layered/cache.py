@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sgl_tiered.core.ids import Representation
@@ -23,6 +22,7 @@ from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.step_times import StepTimes
 from sgl_tiered.engines.sglang.tokens import device_pages
+from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 
 __all__ = ["LayeredRadixCache", "LayeredRuntime", "driver_of"]
 
@@ -77,9 +77,10 @@ class LayeredRuntime(TieredRuntime):
         if self._decoders is not None:
             self._decoders.forget(rid)
 
-    def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
+    def offload(self, plan: OffloadPlan, device_pages: PageNumbers) -> bool:
         """Queue an offload, its pages kept where they are until it has ended."""
-        self.layers.begin_store(plan.plan_id, device_pages, plan.representations)
+        numbers = host_numbers(device_pages)
+        self.layers.begin_store(plan.plan_id, numbers, plan.representations)
         if super().offload(plan, device_pages):
             return True
         self.layers.end_store(plan.plan_id)
@@ -185,7 +186,8 @@ class LayeredRadixCache(TieredRadixCache):
     def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
         """Offload pages as what they are kept as."""
         if self.has_kinds and num_tokens >= self.page_size:
-            pages = device_pages(self, req, np.arange(num_tokens // self.page_size))
+            every = np.arange(num_tokens // self.page_size)
+            pages = host_numbers(device_pages(self, req, every))
             self._kinds, self._leave = self.page_kinds(pages)
         try:
             super()._offload(req, state, num_tokens)

@@ -23,6 +23,7 @@ from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.sparse.parts import SparseParts
 from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
 from sgl_tiered.engines.sglang.tokens import device_pages, plain_tokens
+from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 
 __all__ = ["SparseRadixCache", "SparseRuntime"]
 
@@ -262,11 +263,12 @@ class SparseRadixCache(TieredRadixCache):
         super().reset()
 
     def submit_offload(
-        self, plan: OffloadPlan, device_pages: Int64s, node: Any
+        self, plan: OffloadPlan, device_pages: PageNumbers, node: Any
     ) -> bool:
         """Settle what is stored of the pages, then queue the copy as before."""
         if self._judged is not None:
-            self._rows.choose_stored(plan, self._judged, device_pages)
+            numbers = host_numbers(device_pages)
+            self._rows.choose_stored(plan, self._judged, numbers)
         return super().submit_offload(plan, device_pages, node)
 
     # -- Private ---------------------------------------------------------------
@@ -385,4 +387,5 @@ class SparseRadixCache(TieredRadixCache):
 
     def _pages(self, req: Any, num_tokens: int) -> Int64s:
         """Return the device pages of a request's leading tokens."""
-        return device_pages(self, req, np.arange(num_tokens // self.page_size))
+        every = np.arange(num_tokens // self.page_size)
+        return host_numbers(device_pages(self, req, every))
