@@ -294,6 +294,31 @@ class LoadTicket:
                 self._changed.wait()
             self._stall_s += self._clock.now() - started_s
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether the device has copies that were only queued; they may have ended."""
+        return any(self._arrivals)
+
+    def wait_queued(self) -> bool:
+        """Block until all layers are there or queued; return False if one failed.
+
+        Waits for no copy that is queued, unless another one failed before it.
+        """
+        with self._changed:
+            # Whoever waits for the whole will not come back for the layers.
+            self._left_to_waiter_until_s = 0.0
+            self._loader_needed.notify_all()
+            self._changed.wait_for(
+                lambda: (
+                    self._done
+                    or bool(self._failed)
+                    or self._num_arrived == self._num_layers
+                )
+            )
+            if self.is_queued and not self._failed:
+                return True
+        return self.wait()
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the load ended; return True if everything landed.
 
@@ -376,11 +401,6 @@ class LoadTicket:
                 ends = [copy.num_bytes * n // self._num_layers for n in (first, stop)]
                 copy.charge(ends[1] - ends[0])
             self._seconds_by_tier[copy.source] += self._clock.now() - before_s
-
-    @property
-    def _is_queued(self) -> bool:
-        """Whether copies may still run that were only queued."""
-        return any(self._arrivals)
 
     def _land(self) -> str:
         """Block until no copy is under way any more; return what went wrong.
@@ -496,7 +516,7 @@ class LayerwiseLoader:
         if isinstance(job, LoadTicket):
             while job._claim_for_loader():
                 job._copy(by_waiter=False)
-            if job._is_queued:
+            if job.is_queued:
                 self._pass_on(job, self._lander)
             else:
                 self._load_ended(job, job.failed)

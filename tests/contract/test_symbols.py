@@ -64,6 +64,7 @@ def test_what_we_override_exists(symbols):
         "finish_offloads",
         "submit_offload",
         "repair_loads",
+        "end_passes",
         "waiting_request",
         "watch_queue",
     }

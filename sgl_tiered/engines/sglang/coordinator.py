@@ -9,7 +9,7 @@ tested without either. Everything here runs on the scheduler's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -43,11 +43,16 @@ class RequestState(WaitingLoad[StagedRead]):
         num_offloaded: pages of the prompt already given to the offload.
         counted: it is in the statistics.
         load_share: share of the bytes of its pages that a load is expected to bring.
+        num_loading: loads of it that may still read their sources; they may outlive
+            the request.
+        afterwards: what gives the sources back, once none does.
     """
 
     num_offloaded: int = 0
     counted: bool = False
     load_share: float = 1.0
+    num_loading: int = 0
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
 
 
 class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
@@ -148,6 +153,24 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         """Return prompts of requests whose load has not begun, the oldest first."""
         found = (s for s in self._states.values() if not s.started)
         return [(state.digest, state.tokens) for state in islice(found, limit)]
+
+    def load_begins(self, state: RequestState) -> None:
+        """Note that a load of a request is submitted: its sources are being read."""
+        state.num_loading += 1
+
+    def load_ended(self, state: RequestState) -> None:
+        """Note that it has ended; the request may be long forgotten."""
+        state.num_loading -= 1
+        if not state.num_loading:
+            effects, state.afterwards = state.afterwards, []
+            for effect in effects:
+                effect()
+
+    def _after_loads(self, state: RequestState, effect: Callable[[], None]) -> None:
+        if state.num_loading:
+            state.afterwards.append(effect)
+        else:
+            effect()
 
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""

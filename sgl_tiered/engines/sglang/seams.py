@@ -295,6 +295,7 @@ SEAMS: tuple[Seam, ...] = (
             "get_output_streamer_class",
             "get_prefill_adder_class",
             "flush_cache",
+            "process_batch_result",
             "_record_step_counters",
         ),
     ),
