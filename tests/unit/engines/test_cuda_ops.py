@@ -26,6 +26,7 @@ from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
     use_device_in_threads,
 )
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout  # noqa: E402
+from sgl_tiered.engines.sglang.tokens import page_numbers  # noqa: E402
 from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
 from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402
 from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
@@ -248,6 +249,52 @@ def test_a_forward_on_its_stream_reads_what_was_loaded(pinned_region):
         whole = torch.cat(read, dim=1).cpu().numpy()
         np.testing.assert_array_equal(whole, pinned_region[:4, : layout.page_bytes])
     loader.close(PATIENCE_S)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("below", [0, 1 << 30])
+def test_nobody_waits_for_a_forward_to_learn_where_pages_lie(pinned_region, below):
+    """Slots come of work that is queued behind a long forward; loads and stores too."""
+    pool = make_pool("cuda")
+    layout = page_layout(pool, PAGE_TOKENS)
+    schedule, forward = torch.cuda.Stream(), torch.cuda.Stream()
+    device = StreamPool(CudaOps(pool, layout, forward), kernel_below_bytes=below)
+    rows, pages = np.array([4, 0, 2]), np.array([1, 5, 9])
+    pinned_region[:] = np.random.default_rng(0).integers(0, 256, pinned_region.shape)
+    slots = torch.from_numpy(np.repeat(pages * PAGE_TOKENS, 2)).cuda()
+    # What is compiled or allocated at its first use is so now.
+    device.load_layer(0, pinned_region, rows, pages).finish()
+    device.store_pages(
+        np.zeros((3, 4096), np.uint8), np.arange(3), pages, device.mark()
+    )
+    torch.cuda.synchronize()
+    with torch.cuda.stream(forward):
+        torch.cuda._sleep(2 * 10**9)
+    with torch.cuda.stream(schedule):
+        schedule.wait_stream(forward)
+        numbers = page_numbers(device, slots[::2].clone(), PAGE_TOKENS)
+        chosen = numbers[np.array([0, 2])]
+        mark = device.mark()
+    arrivals = [
+        device.load_layer(layer, pinned_region, rows[[0, 2]], chosen, after=mark)
+        for layer in range(NUM_LAYERS)
+    ]
+    with torch.cuda.stream(forward):
+        for arrival in arrivals:
+            arrival.order()
+        after = forward.record_event()
+    # Everything is queued, and the forward before it has not ended.
+    assert not after.query()
+    assert all(arrival.finish() > 0.0 for arrival in arrivals)
+    for row, page in ((4, 1), (2, 9)):
+        whole = pinned_region[row, : layout.page_bytes]
+        np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
+    back = np.zeros((3, 4096), np.uint8)
+    device.store_pages(back, np.arange(2), chosen, device.mark())
+    np.testing.assert_array_equal(
+        back[:2, : layout.page_bytes], pinned_region[[4, 2], : layout.page_bytes]
+    )
 
 
 if __name__ == "__main__":
