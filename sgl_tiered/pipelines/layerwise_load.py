@@ -304,20 +304,25 @@ class LoadTicket:
 
         Waits for no copy that is queued, unless another one failed before it.
         """
-        with self._changed:
-            # Whoever waits for the whole will not come back for the layers.
-            self._left_to_waiter_until_s = 0.0
-            self._loader_needed.notify_all()
-            self._changed.wait_for(
-                lambda: (
-                    self._done
-                    or bool(self._failed)
-                    or self._num_arrived == self._num_layers
+        if not self._done and self._num_arrived < self._num_layers:
+            started_s = self._clock.now()
+            with self._changed:
+                # Whoever waits for the whole will not come back for the layers.
+                self._left_to_waiter_until_s = 0.0
+                self._loader_needed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._done or self._failed or self._has_all
                 )
-            )
-            if self.is_queued and not self._failed:
-                return True
+                if not self.is_queued:
+                    self._stall_s += self._clock.now() - started_s
+        if self.is_queued and not self._failed:
+            return True
         return self.wait()
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether all layers are there or queued."""
+        return self._num_arrived == self._num_layers
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the load ended; return True if everything landed.

@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_tiered.core.clock import ManualClock, SystemClock
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
+from sgl_tiered.pipelines.fetch import FetchTicket
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.stream_pool import StreamPool
@@ -343,6 +345,65 @@ def test_nobody_waits_for_the_numbers_of_pages(below):
         assert set(machine.device.blocked) <= {"tiered-land-0"}
         machine.device.going.set()
         assert ticket.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_who_asks_whether_a_load_is_queued_waits_for_no_copy(below):
+    """It is known to be queued whole before the device has run anything of it."""
+    with Machine(below=below) as machine:
+        machine.device.going.clear()
+        ticket = machine.loader.submit([job(make_pages(2, SLOT, 3), [0, 1], [3, 4])])
+        assert ticket.wait_queued()
+        assert ticket.is_queued
+        assert machine.device.num_run == 0
+        machine.device.going.set()
+        assert ticket.wait(PATIENCE_S)
+
+
+def test_a_load_that_cannot_be_queued_is_known_to_have_failed():
+    """And nothing of it runs any more by then."""
+    with Machine(below=ENGINES) as machine:
+        machine.ops.refuse_layer = 2
+        ticket = machine.loader.submit([job(make_pages(2, SLOT, 3), [0, 1], [3, 4])])
+        assert not ticket.wait_queued()
+        assert ticket.done
+        load = next(s for s in machine.device.streams if s.name == "load")
+        assert not load.queue
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_a_fetch_behind_a_long_forward_holds_no_load_up(below):
+    """Its layer is queued; a load for a pass is queued behind it, and all land."""
+    region = make_pages(4, SLOT, 3)
+    with Machine(below=below, num_buffers=8) as machine:
+        machine.device.going.clear()
+        fetch = FetchTicket(job(region, [2, 3], [7, 8]), machine.pool, SystemClock())
+        assert machine.loader.submit_steps(fetch)
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        machine.forward(ticket, [3, 4])
+        assert machine.device.num_run == 0
+        assert not fetch.ended
+        machine.device.going.set()
+        assert machine.loader.drain(PATIENCE_S)
+        assert fetch.landed
+        for layer in range(LAYOUT.num_layers):
+            found = machine.ops.layers[layer, [7, 8]]
+            assert np.array_equal(found, layer_of(region, [2, 3], layer))
+
+
+def test_a_fetch_whose_copy_the_device_fails_at_has_failed():
+    """With the tier whose bytes it were."""
+    with Machine(below=ENGINES) as machine:
+        machine.ops.fail_layer = 1
+        fetch = FetchTicket(
+            job(make_pages(2, SLOT, 3), [0, 1], [7, 8]), machine.pool, SystemClock()
+        )
+        assert machine.loader.submit_steps(fetch)
+        assert machine.loader.drain(PATIENCE_S)
+        assert fetch.ended
+        assert not fetch.landed
+        assert "told to fail" in fetch.failed
+        assert fetch.failed_source is TierId.HOST
 
 
 def test_the_better_way_is_taken_once_the_host_knows_the_numbers():
