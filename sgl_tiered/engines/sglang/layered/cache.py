@@ -19,6 +19,7 @@ from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
+from sgl_tiered.engines.sglang.loading_pass import LoadingPass
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.step_times import StepTimes
 from sgl_tiered.engines.sglang.tokens import device_pages
@@ -199,6 +200,11 @@ class LayeredRadixCache(TieredRadixCache):
         consumer = super().ready_to_load_host_cache()
         self._layers.close_loads()
         return consumer
+
+    def _has_come(self, loading: LoadingPass, *, may_run: bool) -> bool:
+        """Wait for the end of a load: the mover knows nothing of its stream."""
+        del may_run
+        return super()._has_come(loading, may_run=False)
 
     def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
         """End the loads of the batch; return requests that ended with an error."""
