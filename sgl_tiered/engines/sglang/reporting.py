@@ -57,6 +57,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
+        (_SCHEDULER + "process_batch_result", _end_loads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
         (_STATE + "_update_handlers", _add_knobs, HookType.AFTER),
@@ -166,6 +167,17 @@ def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) 
     if _tiered(cache) is None or not cache.repair_loads(worker.model_runner, batch):
         return result
     return original(worker, batch, *args, **kwargs)
+
+
+def _end_loads(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Let no result out before the loads that it rests on are known to be good."""
+    del args, kwargs
+    cache = scheduler.tree_cache
+    if _tiered(cache) is None:
+        return
+    if scheduler.chunked_req in cache.end_passes(batch.reqs):
+        # As SGLang does where a load fails: its next chunk never runs.
+        scheduler._pending_chunked_abort_req = scheduler.chunked_req
 
 
 def _streamer_class(original: Any, scheduler: Any) -> Any:

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sgl_tiered.cache.deferred import DeferredOffloads
 from sgl_tiered.cache.device_prefetcher import DevicePrefetcher
@@ -54,6 +53,7 @@ from sgl_tiered.pipelines.completions import (
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.page_numbers import PageNumbers
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
@@ -141,7 +141,7 @@ class TieredRuntime:
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
-        self.counter = LayerCounter()
+        self.counter = LayerCounter(parts.device.layout.num_layers)
         self.agreement = parts.agreement or Agreement(parts.clock)
         self.transfers = make_transfers(
             self.agreement, parts.completions, parts.stager, parts.promoter
@@ -255,7 +255,7 @@ class TieredRuntime:
         """Tell a tier's breaker how a copy from it ended; empty for well."""
         self._breakers[tier].record(error)
 
-    def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
+    def offload(self, plan: OffloadPlan, device_pages: PageNumbers) -> bool:
         """Queue an offload; False (and the plan ended) where it is dropped.
 
         That is, where the queue is full, or the tier failed again and again and rests.
