@@ -28,6 +28,7 @@ __all__ = [
     "is_refusal",
     "open_answer",
     "open_pair",
+    "read_whole",
 ]
 
 RETRIED = frozenset({500, 502, 503, 504})
@@ -159,7 +160,7 @@ async def open_answer(
             if streams:
                 first = await response.content.readany()
             else:
-                first = await _whole(response, upstream.max_bytes)
+                first = await read_whole(response, upstream.max_bytes)
         answer = Answer(
             response.status,
             response.headers,
@@ -287,7 +288,7 @@ def _ender(bound: asyncio.Timeout) -> Callable[[], None]:
     return end
 
 
-async def _whole(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def read_whole(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """Read all of an answer.
 
     Raises:

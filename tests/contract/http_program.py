@@ -112,7 +112,8 @@ def main() -> None:
             row = matrix.setdefault(name, {}).setdefault(flags, {})
             for word, key in KEYS.items():
                 headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-                row[word] = client.request(*call.split(" "), headers=headers).status_code
+                answer = client.request(*call.split(" "), headers=headers)
+                row[word] = answer.status_code
 
     client, manager = served(None, None)
     origins: dict[str, dict[str, list[Any]]] = {}
@@ -129,7 +130,7 @@ def main() -> None:
     odd = {}
     for word, call in ODD.items():
         answer = client.request(*call.split(" "))
-        odd[word] = [answer.status_code, answer.json()["detail"]]
+        odd[word] = [answer.status_code, answer.json().get("detail", "")]
     sent = [each for each in manager.reached if isinstance(each, dict)]
 
     def counted(reason: str) -> float:

@@ -7,9 +7,9 @@
 ``POST /tiered/load-policy?policy=NAME``; and for tests, where the environment allows
 faults, ``POST /tiered/faults?emulate=TEXT``.
 
-All but the stats want the key that SGLang's ``/flush_cache`` wants: ``--admin-api-key``
-if there is one, else ``--api-key``. The stats are part of ``/server_info`` and want what
-it wants. None of them serves a web page of another origin.
+All but the stats want the key that SGLang's ``/flush_cache`` wants, which is
+``--admin-api-key`` if there is one, else ``--api-key``. The stats are part of
+``/server_info`` and want what it wants. None of them serves a page of another origin.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from aiohttp import web
 from sgl_tiered.router.config import RouterConfig, Timeouts, parse_instance
 from sgl_tiered.router.feed import FeedSource
 from sgl_tiered.router.front import Router
-from sgl_tiered.router.prompts import Tokenizer
 
 __all__ = [
     "PATIENCE_S",
@@ -322,6 +321,7 @@ def fast(**changes: Any) -> RouterConfig:
             "health_timeout_s": 5.0,
             "page_tokens": 4,
             "page_characters": 4,
+            "show_cached_tokens": True,
             "timeouts": Timeouts(**bounds),
             **changes,
         }
@@ -370,7 +370,6 @@ async def cluster(
     names: str = "ab",
     config: RouterConfig | None = None,
     words: dict[str, str] | None = None,
-    tokenizer: Tokenizer | None = None,
     key: str | None = None,
     given: str | None = None,
 ) -> AsyncIterator[Cluster]:
@@ -380,7 +379,6 @@ async def cluster(
         names: of the servers.
         config: of the router.
         words: per server, what stands after its URL.
-        tokenizer: of the router.
         key: that the client brings.
         given: servers that the router is told of; all by default.
     """
@@ -394,7 +392,6 @@ async def cluster(
             for s in servers
             if given is None or s.name in given
         ],
-        tokenizer,
         seed=0,
     )
     try:
