@@ -33,6 +33,8 @@ __all__ = [
 
 RETRIED = frozenset({500, 502, 503, 504})
 """Statuses that say something of the instance and nothing of the request."""
+_PIECE_BYTES = 256 * 2**10
+"""Of a body that are handed to a connection at one time."""
 
 
 @dataclass(eq=False)
@@ -149,8 +151,8 @@ async def open_answer(
             ticket.give_up = _ender(bound)
             response = await upstream.session.post(
                 instance.config.url + upstream.path,
-                data=body,
-                headers=upstream.headers,
+                data=_pieces(body) if len(body) > _PIECE_BYTES else body,
+                headers={**upstream.headers, "Content-Length": str(len(body))},
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=timeouts.connect_s
                 ),
@@ -242,6 +244,12 @@ async def _prefill(
         raise AttemptError(prefill, "broken", repr(error)) from error
     finally:
         answer.close()
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Give a long body piece by piece, so that others get the loop in between."""
+    for at in range(0, len(body), _PIECE_BYTES):
+        yield body[at : at + _PIECE_BYTES]
 
 
 def _failure(first: bytes) -> Answer | None:

@@ -92,6 +92,7 @@ class Router:
         self._fleet: Fleet | None = None
         self._following: Following | None = None
         self._levels: dict[Handler, Level] = {}
+        self._routes: list[tuple[str, str]] = []
         self._bodies = Bodies(
             config.max_body_bytes, config.max_held_bytes, config.timeouts.body_s
         )
@@ -117,6 +118,11 @@ class Router:
         """What keeps the instances as they should be; as ``fleet``."""
         assert self._following is not None, "the router has not started"
         return self._following
+
+    @property
+    def routes(self) -> frozenset[tuple[str, str]]:
+        """Methods and paths that are served; as ``fleet``."""
+        return frozenset(self._routes)
 
     async def start(self) -> None:
         """Probe the instances and begin to listen; ``port`` is known afterwards."""
@@ -216,10 +222,10 @@ class Router:
             ("POST", "/router/instances/{name}/drain", self._drain, admin),
             ("POST", "/router/instances/{name}/resume", self._resume, admin),
         ):
-            app.router.add_route(method, path, handler)
-            if method == "GET":
-                app.router.add_route("HEAD", path, handler)
             self._levels[handler] = level
+            for each in ("GET", "HEAD") if method == "GET" else (method,):
+                app.router.add_route(each, path, handler)
+                self._routes.append((each, path))
         return app
 
     async def _expire(self) -> None:

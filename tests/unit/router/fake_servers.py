@@ -146,6 +146,9 @@ class FakeServer:
         num_gone: requests whose client left while they hung.
         loads: what ``/v1/loads`` tells; None for a server without that path.
         info: what ``/server_info`` tells.
+        told: what else a path tells, as text in place of JSON.
+        redirects_to: where all questions are sent to; empty for nowhere.
+        asked: paths of the questions that came, in order.
         health: status of ``/health``.
         is_stopped: whether questions get no answer, as from a stopped process.
     """
@@ -159,6 +162,9 @@ class FakeServer:
         self.num_gone = 0
         self.loads: list[dict[str, int]] | None = None
         self.info: dict[str, Any] = {}
+        self.told: dict[str, str] = {}
+        self.redirects_to = ""
+        self.asked: list[str] = []
         self.health = 200
         self.is_stopped = False
         self.port = 0
@@ -169,7 +175,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=2**30)
         app.router.add_post("/{path:.*}", self._post)
         app.router.add_get("/{path:.*}", self._get)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
@@ -199,6 +205,12 @@ class FakeServer:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         if self.is_stopped:
             await asyncio.Event().wait()
+        self.asked.append(request.path)
+        if self.redirects_to:
+            raise web.HTTPFound(self.redirects_to + request.path)
+        if request.path in self.told:
+            text = self.told[request.path]
+            return web.Response(text=text, content_type="application/json")
         if request.path == "/health":
             return web.Response(status=self.health)
         if request.path == "/v1/loads" and self.loads is not None:
