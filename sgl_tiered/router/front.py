@@ -178,6 +178,7 @@ class Router:
         self._closing.push_async_callback(_stop, asyncio.create_task(expiring))
         counting = _Counting(self.metrics)
         _HTTP_LOG.addFilter(counting)
+        _HTTP_LOG.setLevel(logging.DEBUG)  # some of it is told at that level only
         self._closing.callback(_HTTP_LOG.removeFilter, counting)
         runner = web.AppRunner(
             self._app(proxy),

@@ -62,6 +62,7 @@ class Readers:
 
     Attributes:
         name: of the tokenizer, once started; empty for none.
+        process: the first one; None before it is needed.
     """
 
     def __init__(
@@ -86,7 +87,12 @@ class Readers:
         self._tasks: set[asyncio.Task[Reading]] = set()
         self._starting = asyncio.Lock()
         self._control: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def num_reading(self) -> int:
+        """Bodies that are being read by processes."""
+        return len(self._tasks)
 
     async def start(self) -> None:
         """Load the tokenizer, if there is one.
@@ -243,7 +249,7 @@ class Readers:
         ours, theirs = socket.socketpair()
         number = str(theirs.fileno())
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "sgl_tiered.router.reader_process"),
                     *(number, self._word, str(self._timeout_s)),
@@ -277,9 +283,9 @@ class Readers:
         if self._control is not None:
             self._control.close()
             self._control = None
-        if self._process is not None:
+        if self.process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LATE_S)
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+                self.process.wait(_LATE_S)
+            self.process.kill()
+            self.process.wait()
+            self.process = None

@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from typing import Any
 
 import aiohttp
@@ -324,7 +325,8 @@ def stored(
 def fast(**changes: Any) -> RouterConfig:
     """Return settings with short intervals; a name of ``Timeouts`` goes there."""
     bounds = {"connect_s": 2.0, "first_byte_s": 10.0, "idle_s": 10.0, "whole_s": 10.0}
-    bounds.update({name: changes.pop(name) for name in bounds if name in changes})
+    names = [each.name for each in fields(Timeouts)]
+    bounds.update({name: changes.pop(name) for name in names if name in changes})
     return RouterConfig(
         **{
             "port": 0,
