@@ -18,6 +18,7 @@ import os
 import sys
 import warnings
 from typing import Any
+from unittest import mock
 
 warnings.simplefilter("ignore")
 
@@ -115,6 +116,14 @@ def symbols() -> dict[str, Any]:
             setattr(owner, name, kept)
         return ""
 
+    def warned_of(version: str) -> list[str]:
+        with (
+            mock.patch("importlib.metadata.version", return_value=version),
+            mock.patch.object(seams.logger, "warning") as warning,
+        ):
+            seams.require_seams(http=False)
+        return [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache import registry
 
@@ -134,7 +143,7 @@ def symbols() -> dict[str, Any]:
     except EngineCompatibilityError as error:
         out["missing"]["parameter"] = str(error)
     registry.create_unified_radix_cache = kept
-    seams.require_seams(http=False)
+    out["warned"] = warned_of("0.0.1"), warned_of(seams.TESTED_VERSION)
 
     for name, changes in {
         "supported": {},

@@ -35,6 +35,14 @@ def test_a_missing_symbol_stops_the_plugin(symbols, what):
     assert "\n" not in message
 
 
+def test_an_untested_version_whose_symbols_agree_is_warned_of(symbols):
+    """A version that looks alike is served with a warning, the tested one without."""
+    (warning,), none = symbols["warned"]
+    assert symbols["versions"][0] in warning
+    assert "0.0.1" in warning
+    assert none == []
+
+
 def test_overridden_methods_take_what_sglang_passes(symbols):
     """Each method that we override can be called as SGLang calls its own."""
     wrong = []
