@@ -489,20 +489,42 @@ class TieredRadixCache(LendingRadixCache):
     # -- Private ---------------------------------------------------------------
 
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
-        """Note the prompt of ``req``; None where the tiers cannot serve it."""
+        """Note the prompt of ``req``; None where the tiers cannot serve it.
+
+        SGLang looks at a waiting request up to what it may reuse, or, to sort its queue
+        by prefixes, at all of it. Either way only the former counts.
+        """
         if req is None or self.disable or kept_exact(req, self.tiered.config):
             return None
-        max_pages = len(key) // self.page_size
-        if max_pages == 0:
+        if req.positional_embed_overrides is not None:
+            # Equal ids do not make such prompts equal.
             return None
-        tokens = plain_tokens(key.token_ids, len(key))
+        coordinator = self.tiered.coordinator
+        state = coordinator.state(req.rid)
+        limit = min(len(key), req._compute_max_prefix_len(len(key.token_ids)))
+        max_pages = limit // self.page_size
+        if max_pages == 0 and state is None:
+            return None
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        known = self._keys.get(req.rid)
+        if (
+            state is not None
+            and known is not None
+            and known.limit == limit
+            # Arrays of one type compare as bytes do: 2 us for 4,096 tokens.
+            and known.token_ids == key.token_ids
+            and state.digest == digest
+        ):
+            return state
+        tokens = plain_tokens(key.token_ids, limit)
         if tokens is None:
             return None
-        self._keys[req.rid] = key
-        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        self._keys[req.rid] = RadixKey(
+            key.token_ids, key.extra_key, limit=limit, cache_salt=key.cache_salt
+        )
         if self.tiered.lookahead is not None:
             self.tiered.lookahead.entered(req.rid, digest, tokens)
-        return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
+        return coordinator.track(req.rid, digest, tokens, max_pages)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator

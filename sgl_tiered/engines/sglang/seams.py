@@ -358,6 +358,11 @@ SEAMS: tuple[Seam, ...] = (
         ("prefix_len", "extend_len", "max_new_tokens", "is_chunked", "replay_len"),
     ),
     Seam(
+        "tokens that a request may reuse",
+        _SRT + "managers.schedule_batch.Req._compute_max_prefix_len",
+        ("input_len",),
+    ),
+    Seam(
         "end of a request",
         _SRT + "managers.schedule_batch.Req",
         attributes=("finished", "output_ids_through_stop"),
