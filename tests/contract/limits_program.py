@@ -61,6 +61,8 @@ class Bench:
                 "disk_admission": "all",
                 "disk_io": "threads",
             }
+        # A server that starts anew has the same weights.
+        torch.manual_seed(1)
         facts = context()
         pool = facts.params.token_to_kv_pool_allocator.get_kvcache()
         self.runtime = _build_runtime(facts, read_config(settings))
@@ -110,6 +112,11 @@ class Bench:
         self.settle()
         self.tree.drop(TierId.HOST)
         self.tree.drop(TierId.DEVICE)
+
+    def used(self, label: str) -> int:
+        """Return the slots of a tier that are in use."""
+        occupancy = self.runtime.metrics_snapshot()["occupancy"]
+        return int(occupancy[label]["used"])
 
     def close(self) -> None:
         """End the threads."""

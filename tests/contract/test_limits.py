@@ -1,4 +1,4 @@
-"""What a waiting request may reuse, whoever looks at it, with both of SGLang's cores."""
+"""What a waiting request may reuse, whoever looks at it, with both tree cores."""
 
 import pytest
 

@@ -80,6 +80,7 @@ class TieredRadixCache(LendingRadixCache):
         super().__init__(params)
         self._tiered = runtime
         self._strategy = strategy
+        runtime.on_offload_end = self._offload_ended
         if runtime.deferred is not None:
             self._ahead = OffloadAhead(self, runtime, runtime.deferred)
 
@@ -417,21 +418,33 @@ class TieredRadixCache(LendingRadixCache):
     def has_pending_cache_operations(self) -> bool:
         """Say whether pages of the tree are still being read by an offload."""
         if not self.tiered.agreement.is_shared:
-            self._pump()
+            self.take_ends()
         return bool(self._locks)
 
     def finish_offloads(self) -> None:
         """Wait for running offloads, which hold locks on pages of the tree."""
         self.tiered.drain_offloads()
-        self._pump()
+        self.take_ends()
+
+    def leave_device(self) -> None:
+        """Let every copy from and to the device end."""
+        self.end_fetches()
+        self.tiered.parts.loader.drain()
+        self.finish_offloads()
 
     # -- Events ----------------------------------------------------------------
+
+    def take_ends(self) -> None:
+        """Take the ends of transfers; several ranks meet for it."""
+        self.tiered.pump()
+        if self.fetcher is not None and self.fetcher.poll():
+            self.tiered.on_promoted()
 
     def check_hicache_events(self) -> None:
         """Take the ends of transfers and start what follows from them."""
         if self.tiered.is_reading and self.tiered.engine_idle():
             self.tiered.completions.wait(_IDLE_WAIT_S)
-        self._pump()
+        self.take_ends()
         if self._prefetch is not None:
             self._prefetch.between_passes(self._keys)
         if self._ahead is not None:
@@ -455,24 +468,31 @@ class TieredRadixCache(LendingRadixCache):
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
         self.end_fetches()
-        self._pump()
+        self.take_ends()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
         else:
             self.tiered.drop(tier)
-            if self._ahead is not None:
-                self._ahead.dropped()
+            self._note_dropped()
 
     def clear_storage_backend(self) -> bool:
-        """Forget what is on disk: SGLang's call to clear a cache's storage."""
-        self.drop(TierId.DISK)
+        """Forget what is on disk, without waiting; False where there is no disk.
+
+        Requests may run: pages that are read now are forgotten when they have been.
+        """
+        if not self.tiered.has_tier(TierId.DISK):
+            self.tiered.metrics.add("refused_storage_clear")
+            logger.warning("sgl-tiered: there is no disk tier to clear")
+            return False
+        self.tiered.forget(TierId.DISK)
+        self._note_dropped()
         return True
 
     def release_host_resources(self) -> None:
         """Finish writing to disk and close the tiers (graceful shutdown)."""
         self.end_fetches()
-        self._pump()
-        self.tiered.close(self._pump)
+        self.take_ends()
+        self.tiered.close(self.take_ends)
         super().release_host_resources()
 
     # -- SGLang's storage prefetch asks these; hashes of nodes are not used here --
@@ -575,13 +595,14 @@ class TieredRadixCache(LendingRadixCache):
         node, lock = self._locks.pop(plan_id)
         self.dec_lock_ref(node, lock)
 
-    def _pump(self) -> None:
-        for plan_id in self.tiered.pump():
-            self._unlock_offload(plan_id)
-            if self._ahead is not None:
-                self._ahead.ended(plan_id)
-        if self.fetcher is not None and self.fetcher.poll():
-            self.tiered.on_promoted()
+    def _offload_ended(self, plan_id: int) -> None:
+        self._unlock_offload(plan_id)
+        if self._ahead is not None:
+            self._ahead.ended(plan_id)
+
+    def _note_dropped(self) -> None:
+        if self._ahead is not None:
+            self._ahead.dropped()
 
     def _quiesce(self) -> None:
         """Let running transfers end; nothing may write to memory that is given back."""
@@ -589,7 +610,7 @@ class TieredRadixCache(LendingRadixCache):
             self._ticket.wait()
         self.end_fetches()
         self.tiered.drain()
-        self._pump()
+        self.take_ends()
         self._ticket = None
         self._queued.clear()
         self._in_flight.clear()

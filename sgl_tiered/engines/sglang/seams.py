@@ -291,7 +291,21 @@ SEAMS: tuple[Seam, ...] = (
             "get_prefill_adder_class",
             "flush_cache",
             "_record_step_counters",
+            "clear_hicache_storage_wrapped",
+            "_record_scheduler_state_for_paused_engine",
+            "maybe_sleep_on_idle",
         ),
+    ),
+    Seam(
+        "memory given back",
+        _SRT + "managers.scheduler_components.weight_updater."
+        "SchedulerWeightUpdaterManager",
+        attributes=("release_memory_occupation",),
+    ),
+    Seam(
+        "beam search",
+        _SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init",
+        ("req", "recv_req"),
     ),
     Seam("a new request", _SCHEDULER + "._create_generation_req", ("recv_req",)),
     Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
