@@ -281,7 +281,7 @@ class Bench:
             "passes_at_end": len(self.tree._passes),
             "held": self.held,
         }
-        self.runtime.close(self.tree._pump)
+        self.runtime.close(self.tree.take_ends)
         return left
 
 

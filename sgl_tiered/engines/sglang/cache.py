@@ -81,6 +81,7 @@ class TieredRadixCache(LendingRadixCache):
         super().__init__(params)
         self._tiered = runtime
         self._strategy = strategy
+        runtime.on_offload_end = self._offload_ended
         if runtime.deferred is not None:
             self._ahead = OffloadAhead(self, runtime, runtime.deferred)
 
@@ -483,21 +484,33 @@ class TieredRadixCache(LendingRadixCache):
     def has_pending_cache_operations(self) -> bool:
         """Say whether pages of the tree are still being read by an offload."""
         if not self.tiered.agreement.is_shared:
-            self._pump()
+            self.take_ends()
         return bool(self._locks)
 
     def finish_offloads(self) -> None:
         """Wait for running offloads, which hold locks on pages of the tree."""
         self.tiered.drain_offloads()
-        self._pump()
+        self.take_ends()
+
+    def leave_device(self) -> None:
+        """Let every copy from and to the device end."""
+        self.end_fetches()
+        self.tiered.parts.loader.drain()
+        self.finish_offloads()
 
     # -- Events ----------------------------------------------------------------
+
+    def take_ends(self) -> None:
+        """Take the ends of transfers; several ranks meet for it."""
+        self.tiered.pump()
+        if self.fetcher is not None and self.fetcher.poll():
+            self.tiered.on_promoted()
 
     def check_hicache_events(self) -> None:
         """Take the ends of transfers and start what follows from them."""
         if self.tiered.is_reading and self.tiered.engine_idle():
             self.tiered.completions.wait(_IDLE_WAIT_S)
-        self._pump()
+        self.take_ends()
         if self._prefetch is not None:
             self._prefetch.between_passes(self._keys)
         if self._ahead is not None:
@@ -521,24 +534,31 @@ class TieredRadixCache(LendingRadixCache):
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
         self.end_fetches()
-        self._pump()
+        self.take_ends()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
         else:
             self.tiered.drop(tier)
-            if self._ahead is not None:
-                self._ahead.dropped()
+            self._note_dropped()
 
     def clear_storage_backend(self) -> bool:
-        """Forget what is on disk: SGLang's call to clear a cache's storage."""
-        self.drop(TierId.DISK)
+        """Forget what is on disk, without waiting; False where there is no disk.
+
+        Requests may run: pages that are read now are forgotten when they have been.
+        """
+        if not self.tiered.has_tier(TierId.DISK):
+            self.tiered.metrics.add("refused_storage_clear")
+            logger.warning("sgl-tiered: there is no disk tier to clear")
+            return False
+        self.tiered.forget(TierId.DISK)
+        self._note_dropped()
         return True
 
     def release_host_resources(self) -> None:
         """Finish writing to disk and close the tiers (graceful shutdown)."""
         self.end_fetches()
-        self._pump()
-        self.tiered.close(self._pump)
+        self.take_ends()
+        self.tiered.close(self.take_ends)
         super().release_host_resources()
 
     # -- SGLang's storage prefetch asks these; hashes of nodes are not used here --
@@ -555,20 +575,42 @@ class TieredRadixCache(LendingRadixCache):
     # -- Private ---------------------------------------------------------------
 
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
-        """Note the prompt of ``req``; None where the tiers cannot serve it."""
+        """Note the prompt of ``req``; None where the tiers cannot serve it.
+
+        SGLang looks at a waiting request up to what it may reuse, or, to sort its queue
+        by prefixes, at all of it. Either way only the former counts.
+        """
         if req is None or self.disable or kept_exact(req, self.tiered.config):
             return None
-        max_pages = len(key) // self.page_size
-        if max_pages == 0:
+        if req.positional_embed_overrides is not None:
+            # Equal ids do not make such prompts equal.
             return None
-        tokens = plain_tokens(key.token_ids, len(key))
+        coordinator = self.tiered.coordinator
+        state = coordinator.state(req.rid)
+        limit = min(len(key), req._compute_max_prefix_len(len(key.token_ids)))
+        max_pages = limit // self.page_size
+        if max_pages == 0 and state is None:
+            return None
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        known = self._keys.get(req.rid)
+        if (
+            state is not None
+            and known is not None
+            and known.limit == limit
+            # Arrays of one type compare as bytes do: 2 us for 4,096 tokens.
+            and known.token_ids == key.token_ids
+            and state.digest == digest
+        ):
+            return state
+        tokens = plain_tokens(key.token_ids, limit)
         if tokens is None:
             return None
-        self._keys[req.rid] = key
-        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        self._keys[req.rid] = RadixKey(
+            key.token_ids, key.extra_key, limit=limit, cache_salt=key.cache_salt
+        )
         if self.tiered.lookahead is not None:
             self.tiered.lookahead.entered(req.rid, digest, tokens)
-        return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
+        return coordinator.track(req.rid, digest, tokens, max_pages)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator
@@ -626,13 +668,14 @@ class TieredRadixCache(LendingRadixCache):
         if held is not None:
             self.dec_lock_ref(*held)
 
-    def _pump(self) -> None:
-        for plan_id in self.tiered.pump():
-            self._unlock_offload(plan_id)
-            if self._ahead is not None:
-                self._ahead.ended(plan_id)
-        if self.fetcher is not None and self.fetcher.poll():
-            self.tiered.on_promoted()
+    def _offload_ended(self, plan_id: int) -> None:
+        self._unlock_offload(plan_id)
+        if self._ahead is not None:
+            self._ahead.ended(plan_id)
+
+    def _note_dropped(self) -> None:
+        if self._ahead is not None:
+            self._ahead.dropped()
 
     def _quiesce(self) -> None:
         """Let running transfers end; nothing may write to memory that is given back."""
@@ -643,7 +686,7 @@ class TieredRadixCache(LendingRadixCache):
         self._passes.clear()
         self.end_fetches()
         self.tiered.drain()
-        self._pump()
+        self.take_ends()
         self._queued.clear()
         self._private.clear()
         self._backs.clear()

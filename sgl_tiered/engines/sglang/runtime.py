@@ -138,6 +138,8 @@ class TieredRuntime:
         self.engine_free: Callable[[], bool] = lambda: False
         # Offloads gave back pages that they had kept; the scheduler sets it.
         self.on_offloaded: Callable[[], None] = lambda: None
+        # The offload of this plan has ended, however it did; the tree sets it.
+        self.on_offload_end: Callable[[int], None] = lambda plan_id: None
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
@@ -211,6 +213,11 @@ class TieredRuntime:
         return ahead or bool(self.coordinator.num_staging)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether the disk is written, or read for requests that wait."""
+        return bool(self._num_demoting) or self.is_reading
+
+    @property
     def cost(self) -> CostModel:
         """What passes and loads cost."""
         return self.parts.cost
@@ -272,16 +279,15 @@ class TieredRuntime:
         self.explainer.offloaded(plan, failed)
         return False
 
-    def pump(self) -> list[int]:
-        """Take the ends of transfers; return the offload plans that have ended."""
-        offloaded = []
+    def pump(self) -> None:
+        """Take the ends of transfers, and start what follows from them."""
         for event in self.transfers.take():
             match event:
                 case OffloadFinished(plan, result):
                     self.cache.finish_offload(plan, result)
                     self.explainer.offloaded(plan, result)
                     self._offloads.record(_failure(result))
-                    offloaded.append(plan.plan_id)
+                    self._end_offload(plan.plan_id)
                     self.on_offloaded()
                 case DemoteFinished(plan, result):
                     self._num_demoting -= 1
@@ -304,7 +310,6 @@ class TieredRuntime:
         self._let_rest()
         self._demote()
         self._forget_on_disk()
-        return offloaded
 
     def predicted_pass_s(self, rid: str, prefix: int, new: int) -> float:
         """Return the predicted time of a pass over ``new`` tokens of a request.
@@ -386,11 +391,16 @@ class TieredRuntime:
         self.metrics.add("tokens_total", num_tokens)
 
     def drop(self, tier: TierId) -> None:
-        """Forget every page of one tier."""
+        """Let transfers end, then forget every page of one tier."""
         self.drain()
         self.pump()
-        self.cache.drop_tier(tier)
-        self._forget_on_disk()
+        self.forget(tier)
+
+    def forget(self, tier: TierId) -> None:
+        """Forget every page of one tier; what a transfer uses, as soon as it ends."""
+        gone = self.cache.drop_tier(tier)
+        if tier is TierId.DISK and self.parts.disk is not None:
+            self.parts.disk.forget(gone)
 
     def drain_offloads(self) -> bool:
         """Wait until no copy from the device runs, in bounded time; False if one does.
@@ -554,6 +564,9 @@ class TieredRuntime:
             return str(error)
         logger.warning("sgl-tiered: EMULATED from now on: %s", text or "nothing")
         return ""
+
+    def _end_offload(self, plan_id: int) -> None:
+        self.on_offload_end(plan_id)
 
     def _end_promotion(self, event: PromoteFinished) -> None:
         """Take the end of a read ahead of need, or for a peer, whole or not."""

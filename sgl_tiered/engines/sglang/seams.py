@@ -300,7 +300,21 @@ SEAMS: tuple[Seam, ...] = (
             "flush_cache",
             "process_batch_result",
             "_record_step_counters",
+            "clear_hicache_storage_wrapped",
+            "_record_scheduler_state_for_paused_engine",
+            "maybe_sleep_on_idle",
         ),
+    ),
+    Seam(
+        "memory given back",
+        _SRT + "managers.scheduler_components.weight_updater."
+        "SchedulerWeightUpdaterManager",
+        attributes=("release_memory_occupation",),
+    ),
+    Seam(
+        "beam search",
+        _SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init",
+        ("req", "recv_req"),
     ),
     Seam("a new request", _SCHEDULER + "._create_generation_req", ("recv_req",)),
     Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
@@ -365,6 +379,11 @@ SEAMS: tuple[Seam, ...] = (
         "chunk of a prompt",
         _SRT + "managers.schedule_policy._PrefillAdmission",
         ("prefix_len", "extend_len", "max_new_tokens", "is_chunked", "replay_len"),
+    ),
+    Seam(
+        "tokens that a request may reuse",
+        _SRT + "managers.schedule_batch.Req._compute_max_prefix_len",
+        ("input_len",),
     ),
     Seam(
         "end of a request",
