@@ -33,6 +33,8 @@ from sgl_tiered.transport.base import TransferStatus
 
 __all__ = ["Fetch", "Fetches", "Held", "Search"]
 
+_MEDIA = frozenset(TierId)
+"""Those that this version knows."""
 _GONE_WRONG = "the bytes that arrived are not those that were sent"
 
 
@@ -88,7 +90,7 @@ class Search:
             self._open.remove(request)
             answer = request.answer
             if answer is not None and not answer.refusal:
-                media = {TierId(medium): num for medium, num in answer.media}
+                media = {TierId(m): num for m, num in answer.media if m in _MEDIA}
                 self.held[request.peer[0]] = Held(
                     answer.num_pages, media, answer.read_s
                 )
@@ -281,8 +283,8 @@ class Fetches:
             loan.cancel = requests.cancel(request)
         self._loans.append(loan)
 
-    def _compare(self, fetch: Fetch, sums: UInt64s) -> None:
-        if (sums == fetch.expected).all():
+    def _compare(self, fetch: Fetch, sums: UInt64s | None) -> None:
+        if sums is not None and (sums == fetch.expected).all():
             if fetch.status is TransferStatus.RUNNING:
                 fetch.num_blocks = len(sums)
                 fetch.status = TransferStatus.DONE
