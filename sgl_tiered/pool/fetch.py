@@ -1,7 +1,8 @@
 """Pages that another instance holds, brought here: the receiver's side, and hints.
 
 The receiver lends blocks of its own to the holder, which writes the pages to them and
-says what each sums to; the receiver sums up what arrived before anybody may use it. A
+says what each sums to; the receiver sums up what arrived before anybody may use it
+(and marks the blocks before it lends them, so that no sum fits what did not arrive). A
 loan is over when the holder has answered that all was written, or, after a failure, has
 answered a ``Cancel``: then nothing of it writes any more; and where its incarnation or
 ours is over, when its ``Fence`` has passed. Until then the blocks are held, whatever
@@ -104,7 +105,7 @@ class Fetch:
         addresses: uint64 [n], the blocks that they are written to.
         error: why it failed, in one clause; else empty.
         num_blocks: of the first so many blocks the bytes are right, once it is DONE;
-            the others are untouched.
+            the others hold nothing of use.
         num_read, read_s: blocks that the holder read from its disk first, and how long
             that took.
         status: RUNNING, or how it ended. Whoever owns the blocks may free them at any
@@ -212,6 +213,7 @@ class Fetches:
     ) -> None:
         """Lend the blocks, and ask for the pages."""
         self._store.hold(fetch.addresses)
+        self._sums.mark(fetch.addresses)
         self._lent.update(fetch.addresses.tolist())
         fetch.request = requests.ask(fetch.peer, body, timeout_s)
         self._running.append(fetch)

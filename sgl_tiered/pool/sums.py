@@ -8,6 +8,7 @@ sides have as many ranks, which have the same parts.
 
 from __future__ import annotations
 
+import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -23,6 +24,9 @@ from sgl_tiered.pool.facts import Fact, Facts
 from sgl_tiered.pool.layouts import KVShape, MemoryForm
 
 __all__ = ["Sums", "SumsOf", "block_sums"]
+
+
+_MARK_BYTES = 16
 
 
 class Sums(Protocol):
@@ -72,6 +76,20 @@ class SumsOf:
     def reaches(self, addresses: UInt64s) -> npt.NDArray[np.bool_]:
         """Return for each block whether its bytes can be read in place, bool [n]."""
         return np.isin(mediums_of(addresses), sorted(self._memories))
+
+    def mark(self, addresses: UInt64s) -> None:
+        """Put random bytes where each block begins; all of them are reached.
+
+        Then nobody can know what a block sums to in which nothing has arrived.
+        """
+        media, slots = mediums_of(addresses), slots_of(addresses)
+        for medium in np.unique(media).tolist():
+            memory, form = self._memories[medium]
+            length = min(_MARK_BYTES, form.shard.num_heads * self._shape.head_bytes)
+            starts = slots[media == medium] * form.slot_stride
+            marks = np.frombuffer(os.urandom(len(starts) * length), np.uint8)
+            places = starts[:, None] + np.arange(length)
+            memory.reshape(-1)[places] = marks.reshape(len(starts), length)
 
     def of(self, addresses: UInt64s) -> Sums:
         """Begin to sum blocks up; all of them are reached."""
