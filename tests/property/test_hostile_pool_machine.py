@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -28,7 +28,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.pool import messages, receiver, requests
 from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.channel import MESSAGES
-from sgl_tiered.pool.fetch import Fetch
+from sgl_tiered.pool.fetch import Fetch, Search
 from sgl_tiered.pool.guard import Guard
 from sgl_tiered.pool.mempool import PoolUsage
 from sgl_tiered.pool.messages import Answer, Envelope, from_wire
@@ -72,6 +72,7 @@ class HostilePoolMachine(RuleBasedStateMachine):
         self.numbers: list[int] = []
         self.asked: list[Envelope] = []
         self.fetches: list[tuple[Node, np.ndarray, Fetch]] = []
+        self.searches: list[tuple[int, Search]] = []
         for n in range(3):
             self.world.start(n, BLOCKS)
         self.evil = self.world.nodes[EVIL]
@@ -134,7 +135,8 @@ class HostilePoolMachine(RuleBasedStateMachine):
     @rule(n=HONEST, tokens=PROMPTS)
     def locate(self, n: int, tokens: np.ndarray) -> None:
         """All are asked what they hold."""
-        self.world.nodes[n].pool.locate(tokens)
+        search = self.world.nodes[n].pool.locate(tokens)
+        self.searches.append((len(tokens), search))
         self.hear()
 
     @rule()
@@ -153,11 +155,23 @@ class HostilePoolMachine(RuleBasedStateMachine):
 
     @rule(n=HONEST, data=st.data())
     def begins(self, n: int, data: st.DataObject) -> None:
-        """Blocks are allocated for it, which it may name from then on."""
+        """Blocks are allocated for it, which it names then, in whatever way."""
         size = data.draw(st.integers(1, 3))
-        body = {"message": "AskBlocks", "num_blocks": size, "type": 2}
-        self.deliver(n, self.made_up(n, data) | {"body": body}, key_of(EVIL))
+        number = max([0, *(r for r in self.numbers if r < 1 << 41)]) + 1
+        right = {
+            "message": "Envelope",
+            "sender": self.evil.me,
+            "receiver": self.world.nodes[n].me,
+            "request": number,
+            # Or nothing of it would be heard after a while.
+            "settled": number,
+            "body": {"message": "AskBlocks", "num_blocks": size, "type": 2},
+        }
+        self.known = []
+        self.deliver(n, right, key_of(EVIL))
         self.hear()
+        for _ in range(3):
+            self.deliver(n, self.made_up(n, data), key_of(EVIL))
 
     @rule(n=HONEST, data=st.data())
     def answers(self, n: int, data: st.DataObject) -> None:
@@ -165,7 +179,7 @@ class HostilePoolMachine(RuleBasedStateMachine):
         asked = [each for each in self.asked if each.sender[0] == n]
         if not asked:
             return
-        request = data.draw(st.sampled_from(asked))
+        request = data.draw(st.sampled_from(asked[-3:]))
         known = st.sampled_from([*self.known, 0])
         body = data.draw(answers(addresses=self.known, sums=[ZEROS, data.draw(known)]))
         message = {
@@ -215,6 +229,9 @@ class HostilePoolMachine(RuleBasedStateMachine):
                 names = pages_of(tokens)[: len(found)]
                 assert node.read(found) == [content(p).tobytes() for p in names]
             assert node.pool._receiver.num_answers <= 3 * (MAX_KEPT + 1)
+        for num_tokens, search in self.searches:
+            for held in search.held.values():
+                assert held.num_pages <= num_tokens, "more pages than tokens"
 
     # Below: what the rules share.
 
@@ -312,27 +329,39 @@ def _unfit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "misfit", lambda answer, body, peer: "")
 
 
-def _unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        messages,
-        "_demand_count",
-        lambda value, name, most=0: None,
-    )
+class OnlyBlocks(HostilePoolMachine):
+    """What is said of blocks, alone: a smaller room, for a fault that is known."""
+
+    says = pretends = answers = locate = send = fetch = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("remove", [_unchecked, _unknown, _unfit, _unbounded])
+class OnlyQuestions(HostilePoolMachine):
+    """What is answered, alone."""
+
+    says = pretends = begins = compute = send = fetch = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("remove", "machine"),
+    [
+        (_unchecked, OnlyBlocks),
+        (_unknown, HostilePoolMachine),
+        (_unfit, OnlyQuestions),
+    ],
+)
 def test_a_check_that_is_missing_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, remove: Callable[[pytest.MonkeyPatch], None]
+    monkeypatch: pytest.MonkeyPatch,
+    remove: Callable[[pytest.MonkeyPatch], None],
+    machine: type[HostilePoolMachine],
 ) -> None:
     """The machine fails without any one of the checks."""
     remove(monkeypatch)
     few = settings(
         LIMITS,
-        max_examples=400,
+        max_examples=200,
         database=None,
         derandomize=True,
-        report_multiple_bugs=False,
-        phases=[p for p in LIMITS.phases if p.name in ("generate",)],
+        phases=[Phase.generate],
     )
-    with pytest.raises(Exception):  # noqa: B017, PT011 - whichever law it breaks
-        run_state_machine_as_test(HostilePoolMachine, settings=few)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(machine, settings=few)
