@@ -55,6 +55,7 @@ _NO_ANSWER = (
 """What a request ends with that etcd did not answer, or not in its words: what it says
 is JSON of any shape until it is read."""
 _MAX_TRIES = 20
+_REST_S = 0.2
 
 
 class EtcdRegistry:
@@ -185,6 +186,8 @@ class EtcdRegistry:
             try:
                 if self._hear(request, left_s):
                     return self.view()
+                # It has ended the watch without a word, and might again.
+                self._pause(min(left_s, _REST_S))
             except httpx.TimeoutException:
                 continue
             except _NO_ANSWER as error:
