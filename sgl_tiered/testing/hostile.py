@@ -36,7 +36,7 @@ _TEXTS = st.text(max_size=30)
 
 
 def _mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> Any:
-    """Values of the first, now and then of the second: who is all wrong gets nowhere."""
+    """Values of the first, now and then of the second: all wrong is soon refused."""
     return st.one_of(*[usual] * 7, odd)
 
 
