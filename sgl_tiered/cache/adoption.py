@@ -35,7 +35,6 @@ def adopt_records(
     if num_pages and shapes_fit:
         # A tenant's namespace is opened by its first request, which is still to come.
         # The digest covers all that makes bytes differ, so nobody else can hit it.
-        store.index.open(records.namespace)
         _Adoption(store, tier, records, adopted).run()
     return int(np.count_nonzero(adopted)), records.addresses[~adopted].copy()
 

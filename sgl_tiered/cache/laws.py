@@ -171,6 +171,8 @@ def _check_entries(
 
 def _check_index(store: PageStore) -> None:
     table, index = store.table, store.index
+    for root in index.roots:
+        assert root.children, "a namespace without pages"
     seen = np.zeros(table.rows.capacity, np.int64)
     below: dict[Node, list[int]] = {}
     # Children first, so that the counts below a node are known when it comes.

@@ -354,8 +354,6 @@ class PageStore:
 
     def _fell(self, digest: bytes, tokens: Int32s) -> None:
         """Rank pages anew that a request no longer waits for, or no longer uses."""
-        if digest not in self.index.digests:
-            return
         for node in self.index.find(self.index.root(digest), tokens.tobytes()):
             for evictor in self.evictors:
                 evictor.requeue(node)

@@ -146,10 +146,22 @@ class TieredCache:
         self._planner.load_policy = policy
 
     def open_namespace(self, namespace: Namespace) -> bytes:
-        """Make room for a namespace's pages; return its digest. Idempotent."""
-        digest = namespace.digest()
-        self._index.open(digest)
-        return digest
+        """Return a namespace's digest; it takes no room before it has a page."""
+        return namespace.digest()
+
+    @property
+    def num_namespaces(self) -> int:
+        """Namespaces with pages."""
+        return self._index.num_namespaces
+
+    @property
+    def num_namespaces_gone(self) -> int:
+        """Namespaces that lost their last page, so far."""
+        return self._index.num_gone
+
+    def has_pages(self, digest: bytes) -> bool:
+        """Return whether a namespace has a page."""
+        return self._index.has_pages(digest)
 
     # Device <- tiers.
 
@@ -169,7 +181,7 @@ class TieredCache:
         Changes nothing but the pages' recency, so it may be asked again and again.
 
         Args:
-            digest: an open namespace.
+            digest: a namespace.
             tokens: int32, the prompt; a last partial page is left out.
             first_page: pages that the device has.
             max_pages: most pages to load (``first_page`` does not count).
@@ -332,7 +344,7 @@ class TieredCache:
         that were loaded from a slower tier lack one: so they are promoted.
 
         Args:
-            digest: an open namespace.
+            digest: a namespace.
             tokens: int32, a prompt whose pages are all on the device; a last partial
                 page is left out.
             max_pages: most pages to copy.

@@ -492,6 +492,8 @@ class TieredRadixCache(LendingRadixCache):
         """Note the prompt of ``req``; None where the tiers cannot serve it."""
         if req is None or self.disable or kept_exact(req, self.tiered.config):
             return None
+        if not self.tiered.can_name(req):
+            return None
         max_pages = len(key) // self.page_size
         if max_pages == 0:
             return None
@@ -521,6 +523,8 @@ class TieredRadixCache(LendingRadixCache):
             return
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if tokens is None or kept_exact(req, self.tiered.config):
+            return
+        if not self.tiered.can_name(req):
             return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
         seen_pages = 0

@@ -35,6 +35,11 @@ from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
 from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
+from sgl_tiered.engines.sglang.namespaces import (
+    MAX_NAME_BYTES,
+    NamedSpaces,
+    is_too_long,
+)
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.transfers import make_transfers
@@ -167,7 +172,10 @@ class TieredRuntime:
             self.coordinator.prefetcher = self.prefetcher
         # Called when a promotion has ended.
         self.on_promoted: Callable[[], None] = lambda: None
-        self.namespaces: dict[tuple[str, str], bytes] = {}
+        self.namespaces = NamedSpaces(
+            parts.cache.has_pages, lambda: parts.cache.num_namespaces_gone
+        )
+        self._told_of_names = False
         # Of loads, one per tier; of offloads.
         self._breakers = {
             tier.tier_id: CircuitBreaker(parts.clock) for tier in parts.tiers
@@ -242,8 +250,30 @@ class TieredRuntime:
                 self.parts.namespace, lora=names[0], cache_salt=names[1]
             )
             digest = self.cache.open_namespace(namespace)
-            self.namespaces[names] = digest
+            self.namespaces.add(names, digest)
         return digest
+
+    def can_name(self, req: Any) -> bool:
+        """Say whether the tiers can serve a request's adapter and salt; count if not.
+
+        Not where a name is so long that it would have to be kept by nobody.
+        """
+        can: bool | None = getattr(req, "tiered_can_name", None)
+        if can is None:
+            named = ("extra_key", "cache_salt")
+            long = [what for what in named if is_too_long(getattr(req, what, "") or "")]
+            can = req.tiered_can_name = not long
+            if long:
+                self.metrics.add("requests_name_too_long")
+            if long and not self._told_of_names:
+                self._told_of_names = True
+                logger.warning(
+                    "sgl-tiered: a request's %s has more than %d bytes; such requests "
+                    "use the device's cache only: send a shorter one",
+                    " and ".join(long),
+                    MAX_NAME_BYTES,
+                )
+        return can
 
     def note_copy(self, tier: TierId, error: str) -> None:
         """Tell a tier's breaker how a copy from it ended; empty for well."""
@@ -470,6 +500,8 @@ class TieredRuntime:
             "served": parts.served,
             **({} if parts.lengths is None else {"lengths": parts.lengths.stats()}),
             "queue_lookahead": 0 if parts.lookahead is None else len(parts.lookahead),
+            "namespaces": self.cache.num_namespaces,
+            "empty_namespaces": self.namespaces.num_empty,
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:
@@ -495,6 +527,8 @@ class TieredRuntime:
         """Ask the model, where it is asked, and write a line if one is due."""
         if self.lengths is not None and self.lengths.asks is not None:
             self.lengths.asks.between_passes()
+        if self.engine_free():
+            self.namespaces.drop_empty()
         interval_s = self.config.log_interval_s
         now = self.parts.clock.now()
         if interval_s == 0 or now - self._logged_at_s < interval_s:
