@@ -72,9 +72,10 @@ def _check_slots(store: PageStore, tenant: Tenant | None) -> None:
         addresses = table.address[live[table.tier[live] == number]]
         assert len(np.unique(addresses)) == len(addresses), f"{name}: a shared slot"
         num_active = 0 if tenant is None else tenant.num_active(number)
-        assert len(addresses) + num_active == slots.used_slots, (
-            f"{name}: {len(addresses)} copies and {num_active} active blocks in "
-            f"{slots.used_slots} used slots"
+        num_held = store.num_held[number]
+        assert len(addresses) + num_active + num_held == slots.used_slots, (
+            f"{name}: {len(addresses)} copies, {num_active} active blocks and "
+            f"{num_held} pages to adopt in {slots.used_slots} used slots"
         )
         assert not slots.is_free(addresses).any(), f"{name}: a copy in a free slot"
         everywhere = slots.is_free(np.arange(slots.capacity))

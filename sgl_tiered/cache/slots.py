@@ -108,9 +108,10 @@ class SlotAllocator:
         """Take these very slots where they are free; return which were taken."""
         taken = np.zeros(len(slots), np.bool_)
         inside = np.flatnonzero((slots >= 0) & (slots < self.capacity))
-        # The first of equal numbers wins.
-        _, first = np.unique(slots[inside], return_index=True)
-        candidates = inside[first]
+        # The first of equal numbers wins: it is written last.
+        winner = np.empty(self.capacity, np.int64)
+        winner[slots[inside[::-1]]] = inside[::-1]
+        candidates = inside[winner[slots[inside]] == inside]
         taken[candidates] = self._is_free[slots[candidates]]
         self._is_free[slots[taken]] = False
         self._num_free -= int(np.count_nonzero(taken))

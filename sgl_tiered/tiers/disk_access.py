@@ -182,7 +182,7 @@ class DiskAccess:
                 return str(error)
             try:
                 volume.book.forget(forgotten)
-                num_pages = sum(len(group.keys) for group in volume.book.recover())
+                num_pages = len(volume.book.recover())
             except OSError as error:
                 volume.close()
                 return error.strerror or str(error)

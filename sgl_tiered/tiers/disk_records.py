@@ -11,9 +11,10 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.core.keys import KEY_BYTES
+from sgl_tiered.core.plans import FoundPages, PageRecords
 from sgl_tiered.tiers.disk_files import IndexFile
-from sgl_tiered.tiers.disk_format import encode_records, group_by_namespace
+from sgl_tiered.tiers.disk_format import encode_records, older_copies
 
 __all__ = ["RecordBook"]
 
@@ -38,6 +39,9 @@ class RecordBook:
         self._recorded = np.zeros(num_slots, np.bool_)
         self._recorded[: index.num_former_slots] = True
         self._forgotten = np.zeros(num_slots, np.bool_)
+        # While the index is read: slots that changed since it began.
+        self._changed: Bools | None = None
+        self._scan_ends = False
 
     def known(self, slots: Int64s, wanted: UInt64s | None) -> tuple[Bools, UInt64s]:
         """Return which slots hold the wanted page (0: any), and their checksums."""
@@ -50,6 +54,7 @@ class RecordBook:
     def void(self, slots: Int64s) -> None:
         """Make slots empty, on disk as well."""
         with self._lock:
+            self._note_change(slots)
             self._valid[slots] = False
             old = slots[self._recorded[slots]]
             self._index.clear(old)
@@ -61,6 +66,7 @@ class RecordBook:
     ) -> None:
         """Make slots valid; pages without records do not survive the process."""
         with self._lock:
+            self._note_change(slots)
             if records is not None:
                 encoded = encode_records(
                     self._index.dtype, records, slots, checksums, self._sequence
@@ -74,6 +80,7 @@ class RecordBook:
     def forget(self, slots: Int64s) -> None:
         """Make slots a miss now; ``void_forgotten`` voids their records."""
         with self._lock:
+            self._note_change(slots)
             self._valid[slots] = False
             self._forgotten[slots] = self._recorded[slots]
 
@@ -86,32 +93,97 @@ class RecordBook:
         """Return the slots whose records are still to be voided."""
         return np.flatnonzero(self._forgotten)
 
-    def recover(self) -> list[PageRecords]:
-        """Read the index; of several copies of a page the newest counts."""
+    def holds(self, slots: Int64s) -> Bools:
+        """Return which slots have a record, of this or of a former process."""
+        return self._index.holds(slots)
+
+    def recover(self) -> FoundPages:
+        """Read the index; of several copies of a page the newest counts.
+
+        What is voided, entered or forgotten meanwhile is left out. Takes seconds for
+        millions of pages; the lock is held at the beginning and at the end only.
+        """
         with self._lock:
             self._void_forgotten()
-            found = self._index.scan()
-            groups, stale = group_by_namespace(found, self._page_tokens)
-            self._recorded[:] = False
+            changed = self._changed = np.zeros(len(self._valid), np.bool_)
+        columns = _Columns(self._index.num_former_slots, self._page_tokens)
+        for part in self._index.scan():
+            if self._scan_ends:
+                return FoundPages.of([], self._page_tokens)
+            columns.add(part)
+        found = columns.found()
+        older = older_copies(found.namespaces, found.keys, found.ages)
+        with self._lock:
+            self._changed = None
+            gone = changed[found.addresses]
+            stale = found.addresses[older & ~gone]
+            is_former = ~changed
+            is_former[self._index.num_former_slots :] = False
+            self._recorded[is_former] = False
             self._recorded[stale] = True
             self._forgotten[stale] = True
             self._void_forgotten()
-            for part in found:
-                newest = int(part["sequence"].max()) + 1
-                self._sequence = max(self._sequence, newest)
-            for group in groups:
-                self._recorded[group.addresses] = True
-                self._valid[group.addresses] = True
-                self._checksums[group.addresses] = group.checksums
-            return groups
+            if len(found):
+                self._sequence = max(self._sequence, int(found.ages.max()) + 1)
+            if (older | gone).any():
+                kept = np.flatnonzero(~(older | gone))
+                found = found.part(kept, found.addresses[kept])
+            self._recorded[found.addresses] = True
+            self._valid[found.addresses] = True
+            self._checksums[found.addresses] = found.checksums
+        return found
+
+    def end_scan(self) -> None:
+        """Let ``recover`` return soon, with nothing."""
+        self._scan_ends = True
 
     def close(self) -> None:
         """Close the index; may be called twice."""
         with self._lock:
             self._index.close()
 
+    def _note_change(self, slots: Int64s) -> None:
+        if self._changed is not None:
+            self._changed[slots] = True
+
     def _void_forgotten(self) -> None:
         slots = np.flatnonzero(self._forgotten)
         self._index.clear(slots)
         self._recorded[slots] = False
         self._forgotten[slots] = False
+
+
+class _Columns:
+    """Room for the columns of all records of an index, filled part by part."""
+
+    def __init__(self, num_slots: int, page_tokens: int) -> None:
+        self._num = 0
+        # Not touched before it is filled, so not taken.
+        self._all = FoundPages(
+            namespaces=np.empty((num_slots, KEY_BYTES), np.uint8),
+            keys=np.empty((num_slots, KEY_BYTES), np.uint8),
+            parents=np.empty((num_slots, KEY_BYTES), np.uint8),
+            tokens=np.empty((num_slots, page_tokens), np.int32),
+            checksums=np.empty(num_slots, np.uint64),
+            addresses=np.empty(num_slots, np.int64),
+            representations=np.empty(num_slots, np.uint8),
+            ages=np.empty(num_slots, np.int64),
+        )
+
+    def add(self, part: npt.NDArray[np.void]) -> None:
+        """Take over whole records."""
+        to, self._num = slice(self._num, self._num + len(part)), self._num + len(part)
+        found = self._all
+        found.namespaces[to] = part["namespace"]
+        found.keys[to] = part["key"]
+        found.parents[to] = part["parent"]
+        found.tokens[to] = part["tokens"][:, : found.tokens.shape[1]]
+        found.checksums[to] = part["payload"]
+        found.addresses[to] = part["slot"]
+        found.representations[to] = part["representation"]
+        found.ages[to] = part["sequence"]
+
+    def found(self) -> FoundPages:
+        """Return what was filled."""
+        found, stop = self._all, slice(self._num)
+        return found.part(stop, found.addresses[stop])
