@@ -32,6 +32,7 @@ __all__ = ["Adoption", "Arranged", "arrange"]
 
 _AT_START, _UNKNOWN = -1, -2
 """In the place of a parent: none, and one that was not found."""
+_NOTHING: Int64s = np.zeros(0, np.int64)
 _RUN_PAGES = 16
 """A call takes as many pages, or a run for every so many: they take as long."""
 
@@ -65,8 +66,7 @@ def arrange(found: FoundPages) -> Arranged:
     """
     num_pages = len(found)
     if not num_pages:
-        nothing = np.zeros(0, np.int64)
-        return Arranged(found, nothing, nothing, nothing)
+        return Arranged(found, _NOTHING, _NOTHING, _NOTHING)
     parent = _parents(found)
     followed = np.bincount(parent[parent >= 0], minlength=num_pages)
     goes_on = parent >= 0
@@ -199,12 +199,20 @@ class Adoption:
         if len(spare):
             table.free_rows(spare)
         self._store.settle()
+        if not self.num_left:
+            self._release()
         return len(numbers)
 
     def cancel(self) -> None:
         """Refuse all that is left."""
         left, self._next = self._order[self._next :], len(self._order)
         self._refuse(left)
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of the records, hundreds of bytes for each page."""
+        self._found, self._order, self._next = FoundPages.of([]), _NOTHING, 0
+        self._row_of, self._has_slot = _NOTHING.astype(np.int32), _NOTHING.astype(bool)
 
     def _check(self, numbers: Int64s) -> Bools:
         """Return which keys follow from their parents' and which kinds can be."""

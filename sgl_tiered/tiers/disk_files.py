@@ -171,7 +171,7 @@ class IndexFile:
         size = os.fstat(self._fd).st_size
         if size > num_slots * self.dtype.itemsize:
             os.ftruncate(self._fd, num_slots * self.dtype.itemsize)
-        self.num_former_slots = min(num_slots, -(-size // self.dtype.itemsize))
+        self.num_former_slots = self.reach()
         """Slots that may hold a record of a former server."""
 
     def write(
@@ -194,16 +194,22 @@ class IndexFile:
             self.write(slots, np.zeros(len(slots), self.dtype))
 
     def scan(self) -> Iterator[npt.NDArray[np.void]]:
-        """Read what a former server left in order; yield the records that are whole."""
+        """Read the whole file in order; yield the records that are whole."""
         step = max(1, SCAN_BYTES // self.dtype.itemsize)
-        for first in range(0, self.num_former_slots, step):
-            part = self._read(first, min(step, self.num_former_slots - first))
+        num_slots = self.reach()
+        for first in range(0, num_slots, step):
+            part = self._read(first, min(step, num_slots - first))
             yield read_records(part, first)
+
+    def reach(self) -> int:
+        """Return how many slots have their place within the file."""
+        size = os.fstat(self._fd).st_size
+        return min(self._num_slots, -(-size // self.dtype.itemsize))
 
     def holds(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return which slots have a whole record; reads all from first to last."""
         held = np.zeros(len(slots), np.bool_)
-        if len(slots) and int(slots.min()) < self.num_former_slots:
+        if len(slots) and int(slots.min()) < self.reach():
             first = int(slots.min())
             raw = self._read(first, int(slots.max()) + 1 - first)
             whole = read_records(raw, first)["slot"].astype(np.int64)

@@ -106,7 +106,8 @@ class RecordBook:
         with self._lock:
             self._void_forgotten()
             changed = self._changed = np.zeros(len(self._valid), np.bool_)
-        columns = _Columns(self._index.num_former_slots, self._page_tokens)
+        num_slots = self._index.reach()
+        columns = _Columns(num_slots, self._page_tokens)
         for part in self._index.scan():
             if self._scan_ends:
                 return FoundPages.of([], self._page_tokens)
@@ -118,7 +119,7 @@ class RecordBook:
             gone = changed[found.addresses]
             stale = found.addresses[older & ~gone]
             is_former = ~changed
-            is_former[self._index.num_former_slots :] = False
+            is_former[num_slots:] = False
             self._recorded[is_former] = False
             self._recorded[stale] = True
             self._forgotten[stale] = True

@@ -40,6 +40,7 @@ from sgl_tiered.engines.sglang.namespaces import (
     NamedSpaces,
     is_too_long,
 )
+from sgl_tiered.engines.sglang.rank_disk import DiskAdoption
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.transfers import make_transfers
@@ -108,6 +109,7 @@ class Parts:
     lengths: LengthReader | None = None
     promoter: PromoteWorker | None = None
     agreement: Agreement | None = None
+    adoption: DiskAdoption | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -148,6 +150,8 @@ class TieredRuntime:
         self.transfers = make_transfers(
             self.agreement, parts.completions, parts.stager, parts.promoter
         )
+        if parts.adoption is not None:
+            parts.adoption.is_idle = lambda: self.engine_idle()
         self.coordinator = LoadCoordinator(
             parts.cache, parts.memory, self.transfers.stager, parts.clock
         )
@@ -413,6 +417,8 @@ class TieredRuntime:
         """Forget every page of one tier."""
         self.drain()
         self.pump()
+        if tier is TierId.DISK and self.parts.adoption is not None:
+            self.parts.adoption.discard()
         self.cache.drop_tier(tier)
         self._forget_on_disk()
 
@@ -447,6 +453,8 @@ class TieredRuntime:
         parts.namespace = replace(
             parts.namespace, model_fingerprint=parts.fingerprint()
         )
+        if parts.adoption is not None:
+            parts.adoption.discard()
         self.cache.reset()
         self.namespaces.clear()
         self._forget_on_disk()
@@ -502,6 +510,7 @@ class TieredRuntime:
             "queue_lookahead": 0 if parts.lookahead is None else len(parts.lookahead),
             "namespaces": self.cache.num_namespaces,
             "empty_namespaces": self.namespaces.num_empty,
+            "adoption": {} if parts.adoption is None else parts.adoption.stats(),
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:
@@ -527,6 +536,8 @@ class TieredRuntime:
         """Ask the model, where it is asked, and write a line if one is due."""
         if self.lengths is not None and self.lengths.asks is not None:
             self.lengths.asks.between_passes()
+        if self.parts.adoption is not None:
+            self.parts.adoption.advance()
         if self.engine_free():
             self.namespaces.drop_empty()
         interval_s = self.config.log_interval_s
@@ -616,7 +627,13 @@ class TieredRuntime:
     def _demote(self) -> None:
         if not self.parts.demoters:
             return
-        while (plan := self.cache.plan_demote(_DEMOTE_PAGES)) is not None:
+        adoption = self.parts.adoption
+        # Its free slots are not known before.
+        is_closed = adoption is not None and adoption.is_scanning
+        not_to = (TierId.DISK,) if is_closed else ()
+        while (
+            plan := self.cache.plan_demote(_DEMOTE_PAGES, not_to=not_to)
+        ) is not None:
             # Addresses that this very plan takes over must not be forgotten after it.
             self._forget_on_disk()
             self._num_demoting += 1
