@@ -80,10 +80,12 @@ def arrange(found: FoundPages) -> Arranged:
     run_of = np.where(whole, run_of[head], -1)
     ages = np.full(len(heads), np.iinfo(np.int64).min)
     np.maximum.at(ages, run_of[whole], found.ages[whole])
-    above = np.where(parent[heads] >= 0, run_of[parent[heads]], -1)
+    follows = parent[heads] >= 0
+    above = np.full(len(heads), -1)
+    above[follows] = run_of[parent[heads[follows]]]
     has_above = above >= 0
     # Behind a run in circles.
-    lost = (parent[heads] >= 0) & ~has_above
+    lost = follows & ~has_above
     newest = _newest_behind(ages, above, has_above)
     top, depth = _climb(above, has_above)
     lost = (lost | has_above)[top] | lost

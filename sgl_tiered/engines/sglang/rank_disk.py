@@ -124,6 +124,11 @@ class DiskAdoption:
         return self._state == _SCANNING
 
     @property
+    def is_adopting(self) -> bool:
+        """Whether pages were found that are still to be adopted."""
+        return self._state == _ADOPTING
+
+    @property
     def is_done(self) -> bool:
         """Whether all pages have been adopted or refused."""
         return self._state == _DONE

@@ -58,6 +58,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
+        (_SCHEDULER + "maybe_sleep_on_idle", _sleep, HookType.AROUND),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
         (_STATE + "_update_handlers", _add_knobs, HookType.AFTER),
@@ -158,6 +159,14 @@ def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     del args, kwargs
     if _tiered(scheduler.tree_cache) is not None:
         scheduler.tree_cache.finish_offloads()
+
+
+def _sleep(original: Any, scheduler: Any) -> Any:
+    """Let an idle scheduler sleep (--sleep-on-idle), unless pages wait for adoption."""
+    runtime = _tiered(scheduler.tree_cache)
+    if runtime is None or not runtime.is_adopting:
+        return original(scheduler)
+    return None
 
 
 def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -217,6 +217,12 @@ class TieredRuntime:
         return ahead or bool(self.coordinator.num_staging)
 
     @property
+    def is_adopting(self) -> bool:
+        """Whether the next look between two passes has pages to adopt."""
+        adoption = self.parts.adoption
+        return adoption is not None and adoption.is_adopting
+
+    @property
     def cost(self) -> CostModel:
         """What passes and loads cost."""
         return self.parts.cost

@@ -291,6 +291,7 @@ SEAMS: tuple[Seam, ...] = (
             "get_prefill_adder_class",
             "flush_cache",
             "_record_step_counters",
+            "maybe_sleep_on_idle",
         ),
     ),
     Seam("a new request", _SCHEDULER + "._create_generation_req", ("recv_req",)),
