@@ -358,6 +358,7 @@ def restarts(servers: Servers, args: argparse.Namespace, num: int) -> dict[str, 
         "adopt_s_idle": round(idle[0]["total_s"], 2),
         "throughput_while_adopting": statistics.median(b["ratio"] for b in busy),
         "read_s": round(idle[0]["read_s"], 2),
+        "begin_s": round(idle[0]["begin_s"], 3),
         "starts_s": {
             "full": [round(s, 2) for s in starts[True]],
             "empty": [round(s, 2) for s in starts[False]],

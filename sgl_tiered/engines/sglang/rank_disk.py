@@ -111,7 +111,9 @@ class DiskAdoption:
         self._num_found = 0
         self._page_s = _FIRST_PAGE_S
         self._stepped_at_s = self._began_s = self._clock.now()
-        self._seconds = {"read_s": 0.0, "total_s": 0.0, "longest_slice_s": 0.0}
+        self._seconds = dict.fromkeys(
+            ("read_s", "begin_s", "longest_slice_s", "total_s"), 0.0
+        )
         agreement.tell("adoption", self._tell, self._hear)
         self._reader = threading.Thread(
             target=self._read, name="tiered-disk-scan", daemon=True
@@ -208,7 +210,9 @@ class DiskAdoption:
             self._disk.forget(arranged.found.addresses)
             self._state = _DONE
             return
+        began_s = self._clock.now()
         self._adoption = self._cache.begin_adoption(self._disk.tier_id, arranged)
+        self._seconds["begin_s"] = self._clock.now() - began_s
         self._state = _ADOPTING
         # Slots beyond the cache's, which no copy will ever replace.
         beyond = arranged.found.addresses
