@@ -33,12 +33,13 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from sgl_tiered_workloads.harness.machine import commit, is_dirty, machine_facts
-from sgl_tiered_workloads.model import make_model
+from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.server import ServerSpec, SglangServer, exit_on_signals
 from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers, tiered_spec
 
@@ -58,6 +59,8 @@ from sgl_tiered.tiers.disk_format import META_NAME, DiskMeta, record_dtype
 
 ROOT = Path(__file__).parents[2]
 PAGE_TOKENS, SLOT_BYTES = 16, 4096
+MODEL = replace(PRESETS["tiny"], num_layers=2, num_kv_heads=1)
+"""Its pages of 16 tokens take 4 KiB."""
 SHARED_PAGES, OWN_PAGES, TENANT_PAGES = 20, 50, 5000
 HOST_BYTES = 64 * MB
 POOL_TOKENS = 8192
@@ -289,7 +292,7 @@ class Servers:
         self._folder = folder
         record_bytes = record_dtype(PAGE_TOKENS).itemsize
         self._disk_bytes = int(1.02 * num_pages + 1024) * (SLOT_BYTES + record_bytes)
-        model = make_model("tiny", ROOT / "out" / "models")
+        model = make_model(MODEL, ROOT / "out" / "models")
         self._device = Device(model, POOL_TOKENS, PAGE_TOKENS, CPU_FLAGS)
         self._num = 0
 
@@ -407,7 +410,7 @@ def main() -> int:
         note(f"wrote {num} records in {time.monotonic() - started_s:.0f} s")
         figures = {**restarts(servers, args, num), **figures, "pages": num}
     figures |= {
-        "server": "sglang.launch_server, tiny model, CPU",
+        "server": "sglang.launch_server on a CPU, tiny model of 2 layers",
         "machine": machine_facts(),
         "commit": commit(),
         "dirty": is_dirty(),
