@@ -24,23 +24,25 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RecordBook:
-    """State of each slot. Thread-safe; its lock is never held during payload I/O.
+    """State of each slot. Thread-safe.
 
-    Methods that write the index raise OSError where it cannot be written.
+    Methods that write or read the index raise OSError where that fails, and may take as
+    long as the disk does. ``known`` and ``forget`` never wait for it: the lock of the
+    state is not held during any I/O, and users of the index file queue at another one.
     """
 
     def __init__(self, index: IndexFile, *, num_slots: int, page_tokens: int) -> None:
         self._index = index
         self._page_tokens = page_tokens
         self._lock = threading.Lock()
+        # Taken before the other one, by one user of the index file at a time.
+        self._writing = threading.Lock()
         self._sequence = 1
         self._checksums = np.zeros(num_slots, np.uint64)
         self._valid = np.zeros(num_slots, np.bool_)
         self._recorded = np.zeros(num_slots, np.bool_)
         self._recorded[: index.num_former_slots] = True
         self._forgotten = np.zeros(num_slots, np.bool_)
-        # While the index is read: slots that changed since it began.
-        self._changed: Bools | None = None
         self._scan_ends = False
 
     def known(self, slots: Int64s, wanted: UInt64s | None) -> tuple[Bools, UInt64s]:
@@ -53,45 +55,44 @@ class RecordBook:
 
     def void(self, slots: Int64s) -> None:
         """Make slots empty, on disk as well."""
-        with self._lock:
-            self._note_change(slots)
-            self._valid[slots] = False
-            old = slots[self._recorded[slots]]
-            self._index.clear(old)
-            self._recorded[old] = False
-            self._forgotten[old] = False
+        with self._writing:
+            with self._lock:
+                self._valid[slots] = False
+                old = slots[self._recorded[slots]]
+            self._clear(old)
 
     def enter(
         self, slots: Int64s, checksums: UInt64s, records: PageRecords | None
     ) -> None:
         """Make slots valid; pages without records do not survive the process."""
-        with self._lock:
-            self._note_change(slots)
+        with self._writing:
             if records is not None:
                 encoded = encode_records(
                     self._index.dtype, records, slots, checksums, self._sequence
                 )
                 self._sequence += len(slots)
-                self._recorded[slots] = True
+                with self._lock:
+                    self._recorded[slots] = True
                 self._index.write(slots, encoded)
-            self._checksums[slots] = checksums
-            self._valid[slots] = True
+            with self._lock:
+                self._checksums[slots] = checksums
+                self._valid[slots] = True
 
     def forget(self, slots: Int64s) -> None:
         """Make slots a miss now; ``void_forgotten`` voids their records."""
         with self._lock:
-            self._note_change(slots)
             self._valid[slots] = False
             self._forgotten[slots] = self._recorded[slots]
 
     def void_forgotten(self) -> None:
         """Void the records of forgotten slots; what fails stays marked."""
-        with self._lock:
-            self._void_forgotten()
+        with self._writing:
+            self._clear(self.forgotten())
 
     def forgotten(self) -> Int64s:
         """Return the slots whose records are still to be voided."""
-        return np.flatnonzero(self._forgotten)
+        with self._lock:
+            return np.flatnonzero(self._forgotten)
 
     def holds(self, slots: Int64s) -> Bools:
         """Return which slots have a record, of this or of a former process."""
@@ -100,38 +101,32 @@ class RecordBook:
     def recover(self) -> FoundPages:
         """Read the index; of several copies of a page the newest counts.
 
-        What is voided, entered or forgotten meanwhile is left out. Takes seconds for
-        millions of pages; the lock is held at the beginning and at the end only.
+        What is forgotten meanwhile is left out. Takes seconds for millions of pages, in
+        which no record is written.
         """
-        with self._lock:
-            self._void_forgotten()
-            changed = self._changed = np.zeros(len(self._valid), np.bool_)
-        num_slots = self._index.reach()
-        columns = _Columns(num_slots, self._page_tokens)
-        for part in self._index.scan():
-            if self._scan_ends:
-                return FoundPages.of([], self._page_tokens)
-            columns.add(part)
-        found = columns.found()
-        older = older_copies(found.namespaces, found.keys, found.ages)
-        with self._lock:
-            self._changed = None
-            gone = changed[found.addresses]
-            stale = found.addresses[older & ~gone]
-            is_former = ~changed
-            is_former[num_slots:] = False
-            self._recorded[is_former] = False
-            self._recorded[stale] = True
-            self._forgotten[stale] = True
-            self._void_forgotten()
+        with self._writing:
+            self._clear(self.forgotten())
+            columns = _Columns(self._index.reach(), self._page_tokens)
+            for part in self._index.scan():
+                if self._scan_ends:
+                    return FoundPages.of([], self._page_tokens)
+                columns.add(part)
+            found = columns.found()
+            older = older_copies(found.namespaces, found.keys, found.ages)
             if len(found):
                 self._sequence = max(self._sequence, int(found.ages.max()) + 1)
-            if (older | gone).any():
-                kept = np.flatnonzero(~(older | gone))
-                found = found.part(kept, found.addresses[kept])
-            self._recorded[found.addresses] = True
-            self._valid[found.addresses] = True
-            self._checksums[found.addresses] = found.checksums
+            with self._lock:
+                gone = older | self._forgotten[found.addresses]
+                self._recorded[:] = False
+                self._recorded[found.addresses] = True
+                self._forgotten[found.addresses[older]] = True
+                self._forgotten &= self._recorded
+                if gone.any():
+                    kept = np.flatnonzero(~gone)
+                    found = found.part(kept, found.addresses[kept])
+                self._valid[found.addresses] = True
+                self._checksums[found.addresses] = found.checksums
+            self._clear(self.forgotten())
         return found
 
     def end_scan(self) -> None:
@@ -140,18 +135,15 @@ class RecordBook:
 
     def close(self) -> None:
         """Close the index; may be called twice."""
-        with self._lock:
+        with self._writing:
             self._index.close()
 
-    def _note_change(self, slots: Int64s) -> None:
-        if self._changed is not None:
-            self._changed[slots] = True
-
-    def _void_forgotten(self) -> None:
-        slots = np.flatnonzero(self._forgotten)
+    def _clear(self, slots: Int64s) -> None:
+        """Void the records of slots; the file's lock is held."""
         self._index.clear(slots)
-        self._recorded[slots] = False
-        self._forgotten[slots] = False
+        with self._lock:
+            self._recorded[slots] = False
+            self._forgotten[slots] = False
 
 
 class _Columns:

@@ -77,22 +77,6 @@ def test_what_was_forgotten_during_a_scan_is_not_found(path, calls):
     tier.close()
 
 
-def test_what_was_stored_during_a_scan_is_left_out_and_kept(path, calls):
-    """Nobody should; it costs a page at most, and never gives a wrong one."""
-    fill(path)
-    tier = open_tier(path, calls=calls)
-    thread, found = begin_scan(tier, calls)
-    assert store(tier, [3], [77]).ok.all()
-    calls.gate.set()
-    thread.join()
-    assert sorted(found[0].addresses.tolist()) == [9, 30]
-    assert_holds(tier, {3: 77, 9: 109, 30: 130})
-    tier.close()
-    tier = open_tier(path)
-    assert recovered(tier) == {3: 77, 9: 109, 30: 130}
-    tier.close()
-
-
 def test_a_scan_ends_with_the_tier(path, calls, monkeypatch):
     """Close lets the part that is read end, and no other; nothing is lost."""
     monkeypatch.setattr("sgl_tiered.tiers.disk_files.SCAN_BYTES", 1)
