@@ -97,6 +97,10 @@ bench-tree: install ## LSPDojo's tree search on plain SGLang and on sgl-tiered
 bench-disk: install ## the disk tier against fio on the same files
 	@exec $(PY) benchmarks/disk/bench_disk.py $(ARGS)
 
+.PHONY: bench-restart
+bench-restart: install ## a restart on a disk with 5 million pages
+	@exec $(PY) benchmarks/disk/bench_restart.py $(ARGS)
+
 .PHONY: bench-pipeline
 bench-pipeline: install ## loads under a forward, and offloads under prefill (throttled)
 	@exec $(PY) benchmarks/serving/bench_pipeline.py $(ARGS)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import FoundPages, PageRecords, TransferResult
 
 __all__ = ["MemoryTier", "Tier", "TierHealth", "TierIO"]
 
@@ -86,8 +86,15 @@ class Tier(Protocol):
         """Write pages from the buffer; the result carries their checksums."""
         ...
 
-    def recover(self) -> list[PageRecords]:
-        """Return what a former process left, one value per namespace."""
+    def recover(self) -> FoundPages:
+        """Return what a former process left; may take long, on a thread of its own.
+
+        Until it has returned nothing may be stored.
+        """
+        ...
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return beside which of these few slots something is kept, by anybody."""
         ...
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:

@@ -28,7 +28,7 @@ from sgl_tiered.core.background import give_way
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import FoundPages, TransferResult
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.base import TierHealth, TierIO
 from sgl_tiered.tiers.checks import check_io
@@ -236,7 +236,7 @@ class DiskTier:
             self._access.record(self._access.writes, batch)
             return self._result(batch, started_s, "not written")
 
-    def recover(self) -> list[PageRecords]:
+    def recover(self) -> FoundPages:
         """Scan the index; payloads are verified when they are loaded.
 
         Of several copies of one page the newest counts and the others are forgotten.
@@ -245,14 +245,24 @@ class DiskTier:
         with self._access.running() as is_open:
             volume = self._access.volume
             if not is_open or volume is None:
-                return []
+                return FoundPages.of([])
             try:
                 return volume.book.recover()
             except OSError as error:
                 logger.warning("disk tier: nothing recovered: %s", error)
                 self._access.count(error)
                 self._access.reads.record(str(error))
-                return []
+                return FoundPages.of([])
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Look into the index; all of them where that cannot be read."""
+        volume = self._access.volume
+        try:
+            if volume is not None:
+                return volume.book.holds(addresses)
+        except OSError as error:
+            self._access.reads.record(str(error))
+        return np.ones(len(addresses), np.bool_)
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Make the slots a miss now, and void their records in the background."""
@@ -277,7 +287,12 @@ class DiskTier:
         return self._access.health()
 
     def close(self) -> None:
-        """Wait for running transfers, void what was forgotten, release the lock."""
+        """Wait for running transfers, void what was forgotten, release the lock.
+
+        A scan by ``recover`` that runs ends with nothing.
+        """
+        if self._access.volume is not None:
+            self._access.volume.book.end_scan()
         if not self._access.finish():
             return
         self._payload.close()

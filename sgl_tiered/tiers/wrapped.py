@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import FoundPages, TransferResult
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
 
 __all__ = ["WrappedMemory", "WrappedTier"]
@@ -41,9 +41,13 @@ class WrappedTier:
         """Write pages from the buffer."""
         return self.inner.store(io)
 
-    def recover(self) -> list[PageRecords]:
+    def recover(self) -> FoundPages:
         """Return what a former process left."""
         return self.inner.recover()
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return beside which slots something is kept."""
+        return self.inner.holds(addresses)
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Drop what is kept beside these slots."""

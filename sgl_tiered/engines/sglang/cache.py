@@ -585,6 +585,8 @@ class TieredRadixCache(LendingRadixCache):
         if req.positional_embed_overrides is not None:
             # Equal ids do not make such prompts equal.
             return None
+        if not self.tiered.can_name(req):
+            return None
         coordinator = self.tiered.coordinator
         state = coordinator.state(req.rid)
         limit = min(len(key), req._compute_max_prefix_len(len(key.token_ids)))
@@ -634,6 +636,8 @@ class TieredRadixCache(LendingRadixCache):
             return
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if tokens is None or kept_exact(req, self.tiered.config):
+            return
+        if not self.tiered.can_name(req):
             return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
         seen_pages = 0

@@ -36,7 +36,7 @@ from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.page_forms import page_form
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import common_costs, measure_costs
-from sgl_tiered.engines.sglang.rank_disk import adopt, open_disk
+from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
@@ -279,8 +279,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     shares.watch(Share.LOAD, lambda: loader.busy)
     stager: StagingReader | None = None
     promoter: PromoteWorker | None = None
+    adoption: DiskAdoption | None = None
     if disk is not None:
-        adopt(cache, disk, agreement)
+        adoption = DiskAdoption(cache, disk, agreement)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
@@ -348,6 +349,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         lengths=_lengths(config),
         promoter=promoter,
         agreement=agreement,
+        adoption=adoption,
     )
     _log_start(parts, layout)
     emulator.arm()

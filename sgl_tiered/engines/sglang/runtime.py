@@ -35,6 +35,12 @@ from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
 from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
+from sgl_tiered.engines.sglang.namespaces import (
+    MAX_NAME_BYTES,
+    NamedSpaces,
+    is_too_long,
+)
+from sgl_tiered.engines.sglang.rank_disk import DiskAdoption
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.transfers import make_transfers
@@ -106,6 +112,7 @@ class Parts:
     lengths: LengthReader | None = None
     promoter: PromoteWorker | None = None
     agreement: Agreement | None = None
+    adoption: DiskAdoption | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -148,6 +155,8 @@ class TieredRuntime:
         self.transfers = make_transfers(
             self.agreement, parts.completions, parts.stager, parts.promoter
         )
+        if parts.adoption is not None:
+            parts.adoption.is_idle = lambda: self.engine_idle()
         self.coordinator = LoadCoordinator(
             parts.cache, parts.memory, self.transfers.stager, parts.clock
         )
@@ -172,7 +181,10 @@ class TieredRuntime:
             self.coordinator.prefetcher = self.prefetcher
         # Called when a promotion has ended.
         self.on_promoted: Callable[[], None] = lambda: None
-        self.namespaces: dict[tuple[str, str], bytes] = {}
+        self.namespaces = NamedSpaces(
+            parts.cache.has_pages, lambda: parts.cache.num_namespaces_gone
+        )
+        self._told_of_names = False
         # Of loads, one per tier; of offloads.
         self._breakers = {
             tier.tier_id: CircuitBreaker(parts.clock) for tier in parts.tiers
@@ -218,6 +230,12 @@ class TieredRuntime:
         return bool(self._num_demoting) or self.is_reading
 
     @property
+    def is_adopting(self) -> bool:
+        """Whether the next look between two passes has pages to adopt."""
+        adoption = self.parts.adoption
+        return adoption is not None and adoption.is_adopting
+
+    @property
     def cost(self) -> CostModel:
         """What passes and loads cost."""
         return self.parts.cost
@@ -255,8 +273,30 @@ class TieredRuntime:
                 self.parts.namespace, lora=names[0], cache_salt=names[1]
             )
             digest = self.cache.open_namespace(namespace)
-            self.namespaces[names] = digest
+            self.namespaces.add(names, digest)
         return digest
+
+    def can_name(self, req: Any) -> bool:
+        """Say whether the tiers can serve a request's adapter and salt; count if not.
+
+        Not where a name is so long that it would have to be kept by nobody.
+        """
+        can: bool | None = getattr(req, "tiered_can_name", None)
+        if can is None:
+            named = ("extra_key", "cache_salt")
+            long = [what for what in named if is_too_long(getattr(req, what, "") or "")]
+            can = req.tiered_can_name = not long
+            if long:
+                self.metrics.add("requests_name_too_long")
+            if long and not self._told_of_names:
+                self._told_of_names = True
+                logger.warning(
+                    "sgl-tiered: a request's %s has more than %d bytes; such requests "
+                    "use the device's cache only: send a shorter one",
+                    " and ".join(long),
+                    MAX_NAME_BYTES,
+                )
+        return can
 
     def note_copy(self, tier: TierId, error: str) -> None:
         """Tell a tier's breaker how a copy from it ended; empty for well."""
@@ -398,6 +438,8 @@ class TieredRuntime:
 
     def forget(self, tier: TierId) -> None:
         """Forget every page of one tier; what a transfer uses, as soon as it ends."""
+        if tier is TierId.DISK and self.parts.adoption is not None:
+            self.parts.adoption.discard()
         gone = self.cache.drop_tier(tier)
         if tier is TierId.DISK and self.parts.disk is not None:
             self.parts.disk.forget(gone)
@@ -444,6 +486,8 @@ class TieredRuntime:
         parts.namespace = replace(
             parts.namespace, model_fingerprint=parts.fingerprint()
         )
+        if parts.adoption is not None:
+            parts.adoption.discard()
         self.cache.reset()
         self.namespaces.clear()
         self._forget_on_disk()
@@ -498,6 +542,9 @@ class TieredRuntime:
             "served": parts.served,
             **({} if parts.lengths is None else {"lengths": parts.lengths.stats()}),
             "queue_lookahead": 0 if parts.lookahead is None else len(parts.lookahead),
+            "namespaces": self.cache.num_namespaces,
+            "empty_namespaces": self.namespaces.num_empty,
+            "adoption": {} if parts.adoption is None else parts.adoption.stats(),
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:
@@ -529,6 +576,10 @@ class TieredRuntime:
         """Ask the model, where it is asked; publish and write a line if that is due."""
         if self.lengths is not None and self.lengths.asks is not None:
             self.lengths.asks.between_passes()
+        if self.parts.adoption is not None:
+            self.parts.adoption.advance()
+        if self.engine_free():
+            self.namespaces.drop_empty()
         interval_s = self.config.log_interval_s
         now = self.parts.clock.now()
         if self.publish is not None and now - self._published_at_s >= _PUBLISH_S:
@@ -622,7 +673,13 @@ class TieredRuntime:
     def _demote(self) -> None:
         if not self.parts.demoters:
             return
-        while (plan := self.cache.plan_demote(_DEMOTE_PAGES)) is not None:
+        adoption = self.parts.adoption
+        # Its free slots are not known before.
+        is_closed = adoption is not None and adoption.is_scanning
+        not_to = (TierId.DISK,) if is_closed else ()
+        while (
+            plan := self.cache.plan_demote(_DEMOTE_PAGES, not_to=not_to)
+        ) is not None:
             # Addresses that this very plan takes over must not be forgotten after it.
             self._forget_on_disk()
             self._num_demoting += 1

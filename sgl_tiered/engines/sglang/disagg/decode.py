@@ -130,6 +130,8 @@ class DecodeRadixCache(TieredRadixCache):
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if figures is None or tokens is None or not num_pages:
             return
+        if not self.tiered.can_name(req):
+            return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
         num_prompt = len(req.origin_input_ids)
         if not self._judge.is_worth(req.rid, figures, digest, tokens, num_prompt):
@@ -146,7 +148,7 @@ class DecodeRadixCache(TieredRadixCache):
         """Note a request; one that the tiers cannot serve as if it had no prompt."""
         key = RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
         tokens = plain_tokens(key.token_ids, len(key))
-        if tokens is None or self.disable:
+        if tokens is None or self.disable or not self.tiered.can_name(req):
             tokens = np.empty(0, np.int32)
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
         loads.arrived(req.rid, digest, tokens, key)
@@ -158,7 +160,7 @@ class DecodeRadixCache(TieredRadixCache):
             return
         req.tiered_asked = True
         tokens = plain_tokens(params.key.token_ids, len(params.key))
-        if tokens is not None:
+        if tokens is not None and self.tiered.can_name(req):
             digest = self.tiered.namespace(params.key.extra_key, params.key.cache_salt)
             judge.asked(digest, tokens)
 
