@@ -1,8 +1,8 @@
 """Prints the time of each part of the tests, the slowest tests, and one closing line.
 
-``test_summary.py FOLDER SECONDS [FAILED PARTS...]``; the folder has for each part
-``PART.time`` (seconds of wall clock, user and system time) and ``PART.xml`` (pytest's
-report).
+``test_summary.py FOLDER SECONDS [FAILED PARTS...]``; the folder has, for each part,
+``PART.time`` (seconds of wall clock, user and system time) and, of pytest's,
+``PART.xml``.
 """
 
 from __future__ import annotations
