@@ -48,8 +48,8 @@ doctor: install ## what this machine offers, and the flags it suggests
 	@exec $(PY) -m sgl_tiered.cli.main doctor $(ARGS)
 
 .PHONY: test
-test: install ## lint, then all tests that take 25 minutes; CI runs this
-	@$(TEST) "lint fast e2e faults" $(ARGS)
+test: install ## lint and the tests of 25 minutes, as CI does; PART=NAME for a part
+	@$(TEST) "$(or $(PART),lint fast e2e faults)" $(ARGS)
 
 .PHONY: test-unit
 test-unit: install ## the tests that start no server

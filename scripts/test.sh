@@ -14,10 +14,13 @@ parts=${2:?parts, of: lint fast e2e faults cluster scenarios}
 shift 2
 num_args=$#
 args=()
+fast_timeout_s=300
 for arg in "$@"; do
   if [ "$arg" = --long ]; then
     args+=(--full --faults-long)
     num_args=$((num_args - 1))
+    export HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-full}
+    fast_timeout_s=1800
   else
     args+=("$arg")
   fi
@@ -27,7 +30,7 @@ told=.cache/test
 rm -rf "$told" && mkdir -p "$told"
 failures='' lint_pid=''
 TIMEFORMAT='%R %U %S'
-cores=$(nproc)
+cores=$(env -u OMP_NUM_THREADS nproc)
 
 note_failure() { # note_failure PART CODE
   if [ "$2" -eq 0 ]; then return; fi
@@ -70,7 +73,7 @@ run_pytest() { # run_pytest PART TIMEOUT_S OPTIONS... -- FOLDERS...
 
 run_part() { # run_part PART
   case $1 in
-    fast) run_pytest fast 300 -n "$((cores < 8 ? cores : 8))" --dist worksteal -- \
+    fast) run_pytest fast "$fast_timeout_s" -n "$((cores < 8 ? cores : 8))" --dist worksteal -- \
       unit property conformance kernels contract ;;
     e2e) run_pytest e2e 900 -- e2e ;;
     faults) run_pytest faults 900 -- faults ;;
