@@ -285,3 +285,15 @@ def test_nonsense_is_not_switched(rig):
     """The sentence says why, and nothing is emulated."""
     assert "not understood" in rig.runtime.switch_faults("host:fault=error/upwards")
     assert rig.runtime.stats()["media"]["host"]["emulation"] == ""
+
+
+def test_whoever_takes_ends_an_offload_s_end_is_told(rig):
+    """A drop takes the ends of transfers itself, and a lock waits for each."""
+    ended = []
+    rig.runtime.on_offload_end = ended.append
+    digest = rig.runtime.namespace(None, None)
+    tokens = spell("abcd", LAYOUT.page_tokens)
+    plan = rig.runtime.cache.plan_offload(digest, tokens)
+    assert rig.runtime.offload(plan, plan.positions.astype(np.int64))
+    rig.runtime.drop(TierId.HOST)
+    assert ended == [plan.plan_id]
