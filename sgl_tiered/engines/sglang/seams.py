@@ -271,6 +271,11 @@ SEAMS: tuple[Seam, ...] = (
         attributes=("register_hicache_layer_transfer_counter",),
     ),
     Seam(
+        "graphs of prefills",
+        _SRT + "model_executor.cuda_graph_config.check_cuda_graph_backend",
+        ("phase", "backend"),
+    ),
+    Seam(
         "forward of a batch",
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("batch",),
@@ -293,6 +298,7 @@ SEAMS: tuple[Seam, ...] = (
             "get_output_streamer_class",
             "get_prefill_adder_class",
             "flush_cache",
+            "process_batch_result",
             "_record_step_counters",
         ),
     ),
