@@ -22,6 +22,7 @@ stalls or comes late costs time and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -298,7 +299,16 @@ class WaitingLoads(Generic[LoadT, StagedT]):
                 used = np.ones(plan.num_pages, np.bool_)
                 used[unused] = False
                 state.report.add_pages(plan, used)
-            self._cache.finish_load(plan, landed=landed, bad_pages=bad, unused=unused)
+            self._after_loads(
+                state,
+                partial(
+                    self._cache.finish_load,
+                    plan,
+                    landed=landed,
+                    bad_pages=bad,
+                    unused=unused,
+                ),
+            )
         state.bad_pages = []
         state.num_good = state.front = state.compute_to = 0
         state.is_split = state.waits = False
@@ -571,9 +581,17 @@ class WaitingLoads(Generic[LoadT, StagedT]):
 
     def _release(self, state: LoadT) -> None:
         if state.staged is not None and self._staging is not None:
-            self._staging.release(state.staged)
+            self._after_loads(state, partial(self._staging.release, state.staged))
             state.staged = None
             self._num_holding -= 1
+
+    def _after_loads(self, state: LoadT, effect: Callable[[], None]) -> None:
+        """Give back what loads of a request read, once none of them runs any more.
+
+        At once, unless an engine says that a load may outlive its request.
+        """
+        del state
+        effect()
 
 
 def _num_left(state: WaitingLoad[StagedT]) -> int:

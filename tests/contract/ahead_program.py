@@ -101,6 +101,7 @@ class Bench:
             cache=self.cache,
             deferred=DeferredOffloads(LRUPolicy(), PAGE, NUM_PAGES, threshold),
             metrics=self.metrics,
+            parts=SimpleNamespace(device=device),
             offload=offload,
             pump=pump,
             drain_offloads=lambda: self.worker.drain(PATIENCE_S),

@@ -11,7 +11,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.agreement import Agreement
-from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.config import TieredConfig, rank_folder
 from sgl_tiered.tiers.base import Tier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.emulator import Emulator
@@ -43,12 +43,11 @@ def open_disk(
     """
     if not config.disk_paths:
         return None
-    paths = config.disk_paths
+    rank, num_ranks = agreement.rank, agreement.num_ranks
     if agreement.is_shared:
-        # Each rank keeps its own heads' part of a page, and one folder has one user.
-        rank, num_ranks = agreement.rank, agreement.num_ranks
+        # Each rank keeps its own heads' part of a page.
         namespace = replace(namespace, shard=f"{rank}/{num_ranks}")
-        paths = tuple(path / f"rank-{rank}-of-{num_ranks}" for path in paths)
+    paths = [rank_folder(path, rank, num_ranks) for path in config.disk_paths]
     disk = open_disk_tier(
         paths,
         slot_bytes=layout.slot_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
@@ -58,6 +57,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
+        (_SCHEDULER + "process_batch_result", _end_loads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
         (_STATE + "_update_handlers", _add_knobs, HookType.AFTER),
@@ -167,6 +167,17 @@ def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) 
     if _tiered(cache) is None or not cache.repair_loads(worker.model_runner, batch):
         return result
     return original(worker, batch, *args, **kwargs)
+
+
+def _end_loads(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Let no result out before the loads that it rests on are known to be good."""
+    del args, kwargs
+    cache = scheduler.tree_cache
+    if _tiered(cache) is None:
+        return
+    if scheduler.chunked_req in cache.end_passes(batch.reqs):
+        # As SGLang does where a load fails: its next chunk never runs.
+        scheduler._pending_chunked_abort_req = scheduler.chunked_req
 
 
 def _streamer_class(original: Any, scheduler: Any) -> Any:
@@ -339,18 +350,13 @@ def _switch_faults(original: Any, controller: Any, recv_req: Any) -> Any:
     return SetInternalStateReqOutput(updated=not problem)
 
 
-_SINKS: WeakKeyDictionary[Any, PrometheusSink] = WeakKeyDictionary()
-
-
 def _publish_metrics(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """Have the runtime publish from now on, which it does between passes."""
     del result, args, kwargs
-    if not reporter.enable_metrics:
-        return
     runtime = _tiered(reporter.scheduler.tree_cache)
-    if runtime is None:
+    if runtime is None or not reporter.enable_metrics:
         return
     # Made here and not at import: SGLang sets prometheus_client's multi-process folder
     # up only shortly before.
-    if runtime not in _SINKS:
-        _SINKS[runtime] = PrometheusSink(runtime.page_tokens)
-    _SINKS[runtime].publish(runtime.metrics_snapshot())
+    if runtime.publish is None:
+        runtime.publish = PrometheusSink(runtime.page_tokens).publish

@@ -291,6 +291,29 @@ def test_release_of_a_started_load_ends_its_plan(rig):
     assert rig.coordinator.loadable_pages(again, 0) == 4
 
 
+def test_sources_are_given_back_when_the_last_load_that_reads_them_has_ended(rig):
+    """The request may be gone, and come again, while loads of it still run."""
+    rig.keep("abcd")
+    gone = rig.track("r", "abcd")
+    assert rig.coordinator.prepare(gone, 0)
+    assert rig.coordinator.loadable_pages(gone, 0) == 4
+    assert rig.coordinator.begin(gone, pages(4)) is not None
+    for _ in range(2):
+        rig.coordinator.load_begins(gone)
+    rig.coordinator.release("r")
+    assert rig.coordinator.state("r") is None
+    assert rig.num_pinned() == 4
+    rig.coordinator.load_ended(gone)
+    assert rig.num_pinned() == 4
+    rig.coordinator.load_ended(gone)
+    assert rig.num_pinned() == 0
+    again = rig.track("r", "abcd")
+    assert again is not gone
+    assert rig.coordinator.prepare(again, 0)
+    assert rig.coordinator.loadable_pages(again, 0) == 4
+    rig.cache.check()
+
+
 def test_release_of_an_unknown_request(rig):
     """Forgetting a request that was never announced does nothing."""
     rig.coordinator.release("nobody")

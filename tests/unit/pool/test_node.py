@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -137,6 +138,44 @@ def test_a_prefix_is_found_and_fetched(start: Callable[..., PoolNode]) -> None:
     assert search.held[one.instance].num_pages == 6
     assert (fetched(one, two) == wanted).all()
     until(lambda: one.pool.is_idle and two.pool.is_idle, one, two)
+
+
+def test_a_registry_that_hangs_holds_no_owner(start: Callable[..., PoolNode]) -> None:
+    """Leases and views are other threads' business: pages go on as long as it hangs."""
+    one, two = start("one"), start("two")
+    acquainted(one, two)
+    wanted = hold(one)
+    is_open, callers = threading.Event(), set()
+
+    def held(call: Callable[..., object]) -> Callable[..., object]:
+        def wait_and_call(*args: object, **kwargs: object) -> object:
+            callers.add(threading.current_thread().name)
+            assert is_open.wait(10 * PATIENCE_S)
+            return call(*args, **kwargs)
+
+        return wait_and_call
+
+    for node in (one, two):
+        for name in ("join", "leave", "renew", "view", "watch", "drain"):
+            setattr(node._registry, name, held(getattr(node._registry, name)))
+    until(lambda: bool(callers), one, two)
+    done: list[np.ndarray] = []
+
+    def own() -> None:
+        for _ in range(100):
+            one.poll()
+            two.poll()
+            one.state()
+        done.append(fetched(one, two))
+
+    owner = threading.Thread(target=own, name="owner", daemon=True)
+    owner.start()
+    owner.join(2 * PATIENCE_S)
+    assert not is_open.is_set()
+    is_open.set()
+    assert done, "the owner waits for the registry"
+    assert (done[0] == wanted).all()
+    assert "owner" not in callers
 
 
 def test_a_node_says_how_it_is(start: Callable[..., PoolNode]) -> None:

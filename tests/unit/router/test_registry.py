@@ -426,7 +426,7 @@ async def test_two_replicas_of_one_name_are_told(path):
     async with replica(config) as (one, _), replica(config) as (two, _):
         await until(lambda: "--name" in one.following.state()["trouble"])
         await until(lambda: two.following.state()["leads"])
-        assert not one.following.state()["leads"]
+        await until(lambda: not one.following.state()["leads"])
 
 
 def test_a_wrong_name_is_refused() -> None:
