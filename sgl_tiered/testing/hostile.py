@@ -143,7 +143,7 @@ def answers(
     }
     # Mostly right but for a field or two, which gets further.
     wrong = draw(st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True))
-    usual = {
+    usual: dict[str, Any] = {
         "refusal": "",
         "addresses": b"",
         "num_inserted": 0,
