@@ -110,6 +110,22 @@ def test_a_page_that_was_stored_anew_is_left_alone(make_cache: MakeCache) -> Non
     assert found(cache, "abc") == 3
 
 
+def test_pages_of_a_running_request_get_their_old_copies(
+    make_cache: MakeCache,
+) -> None:
+    """Their keys were not needed before; what comes after them is adopted, by ones."""
+    cache = make_cache(host=8, disk=8, demote_policy="on-evict")
+    adoption = begin(cache, records("abc"))
+    plan = cache.plan_offload(digest_of(), prompt("ab"))
+    assert plan is not None
+    cache.finish_offload(plan, landed(2))
+    assert [adoption.step(1) for _ in range(3)] == [1, 1, 1]
+    cache.check()
+    cache.drop_tier(TierId.HOST)
+    assert found(cache, "abc") == 3
+    assert not len(adoption.take_refused())
+
+
 def test_a_disk_full_of_old_pages_takes_new_ones(make_cache: MakeCache) -> None:
     """The oldest of those that were adopted go for them, and no slot twice."""
     cache = make_cache(host=8, disk=6)
