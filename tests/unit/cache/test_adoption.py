@@ -83,10 +83,10 @@ def test_a_page_behind_one_that_has_gone_is_given_up(make_cache: MakeCache) -> N
     (row,) = cache.known_pages(digest_of(), prompt("a"))
     cache._store.discard(1, cache._table.entry_of[1][[row]].astype(np.int64))
     cache._store.settle()
-    plan = cache.plan_offload(digest_of(), prompt("z"))
-    assert plan is not None
-    cache.finish_offload(plan, landed(1))
-    assert plan.pages.tolist() == [row], "the row is used again"
+    store(cache, "z")
+    assert cache.known_pages(digest_of(), prompt("z")).tolist() == [row], (
+        "not used again"
+    )
     adoption.step(99)
     cache.check()
     assert adoption.take_refused().tolist() == [1, 2]
@@ -108,6 +108,22 @@ def test_a_page_that_was_stored_anew_is_left_alone(make_cache: MakeCache) -> Non
     assert cache.take_forgotten(TierId.DISK).tolist() == [0, 1]
     cache.drop_tier(TierId.HOST)
     assert found(cache, "abc") == 3
+
+
+def test_pages_of_a_running_request_get_their_old_copies(
+    make_cache: MakeCache,
+) -> None:
+    """Their keys were not needed before; what comes after them is adopted, by ones."""
+    cache = make_cache(host=8, disk=8, demote_policy="on-evict")
+    adoption = begin(cache, records("abc"))
+    plan = cache.plan_offload(digest_of(), prompt("ab"))
+    assert plan is not None
+    cache.finish_offload(plan, landed(2))
+    assert [adoption.step(1) for _ in range(3)] == [1, 1, 1]
+    cache.check()
+    cache.drop_tier(TierId.HOST)
+    assert found(cache, "abc") == 3
+    assert not len(adoption.take_refused())
 
 
 def test_a_disk_full_of_old_pages_takes_new_ones(make_cache: MakeCache) -> None:
