@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 TOLERATED = frozenset({"lost+found"})
+RANK_FOLDER = re.compile(r"rank-\d+-of-(\d+)")
+"""Of one rank of several, within the folder that the server was given."""
 
 
 class DiskDirectory:
@@ -95,12 +98,24 @@ class DiskDirectory:
                 page_tokens=wanted.page_tokens,
                 slots_per_slab=stored.slots_per_slab,
             )
-            reason = in_force.difference(stored)
+            reason = in_force.unlike(stored)
             if not reason and stored.slots_per_slab > 0:
                 return in_force
         self._discard(reason)
-        self._write_meta(wanted)
+        self.write_meta(wanted)
         return wanted
+
+    def write_meta(self, meta: DiskMeta) -> None:
+        """Replace the meta file in one step, so that it is never half written."""
+        new = self.path / (META_NAME + ".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = os.open(new, flags, FILE_MODE)
+        try:
+            os.write(fd, meta.to_json().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        new.rename(self.path / META_NAME)
 
     def close(self) -> None:
         """Release the lock; may be called twice."""
@@ -112,6 +127,13 @@ class DiskDirectory:
         for name in sorted(os.listdir(self.path)):
             mode = os.lstat(self.path / name).st_mode
             ours = is_ours(name) and stat.S_ISREG(mode)
+            ranks = RANK_FOLDER.fullmatch(name)
+            if ranks is not None and stat.S_ISDIR(mode):
+                raise TierUnavailableError(
+                    f"the disk tier does not use {self.path}, because a server with "
+                    f"--tp-size {ranks[1]} keeps its pages in it ({name}); start with "
+                    f"that --tp-size, give another path, or delete its rank-* folders."
+                )
             if not ours and name not in TOLERATED:
                 raise TierUnavailableError(
                     f"the disk tier does not use {self.path}, because it holds "
@@ -142,18 +164,6 @@ class DiskDirectory:
             return DiskMeta.from_json((self.path / META_NAME).read_text())
         except (OSError, UnicodeDecodeError):
             return None
-
-    def _write_meta(self, meta: DiskMeta) -> None:
-        """Replace the meta file in one step, so that it is never half written."""
-        new = self.path / (META_NAME + ".new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        fd = os.open(new, flags, FILE_MODE)
-        try:
-            os.write(fd, meta.to_json().encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        new.rename(self.path / META_NAME)
 
     def _discard(self, reason: str) -> None:
         """Delete our data files; the index first, so that no half is ever served."""

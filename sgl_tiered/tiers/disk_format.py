@@ -10,7 +10,8 @@ Files of one directory:
 
 A record is written after its payload and names the payload's checksum, and whether that
 is KV or activations. It carries its own slot number and checksum, so that a torn or
-misplaced record is no record. Version 2 added what the payload holds.
+misplaced record is no record. Version 2 added what the payload holds. Since version 3
+fingerprints and namespaces name weights by all of their bytes, and adapters by theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
     "slab_name",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 FORMAT_NAME = "sgl-tiered-disk"
 META_NAME = "tiered-meta.json"
 LOCK_NAME = "tiered-lock"
@@ -86,12 +87,22 @@ class DiskMeta:
             return None
         return meta if meta.format == FORMAT_NAME else None
 
-    def difference(self, other: DiskMeta) -> str:
-        """Return the first field that differs, with both values; empty if none."""
+    def unlike(self, other: DiskMeta) -> str:
+        """Return why what ``other`` describes is of no use here; empty if it is."""
+        if other.version != self.version:
+            return (
+                f"it was written in format {other.version}, and this version of "
+                f"sgl-tiered reads format {self.version} only"
+            )
         theirs = asdict(other)
         for name, value in asdict(self).items():
-            if value != theirs[name]:
+            if name != "fingerprint" and value != theirs[name]:
                 return f"{name} is {theirs[name]!r}, not {value!r}"
+        if other.fingerprint != self.fingerprint:
+            return (
+                "it belongs to other weights, or to a model that is served otherwise "
+                f"(fingerprint {other.fingerprint!r}, not {self.fingerprint!r})"
+            )
         return ""
 
 

@@ -128,10 +128,10 @@ class TieredRadixCache(LendingRadixCache):
 
     def waiting_request(self, rid: str) -> tuple[RequestState, int] | None:
         """Return a request's state and how many of its pages are on the device now."""
-        state = self.tiered.coordinator.state(rid)
-        key = self._keys.get(rid)
-        if state is None or key is None:
+        state = self._current(rid)
+        if state is None:
             return None
+        key = self._keys[rid]
         on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
         return state, on_device // self.page_size
 
@@ -140,6 +140,8 @@ class TieredRadixCache(LendingRadixCache):
 
         Where nothing runs or waits it will be looked at right away, and may be split.
         """
+        if not self.tiered.weights.settled:
+            self.tiered.metrics.add("requests_weights_unsettled")
         if not self.tiered.reads_at_arrival or self.tiered.engine_free():
             return
         found = self.waiting_request(request.rid)
@@ -275,7 +277,7 @@ class TieredRadixCache(LendingRadixCache):
 
     def split_end(self, req: Any) -> int | None:
         """Return after which token the first pass over a split prompt should end."""
-        state = self.tiered.coordinator.state(req.rid)
+        state = self._current(req.rid)
         page = None if state is None else self.tiered.coordinator.chunk_end(state)
         return None if page is None else page * self.page_size
 
@@ -291,7 +293,7 @@ class TieredRadixCache(LendingRadixCache):
         state = coordinator.state(req.rid)
         if state is None or coordinator.chunk_end(state) is None:
             return 0
-        if req.prefix_len % self.page_size:
+        if req.prefix_len % self.page_size or self._current(req.rid) is None:
             coordinator.settle(state, landed=False)
             return 0
         resume = coordinator.resume(state, req.prefix_len // self.page_size)
@@ -444,13 +446,36 @@ class TieredRadixCache(LendingRadixCache):
     def reset(self) -> None:
         """Forget every page in every tier, disk included.
 
-        SGLang resets the cache when weights change; pages of the old weights must not
-        be found again, so no tier is spared.
+        That is what a flush asks for, so no tier is spared.
         """
         if self._tiered is not None:
+            self.forget_plans()
             self._quiesce()
             self._tiered.reset()
         super().reset()
+
+    # -- Changes of the weights, see ``weights.py`` -----------------------------
+
+    def weights_changing(self) -> None:
+        """Note that SGLang is about to touch the weights.
+
+        What is being copied from the device was computed by those of before, and goes
+        on; nothing of theirs may come to the device any more, and what was put off is
+        not copied later.
+        """
+        self.end_fetches()
+        self.forget_plans()
+        if self._ahead is not None:
+            self._ahead.clear()
+        self.tiered.weights.changing()
+
+    def weights_changed(self) -> None:
+        """Note that the weights are as they will be computed with from now on."""
+        self.tiered.weights.changed(device_is_empty=self._is_device_empty)
+
+    def forget_plans(self) -> None:
+        """Forget what was found and begun for requests, here and at peers."""
+        self.tiered.forget_plans()
 
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
@@ -458,6 +483,8 @@ class TieredRadixCache(LendingRadixCache):
         self._pump()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
+            if self._is_device_empty:
+                self.tiered.weights.emptied()
         else:
             self.tiered.drop(tier)
             if self._ahead is not None:
@@ -488,6 +515,21 @@ class TieredRadixCache(LendingRadixCache):
 
     # -- Private ---------------------------------------------------------------
 
+    @property
+    def _is_device_empty(self) -> bool:
+        """Whether no slot of the device is in use, by the tree or by a request."""
+        allocator = self.token_to_kv_pool_allocator
+        num_tokens = allocator.size // self.page_size * self.page_size
+        return bool(allocator.available_size() >= num_tokens)
+
+    def _current(self, rid: str) -> RequestState | None:
+        """Return what is known of a request; None where that is of other weights."""
+        state, key = self.tiered.coordinator.state(rid), self._keys.get(rid)
+        if state is None or key is None:
+            return None
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        return state if state.digest == digest else None
+
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
         """Note the prompt of ``req``; None where the tiers cannot serve it."""
         if req is None or self.disable or kept_exact(req, self.tiered.config):
@@ -500,6 +542,12 @@ class TieredRadixCache(LendingRadixCache):
             return None
         self._keys[req.rid] = key
         digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        known = self.tiered.coordinator.state(req.rid)
+        if known is not None and known.digest != digest and not known.started:
+            # The weights have changed since.
+            self.tiered.coordinator.release(req.rid)
+        if digest is None:
+            return None
         if self.tiered.lookahead is not None:
             self.tiered.lookahead.entered(req.rid, digest, tokens)
         return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
@@ -523,6 +571,9 @@ class TieredRadixCache(LendingRadixCache):
         if tokens is None or kept_exact(req, self.tiered.config):
             return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        if digest is None:
+            self.tiered.metrics.add("offloads_weights_unsettled")
+            return
         seen_pages = 0
         if state is not None:
             seen_pages, state.num_offloaded = state.num_offloaded, num_pages

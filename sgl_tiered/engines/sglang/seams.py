@@ -293,6 +293,39 @@ SEAMS: tuple[Seam, ...] = (
             "_record_step_counters",
         ),
     ),
+    Seam(
+        "changes of weights",
+        _SRT + "managers.scheduler_components.weight_updater."
+        "SchedulerWeightUpdaterManager",
+        attributes=(
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "begin_weight_update",
+            "end_weight_update",
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "check_weights",
+            "offload_tags",
+            "scheduler",
+            "_session",
+        ),
+    ),
+    Seam(
+        "adapters that come and go",
+        _SCHEDULER,
+        attributes=(
+            "load_lora_adapter",
+            "load_lora_adapter_from_tensors",
+            "unload_lora_adapter",
+        ),
+    ),
+    Seam(
+        "an adapter's tensors",
+        _SRT + "lora.lora.LoRAAdapter",
+        attributes=("initialize_weights", "initialize_weights_from_tensors"),
+    ),
     Seam("a new request", _SCHEDULER + "._create_generation_req", ("recv_req",)),
     Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
     Seam(

@@ -12,8 +12,10 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
+from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
@@ -26,6 +28,7 @@ from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
+from tests.unit.engines.weights_support import FakeWeights
 
 LAYOUT = PageLayout(num_layers=3, page_tokens=2, token_bytes=96)
 NUM_SLOTS = 16
@@ -48,6 +51,8 @@ class Rig:
         self.cost = CostModel(
             PrefillCost(1000, 3, 64, 1e9), {tier: LinkCost(1e-4, 1e9) for tier in tiers}
         )
+        self.weights = FakeWeights()
+        weights = WeightsIdentity(self.weights.begin, Agreement(clock), metrics)
         cache = TieredCache(
             CacheConfig(
                 layout=LAYOUT,
@@ -63,7 +68,7 @@ class Rig:
             Parts(
                 config=TieredConfig(host_bytes=1),
                 namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
-                fingerprint=lambda: "model",
+                weights=weights,
                 clock=clock,
                 cost=self.cost,
                 cache=cache,
