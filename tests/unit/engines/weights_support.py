@@ -14,6 +14,7 @@ class FakeWeights:
     Attributes:
         text: what they are now.
         gate: reads wait for it; set at first.
+        began: set by each read; a test clears it.
         num_begun, num_stopped: reads that began, and that were stopped.
     """
 
@@ -21,6 +22,7 @@ class FakeWeights:
         self.text = text
         self.gate = threading.Event()
         self.gate.set()
+        self.began = threading.Event()
         self.num_begun = self.num_stopped = 0
 
     def begin(self):
@@ -29,6 +31,7 @@ class FakeWeights:
         def read(num_threads, stop):
             del num_threads
             self.num_begun += 1
+            self.began.set()
             while not self.gate.wait(0.01):
                 if stop.is_set():
                     self.num_stopped += 1
