@@ -343,7 +343,9 @@ def _around(may_change: Callable[[Any, Any], bool]) -> Callable[..., Any]:
         cache = getattr(manager.scheduler, "tree_cache", None)
         if tiered_runtime(cache) is None or not may_change(manager, recv_req):
             return original(manager, recv_req)
-        cache.weights_changing()
+        if GPU_MEMORY_TYPE_WEIGHTS not in manager.offload_tags:
+            # Else it was said when they went away, and nothing was computed since.
+            cache.weights_changing()
         try:
             return original(manager, recv_req)
         finally:

@@ -301,14 +301,27 @@ def test_an_update_that_breaks_has_an_end_as_well():
     assert tree.said == ["changing", "changed"]
 
 
-@pytest.mark.parametrize(
-    "state", [{"_session": object()}, {"offload_tags": {"weights", "kv_cache"}}]
-)
-def test_a_change_goes_on_in_a_session_and_while_weights_are_away(state):
-    """They are not yet what will be computed with, or not there to be read."""
-    updater, tree = manager(**state)
+def test_a_change_goes_on_within_a_session():
+    """They are not yet what will be computed with."""
+    updater, tree = manager(_session=object())
     _around(lambda *_: True)(lambda self, recv_req: None, updater, ASKED)
     assert tree.said == ["changing"]
+
+
+def test_a_change_goes_on_while_weights_are_away():
+    """From their release until they are back is one change: nothing computes."""
+    updater, tree = manager()
+
+    def release(self, recv_req):
+        self.offload_tags.add("weights")
+
+    def resume(self, recv_req):
+        self.offload_tags.remove("weights")
+
+    _around(lambda *_: True)(release, updater, ASKED)
+    assert tree.said == ["changing"]
+    _around(lambda *_: True)(resume, updater, ASKED)
+    assert tree.said == ["changing", "changed"]
 
 
 def test_a_call_that_changes_nothing_is_left_alone():
