@@ -585,7 +585,7 @@ def main() -> None:
     from sglang.srt.managers.scheduler_components import weight_updater
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sgl_tiered.engines.sglang.weights import weight_hooks
+    from sgl_tiered.engines.sglang.weights import _CHANGES, weight_hooks
 
     folder = Path(sys.argv[1])
     torch.distributed.init_process_group(
@@ -599,7 +599,10 @@ def main() -> None:
     for target, hook, kind in weight_hooks():
         HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
-    print("\n" + json.dumps(Program(folder / "disk").run()))
+    told = Program(folder / "disk").run()
+    told["methods"] = [name for name in dir(manager) if not name.startswith("_")]
+    told["watched"] = list(_CHANGES)
+    print("\n" + json.dumps(told))
 
 
 if __name__ == "__main__":
