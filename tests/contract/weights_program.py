@@ -3,10 +3,10 @@
     weights_program.py FOLDER
 
 A rank's tiers as the factory builds them, over a pool of SGLang's, under our tree. The
-model is a module of two weights; SGLang's manager of weight
-updates runs with the plugin's hooks around it, and a runner that fills the module. KV is
-what a test says it is, so the program shows under which weights which KV is found. Each
-story may stop the server and start another on the same FOLDER. The last line is JSON.
+model is a module of two weights; SGLang's manager of weight updates runs with the
+plugin's hooks around it, and with a runner that fills the module. KV is never looked
+at: the program shows under which weights it would be found. A story may stop the server
+and start another on the same FOLDER. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ class Program:
         self.folder = folder
         rng = np.random.default_rng(1)
         shape = (3, PROMPT_PAGES * PAGE)
-        self.tokens, self.others, self.more = (
-            rng.integers(1000, size=shape).astype(np.int32)
+        self.tokens, self.others, self.more = rng.integers(1000, size=shape).astype(
+            np.int32
         )
         self.told: dict[str, Any] = {}
 

@@ -1,7 +1,7 @@
 """Weights and adapters that change under a server and between servers.
 
-Each answer is compared with plain SGLang under the same weights. Two models of one shape
-stand for the weights before and after a training step.
+Each answer is compared with plain SGLang under the same weights. Two models of one
+shape stand for the weights before and after a training step.
 """
 
 import json
@@ -117,7 +117,7 @@ def test_weights_change_with_and_without_a_flush_and_between_starts(
     told = known(server)
     assert told["fingerprint"] == first["fingerprint"]
     assert (told["is_mixed"], told["is_settled"]) == (True, False)
-    mixed, where = ask(server, prompts[2])
+    _, where = ask(server, prompts[2])
     assert list(where) == ["device"], "SGLang's own tree, of both weights"
     assert right(server, model, 3) == {}
     assert stored(server) == before

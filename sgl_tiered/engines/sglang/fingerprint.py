@@ -1,10 +1,10 @@
 """Which weights compute KV: a hash of every byte of them.
 
-xxh3 with 128 bits, tensor by tensor and piece by piece: on a CPU in place, from a device
-through a buffer of bounded size. Tensors that are no plain memory (wrappers around
-others, sparse, quantised and packed ones) are taken apart; what cannot be gets a hash of its
-own each time: then nothing computed by such weights is found again, and nothing is
-found wrongly.
+xxh3 with 128 bits, tensor by tensor and piece by piece: in memory where it is, from a
+device through a buffer of bounded size. Tensors that are no plain memory (wrappers
+around others, sparse, quantised and packed ones) are taken apart. One that cannot be
+gets a hash of its own each time: then what such weights compute is not found again, and
+nothing is found wrongly.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def _parts(name: str, value: Any) -> list[_Part]:
     except Exception:
         logger.debug("sgl-tiered: %s is no plain memory", name, exc_info=True)
     logger.warning(
-        "sgl-tiered: the weights in %s (%s) cannot be read, so nothing that this server "
-        "keeps will be found after a restart, nor by a peer",
+        "sgl-tiered: the weights in %s (%s) cannot be read, so nothing that this "
+        "server keeps will be found after a restart, nor by a peer",
         name,
         type(value).__qualname__,
     )

@@ -624,9 +624,7 @@ class TieredRuntime:
         """Forget all pages of the weights before; those now are known, and others."""
         parts = self.parts
         assert self.weights.value is not None
-        parts.namespace = replace(
-            parts.namespace, model_fingerprint=self.weights.value
-        )
+        parts.namespace = replace(parts.namespace, model_fingerprint=self.weights.value)
         self.cache.reset()
         self.namespaces.clear()
         self.explainer.namespaces.clear()
