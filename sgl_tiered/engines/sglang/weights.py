@@ -94,7 +94,8 @@ class WeightsIdentity:
         self._agreement = agreement
         self._metrics = metrics
         # The last that was known, and the one in force; None while it is not known.
-        self._last = self._value = "-".join(agreement.gathered(self._read_now()))
+        self._last = "-".join(agreement.gathered(self._read_now()))
+        self._value: str | None = self._last
         # In force when the last change began; None where it was not settled then.
         self._before: str | None = None
         self._is_mixed = False
@@ -340,7 +341,7 @@ def _around(may_change: Callable[[Any, Any], bool]) -> Callable[..., Any]:
     def hook(original: Any, manager: Any, recv_req: Any) -> Any:
         from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
 
-        cache = getattr(manager.scheduler, "tree_cache", None)
+        cache: Any = getattr(manager.scheduler, "tree_cache", None)
         if tiered_runtime(cache) is None or not may_change(manager, recv_req):
             return original(manager, recv_req)
         if GPU_MEMORY_TYPE_WEIGHTS not in manager.offload_tags:
