@@ -48,7 +48,7 @@ doctor: install ## what this machine offers, and the flags it suggests
 	@exec $(PY) -m sgl_tiered.cli.main doctor $(ARGS)
 
 .PHONY: test
-test: install ## lint, then all tests except the full cross product
+test: install ## lint, then all tests that take 25 minutes; CI runs this
 	@$(TEST) "lint fast e2e faults" $(ARGS)
 
 .PHONY: test-unit
@@ -60,16 +60,8 @@ test-e2e: install ## the tests that start real servers
 	@$(TEST) e2e $(ARGS)
 
 .PHONY: test-full
-test-full: install ## everything, with the full cross product of configurations
-	@$(TEST) "lint fast e2e faults" --full $(ARGS)
-
-.PHONY: test-faults
-test-faults: install ## every fault of every tier under real servers, full disks, kills
-	@$(TEST) faults --faults-long $(ARGS)
-
-.PHONY: test-cluster
-test-cluster: install ## clusters of real servers under faults (45 minutes; FULL=1 for more)
-	@$(TEST) cluster $(if $(FULL),--full) $(ARGS)
+test-full: install ## everything; PART=fast, e2e, cluster, faults or scenarios for one
+	@$(TEST) "$(or $(PART),lint fast e2e cluster faults scenarios)" --long $(ARGS)
 
 .PHONY: test-cxl
 test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest

@@ -19,8 +19,10 @@ import pytest
 
 __all__: list[str] = []
 
-OPTIONAL = {"full": "--full", "faults_long": "--faults-long"}
-"""Markers of tests that run only when asked for, and the option that asks."""
+# Read when torch is loaded, here and in every server. The threads of one small product
+# wait for each other actively: on cores that they share with another process, that
+# takes ten times as long as the product.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True

@@ -63,7 +63,7 @@ def make_cluster(out: Path, caching: int) -> Cluster:
     # With less caching the pair is in no pool: the router is told of it.
     told = [each for each in members if each.kind != COLOCATED and caching < CACHING]
     words = [each.word(f"http://127.0.0.1:{each.port}") for each in told]
-    found = ("--tokenizer", str(MODEL), "--registry", pool)
+    found = ("--tokenizer", str(MODEL), "--registry", pool, "--show-cached-tokens")
     front = router(words, ports.take(), logs, flags=found)
     return Cluster(members, logs, behind=[front], ports=ports)
 

@@ -148,6 +148,8 @@ def _check_entries(
     assert (written == (table.state == IN_FLIGHT)).all(), "flights and plans differ"
     busy = (table.pins > 0) | (table.state == IN_FLIGHT)
     assert (busy | ~table.doomed | (table.state == FREE)).all(), "doomed yet unused"
+    num_busy = np.bincount(table.tier[busy], minlength=len(table.tiers)).tolist()
+    assert num_busy == table.num_busy, f"{table.num_busy} in use, of {num_busy}"
     loading = np.zeros(table.rows.capacity, np.bool_)
     for entries in loads:
         loading[table.entry_row[entries]] = True

@@ -294,14 +294,12 @@ class PageStore:
 
     def occupancy(self, tier: int, slot_bytes: int) -> TierOccupancy:
         """Return the use of a tier's slots; pinned ones include those in flight."""
-        slots, table = self.table.slots[tier], self.table
-        column = table.entry_of[tier]
-        pinned = table.busy(column[column >= 0])
+        slots = self.table.slots[tier]
         return TierOccupancy(
             capacity_slots=slots.capacity,
             used_slots=slots.used_slots,
             free_slots=slots.free_slots,
-            pinned_slots=int(np.count_nonzero(pinned)),
+            pinned_slots=self.table.num_busy[tier],
             slot_bytes=slot_bytes,
         )
 

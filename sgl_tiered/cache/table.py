@@ -53,6 +53,7 @@ class CacheTable:
         born: int64 per row, ``version`` when it was allocated.
         keys, key_known: page key per row, once derived.
         entry_of: per tier, int32 per row, -1 for none.
+        num_busy: per tier, entries that are pinned or in flight.
         version: grows with every change that can make a decision stale.
         on_rows_freed: each is called with rows that are given back.
         on_copies: called with rows of which a copy came into sight or went out of it.
@@ -79,6 +80,7 @@ class CacheTable:
         # Bounded by the capacity, unlike a list that nobody may ever take.
         self._forgotten = [np.zeros(n, np.bool_) for n in num_slots]
         self._num_forgotten = [0] * len(tiers)
+        self.num_busy = [0] * len(tiers)
         self.rows = SlotAllocator(_FIRST_CAPACITY)
         self.entries = SlotAllocator(_FIRST_CAPACITY)
         n = _FIRST_CAPACITY
@@ -179,6 +181,7 @@ class CacheTable:
         self.checksum[new] = 0
         self.pins[new] = 0
         self.state[new] = IN_FLIGHT
+        self.num_busy[tier] += len(new)
         self.doomed[new] = False
         self.copies[rows] += np.uint8(1)
         if stop - start == self.num_layers and encoding == self.whole_encoding:
@@ -209,6 +212,7 @@ class CacheTable:
         """End the flight of entries; return the rows of doomed ones, freed now."""
         assert (self.state[entries] == IN_FLIGHT).all(), "landed without a flight"
         self.state[entries] = READY
+        self._count_busy(entries[self.pins[entries] == 0], -1)
         if checksums is not None:
             self.checksum[entries] = checksums
         self.version += 1
@@ -225,14 +229,22 @@ class CacheTable:
         assert (self.state[entries] == IN_FLIGHT).all(), "failed without a flight"
         return self._free_entries(entries)
 
-    def pin(self, entries: Int64s) -> None:
-        """Keep entries where they are until as many ``unpin`` calls."""
-        self.pins[entries] += 1
+    def pin(self, entries: Int64s, times: npt.NDArray[np.uint16] | int = 1) -> None:
+        """Keep entries where they are until as many ``unpin`` calls.
+
+        Args:
+            entries: each at most once.
+            times: that each is pinned.
+        """
+        idle = ~self.busy(entries)
+        self.pins[entries] += times
+        self._count_busy(entries[idle & (self.pins[entries] > 0)], 1)
 
     def unpin(self, entries: Int64s) -> Int32s:
         """Undo one ``pin``; return the rows of doomed entries, freed now."""
         assert (self.pins[entries] > 0).all(), "unpinned more often than pinned"
         self.pins[entries] -= 1
+        self._count_busy(entries[~self.busy(entries)], -1)
         doomed = self.doomed[entries]
         if not doomed.any():
             return np.zeros(0, np.int32)
@@ -275,6 +287,13 @@ class CacheTable:
         allocators = [*self.slots, self.rows, self.entries]
         return sum(c.nbytes for c in columns) + sum(9 * a.capacity for a in allocators)
 
+    def _count_busy(self, entries: Int64s, delta: int) -> None:
+        """Note that entries became busy (1) or idle (-1)."""
+        if len(entries):
+            tiers = np.bincount(self.tier[entries], minlength=len(self.tiers))
+            for tier, num in enumerate(tiers.tolist()):
+                self.num_busy[tier] += delta * num
+
     def _show(self, entries: Int64s) -> None:
         rows = self.entry_row[entries]
         for tier, column in enumerate(self.entry_of):
@@ -296,6 +315,7 @@ class CacheTable:
         if not len(entries):
             return np.zeros(0, np.int32)
         self._hide(entries)
+        self._count_busy(entries[self.busy(entries)], -1)
         rows = self.entry_row[entries]
         for tier, column in enumerate(self.entry_of):
             column[rows[column[rows] == entries]] = -1

@@ -22,6 +22,7 @@ stalls or comes late costs time and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -133,6 +134,20 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         pages = -(-num_tokens // page)
         return self._cache.planner.compute_s(first_token // page, pages)
 
+    def limit(self, state: LoadT, max_pages: int) -> None:
+        """Note how many pages of a prompt may be reused from now on.
+
+        A plan that reaches beyond them is given up: the engine has to compute the
+        rest of the prompt, and computes nothing of what is loaded. A load that has
+        begun is left alone; whoever began it counts on all of it.
+        """
+        if max_pages == state.max_pages or state.started:
+            return
+        state.max_pages, state.decision = max_pages, None
+        plan = state.plan
+        if plan is not None and plan.first_page + plan.num_pages > max_pages:
+            self._abandon(state)
+
     def prefetch(self, state: LoadT, device_pages: int) -> None:
         """Start reading from disk for a request that has just arrived.
 
@@ -201,7 +216,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         if state.plan is None:
             if state.decision is None:
                 return None
-            state.plan = self._cache.commit_load(state.decision)
+            state.plan = self._commit(state, state.decision)
             state.decision = None
             if state.plan is None:
                 return None
@@ -298,7 +313,16 @@ class WaitingLoads(Generic[LoadT, StagedT]):
                 used = np.ones(plan.num_pages, np.bool_)
                 used[unused] = False
                 state.report.add_pages(plan, used)
-            self._cache.finish_load(plan, landed=landed, bad_pages=bad, unused=unused)
+            self._after_loads(
+                state,
+                partial(
+                    self._cache.finish_load,
+                    plan,
+                    landed=landed,
+                    bad_pages=bad,
+                    unused=unused,
+                ),
+            )
         state.bad_pages = []
         state.num_good = state.front = state.compute_to = 0
         state.is_split = state.waits = False
@@ -358,6 +382,15 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         part = plan.part(begin, end)
         self._pass_load_s += self._cache.planner.direct_s(*part)
 
+    def _commit(self, state: LoadT, decision: Decision) -> LoadPlan | None:
+        """Commit a decision; None where the cache has moved on.
+
+        All plans are made here, and none reaches beyond what may be reused.
+        """
+        if decision.first_page + decision.num_pages > state.max_pages:
+            return None
+        return self._cache.commit_load(decision)
+
     def _stage(self, state: LoadT, decision: Decision) -> bool:
         """Commit and start reading; False where waiting for it would be in vain.
 
@@ -384,7 +417,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             return self._wait_for_rows(state)
         now_s = self._clock.now()
         queue_s = self._facts(False).wait_s.get(TierId.DISK, 0.0)
-        plan = self._cache.commit_load(decision)
+        plan = self._commit(state, decision)
         if plan is None:
             return False
         staged = staging.try_submit(plan, disk)
@@ -571,9 +604,17 @@ class WaitingLoads(Generic[LoadT, StagedT]):
 
     def _release(self, state: LoadT) -> None:
         if state.staged is not None and self._staging is not None:
-            self._staging.release(state.staged)
+            self._after_loads(state, partial(self._staging.release, state.staged))
             state.staged = None
             self._num_holding -= 1
+
+    def _after_loads(self, state: LoadT, effect: Callable[[], None]) -> None:
+        """Give back what loads of a request read, once none of them runs any more.
+
+        At once, unless an engine says that a load may outlive its request.
+        """
+        del state
+        effect()
 
 
 def _num_left(state: WaitingLoad[StagedT]) -> int:

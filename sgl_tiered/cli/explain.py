@@ -39,7 +39,9 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--url", default="http://127.0.0.1:30000", help="default %(default)s"
     )
-    parser.add_argument("--api-key", help="the server's --api-key")
+    parser.add_argument(
+        "--api-key", help="the server's --admin-api-key, if it has one, else --api-key"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

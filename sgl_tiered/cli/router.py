@@ -6,7 +6,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
+import resource
 import signal
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ an instance is URL with any of
   replay=tcp://HOST:PORT, topic=TOPIC   of the events before
   bootstrap=PORT                  of a prefill instance; default 8998
 """
+
+
+_MAX_KEY_CHARACTERS = 4096
 
 
 def register(subparsers: Any) -> None:
@@ -65,7 +71,29 @@ def register(subparsers: Any) -> None:
     add("--host", default="127.0.0.1", help="default %(default)s")
     add("--port", type=int, default=30080, help="0 for a free one; %(default)s")
     add("--api-key-file", type=Path, help="file with the key that clients must bring")
+    add(
+        "--admin-api-key-file",
+        type=Path,
+        help="file with the key for /router/*: to change the fleet or to look at it; "
+        "where clients have a key and there is none of these, nobody may",
+    )
     add("--instance-api-key-file", type=Path, help="file with the servers' own key")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="HOST[:PORT]|NETWORK",
+        help="whose servers may be added by POST /router/instances, besides the hosts "
+        "of --instance and of the registry, and besides this machine where the servers "
+        "have no key; may be given many times",
+    )
+    add(
+        "--show-cached-tokens",
+        action="store_true",
+        help="tell every client in X-Tiered-Cached-Tokens how much of its prompt was "
+        "cached, which is what others have asked before; else only those who send a "
+        "cache_salt",
+    )
     add = parser.add_argument_group("how it chooses").add_argument
     add("--policy", choices=ROUTINGS, default="prompt-tree", help="%(default)s")
     add(
@@ -74,6 +102,20 @@ def register(subparsers: Any) -> None:
         help="the servers' tokenizer (folder or name), python:MODULE:FUNCTION, or "
         "none: then texts are compared by characters, and the servers' events, which "
         "speak in tokens, say nothing of them (default)",
+    )
+    add(
+        "--readers",
+        type=int,
+        default=2,
+        help="bodies that are tokenized at one time, each by a process; %(default)s",
+    )
+    add(
+        "--chat-template-key",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="that chats may have in chat_template_kwargs besides the usual ones; "
+        "chats with others are compared by characters; may be given many times",
     )
     add(
         "--credits",
@@ -122,6 +164,37 @@ def register(subparsers: Any) -> None:
         "--max-attempts", type=int, default=3, help="instances per request; %(default)s"
     )
     seconds = {"type": float, "metavar": "S"}
+    add(
+        "--max-connections",
+        type=int,
+        help="of clients, open at one time; default half of the open files allowed, "
+        "16384 at most",
+    )
+    add(
+        "--header-timeout",
+        default=20.0,
+        help="until a client's headers are whole; %(default)s",
+        **seconds,
+    )
+    add(
+        "--body-timeout",
+        default=120.0,
+        help="from there until its body is whole; %(default)s",
+        **seconds,
+    )
+    add(
+        "--keepalive-timeout",
+        default=75.0,
+        help="of a client's connection between requests; %(default)s",
+        **seconds,
+    )
+    add(
+        "--read-timeout",
+        default=10.0,
+        help="to tokenize a prompt, else it is compared by characters; or to parse a "
+        "long body, else it is refused; %(default)s",
+        **seconds,
+    )
     add("--connect-timeout", default=3.0, help="to connect; %(default)s", **seconds)
     add(
         "--first-byte-timeout",
@@ -132,7 +205,8 @@ def register(subparsers: Any) -> None:
     add(
         "--idle-timeout",
         default=120.0,
-        help="between two pieces of an answer; %(default)s",
+        help="between two pieces of an answer, from a server or to a client; "
+        "%(default)s",
         **seconds,
     )
     add(
@@ -160,6 +234,12 @@ def register(subparsers: Any) -> None:
         **seconds,
     )
     add("--max-body-mb", type=int, default=64, help="of a request; %(default)s")
+    add(
+        "--max-held-mb",
+        type=int,
+        default=2048,
+        help="of the bodies of all requests under way; %(default)s",
+    )
     parser.add_argument(
         "--log-level", default="info", choices=("debug", "info", "warning", "error")
     )
@@ -178,7 +258,6 @@ def run(arguments: argparse.Namespace) -> int:
         # Only here: the other commands must work without these packages.
         from sgl_tiered.router.config import RouterConfig, Timeouts, parse_instance
         from sgl_tiered.router.front import Router
-        from sgl_tiered.router.tokenizers import make_tokenizer
     except ImportError as error:
         raise ConfigError(
             "router", f"a package is missing ({error})", "install sgl-tiered[router]"
@@ -187,6 +266,8 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         api_key=_key(arguments.api_key_file, "--api-key-file"),
+        admin_api_key=_key(arguments.admin_api_key_file, "--admin-api-key-file"),
+        allow_hosts=tuple(arguments.allow_host),
         instance_api_key=_key(
             arguments.instance_api_key_file, "--instance-api-key-file"
         ),
@@ -202,7 +283,17 @@ def run(arguments: argparse.Namespace) -> int:
         health_interval_s=arguments.health_interval,
         health_timeout_s=arguments.health_timeout,
         max_body_bytes=arguments.max_body_mb * 2**20,
+        max_held_bytes=arguments.max_held_mb * 2**20,
+        max_connections=arguments.max_connections,
+        num_readers=arguments.readers,
+        tokenizer=arguments.tokenizer,
+        template_keys=tuple(arguments.chat_template_key),
+        show_cached_tokens=arguments.show_cached_tokens,
         timeouts=Timeouts(
+            header_s=arguments.header_timeout,
+            body_s=arguments.body_timeout,
+            keepalive_s=arguments.keepalive_timeout,
+            read_s=arguments.read_timeout,
             connect_s=arguments.connect_timeout,
             first_byte_s=arguments.first_byte_timeout,
             idle_s=arguments.idle_timeout,
@@ -212,10 +303,16 @@ def run(arguments: argparse.Namespace) -> int:
         name=arguments.name,
     )
     instances = [parse_instance(text) for text in arguments.instance]
-    tokenizer = make_tokenizer(arguments.tokenizer)
-    router = Router(config, instances, tokenizer)
-    asyncio.run(_serve(router, arguments.host, tokenizer is None))
+    _raise_file_limit()
+    router = Router(config, instances)
+    asyncio.run(_serve(router, arguments.host, arguments.tokenizer == "none"))
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Let the process open as many files as it may: every connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _serve(router: Any, host: str, has_characters: bool) -> None:
@@ -236,6 +333,7 @@ async def _serve(router: Any, host: str, has_characters: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     try:
+        await router.warm()
         await stopped.wait()
     finally:
         await router.close()
@@ -267,14 +365,22 @@ def _key(path: Path | None, setting: str) -> str | None:
     """Return the key in a file, without the line's end.
 
     Raises:
-        ConfigError: it cannot be read, or is empty.
+        ConfigError: it cannot be read, is empty, or others may read it.
     """
     if path is None:
         return None
     try:
-        key = path.read_text().strip()
+        with path.open() as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            key = file.read(_MAX_KEY_CHARACTERS).strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(setting, str(error), "name a readable file") from error
+    if mode & 0o077:
+        raise ConfigError(
+            setting,
+            f"mode {mode:04o} of {path} lets others read the key",
+            f"chmod 600 {path}, and take another key if others could read it",
+        )
     if not key:
         raise ConfigError(setting, f"{path} is empty", "write the key into it")
     return key

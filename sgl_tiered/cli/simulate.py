@@ -8,6 +8,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from sgl_tiered.cli.capacity import add_capacity_flags, run_capacity_plan
 from sgl_tiered.cli.simulate_workload import make_workload
 from sgl_tiered.cost.calibration import Calibration, read_calibration
@@ -113,9 +115,11 @@ def simulate_spec(
 
 def _write_explanations(path: Path, server: SimServer) -> None:
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("wb") as file:
             for told in server.ledger.explanations():
-                file.write(json.dumps(told) + "\n")
+                file.write(
+                    orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+                )
     except OSError as error:
         raise ConfigError(
             "explain", f"{path} cannot be written ({error.strerror})", "give another"
@@ -194,17 +198,19 @@ def write_outputs(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "records.jsonl").open("w", encoding="utf-8") as file:
+        with (folder / "records.jsonl").open("wb") as file:
             for record in result.records:
                 row = asdict(record)
                 del row["spans"], row["resumed_s"]
                 if not record.aborted:
                     times = result.token_times(record)
                     row["token_times_s"] = times.round(6).tolist()
-                file.write(json.dumps(row) + "\n")
-        with (folder / "events.jsonl").open("w", encoding="utf-8") as file:
+                file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        with (folder / "events.jsonl").open("wb") as file:
             for event in result.log.rows:
-                file.write(json.dumps(event) + "\n")
+                file.write(
+                    orjson.dumps(event, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+                )
         head = {
             "spec": asdict(spec),
             "summary": asdict(summary),

@@ -20,6 +20,8 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+_MAX_BYTES = 2**63 - 1
+"""No file and no memory is larger."""
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
@@ -29,12 +31,16 @@ def parse_size(setting: str, value: object) -> int:
     Raises:
         ConfigError: the text is not a size.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = _SIZE.fullmatch(str(value).strip())
-    unit = match.group(2).upper() if match else "?"
-    if match is None or unit not in _UNITS:
+    number: float | None = None
+    unit = ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif match := _SIZE.fullmatch(str(value).strip()):
+        number, unit = float(match.group(1)), match.group(2).upper()
+    if number is None or number < 0 or unit not in _UNITS:
         raise ConfigError(
             setting, f"{value!r} is not a size", "write for example 512MB, 4GiB or 2TB"
         )
-    return int(float(match.group(1)) * _UNITS[unit])
+    if number * _UNITS[unit] > _MAX_BYTES:
+        raise ConfigError(setting, "is more than any machine has", "give less")
+    return int(number * _UNITS[unit])

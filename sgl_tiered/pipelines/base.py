@@ -1,7 +1,8 @@
 """What the pipelines need of the engine's device memory.
 
 The engine room implements it for its pools; the pipelines know neither tensors nor
-streams. ``device_pages`` are page numbers of the device pool (slot // page_tokens).
+streams. ``device_pages`` are page numbers of the device pool (slot // page_tokens);
+a pool that hands out ``QueuedPages`` gets them back in place of an array.
 """
 
 from __future__ import annotations

@@ -3,19 +3,26 @@
 It shares the loader's thread: after each layer it goes to the end of that thread's
 queue, so that a load of an admitted request is held up by one layer at most. Whoever
 owns the slots can take them back at any time: ``cancel`` returns as soon as the layer
-under way, if there is one, has been copied.
+under way, if there is one, has been copied. Where the device has streams, that thread
+only queues the layer, and the loader's second one waits for its end.
 """
 
 from __future__ import annotations
 
 import threading
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.pipelines.base import Arrival, DevicePool
 from sgl_tiered.pipelines.layerwise_load import LoadJob
 
 __all__ = ["FetchTicket"]
+
+Int64s = npt.NDArray[np.int64]
 
 
 class FetchTicket:
@@ -45,6 +52,7 @@ class FetchTicket:
         self._seconds = 0.0
         self._error = ""
         self._source: TierId | None = None
+        self._arrivals: list[tuple[TierId, Arrival]] = []
 
     @property
     def ended(self) -> bool:
@@ -73,7 +81,7 @@ class FetchTicket:
         return self._seconds
 
     def step(self) -> bool:
-        """Copy the next layer; False once there is nothing more to do."""
+        """Copy or queue the next layer; False once there is nothing more to do."""
         with self._changed:
             if self._has_ended:
                 return False
@@ -83,6 +91,30 @@ class FetchTicket:
             self._copy(self._num_copied)
         except Exception as problem:  # noqa: BLE001 - the loader's thread lives on
             error = f"{type(problem).__name__}: {problem}"
+        if self.is_queued:
+            # To its end, so that there is never more under way than a layer.
+            self._error = error
+            return True
+        return self._end_step(error)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether copies of the last layer may still run."""
+        return bool(self._arrivals)
+
+    def land(self) -> None:
+        """Block until the copies of the last layer have ended."""
+        error = self._error
+        for source, arrival in self._arrivals:
+            try:
+                self._seconds += arrival.finish()
+            except RuntimeError as problem:
+                if not error:
+                    error, self._source = str(problem), source
+        self._arrivals.clear()
+        self._end_step(error)
+
+    def _end_step(self, error: str) -> bool:
         with self._changed:
             self._is_copying = False
             self._error = error
@@ -114,12 +146,14 @@ class FetchTicket:
                 layer,
                 segment.region,
                 segment.rows,
-                self.job.device_pages[segment.positions],
+                # The pool gets back what it has handed out.
+                cast(Int64s, self.job.device_pages[segment.positions]),
                 after=self._after,
             )
             if arrival is not None:
-                # To its end, so that there is never more under way than a layer.
-                arrival.finish()
+                # Its own seconds come with its end; queueing's are nobody's.
+                self._arrivals.append((segment.source, arrival))
+                started_s = self._clock.now()
             if segment.charge is not None:
                 segment.charge(len(segment.rows) * layer_bytes)
         self._seconds += self._clock.now() - started_s

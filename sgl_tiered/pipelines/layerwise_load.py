@@ -10,7 +10,8 @@ forward cost 16 ms of TTFT on two cores, the same by itself 10 ms.
 
 Where the device has queues of its own (CUDA), the loader only queues: "layer i is
 there" then means that its copy is queued, the model's stream waits for it and no thread
-does, and the loader's thread sees the load through to its end.
+does. A second thread sees loads through to their ends, so that the first can queue the
+next batch's behind them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import Arrival, DevicePool
 from sgl_tiered.pipelines.completions import CompletionQueue, LoadFigures, LoadFinished
+from sgl_tiered.pipelines.page_numbers import PageNumbers, join_pages
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
 
@@ -89,7 +91,7 @@ class _Copy:
 
     region: npt.NDArray[np.uint8]
     rows: Int64s
-    device_pages: Int64s
+    device_pages: PageNumbers
     charge: Callable[[int], None] | None
     source: TierId
     num_bytes: int
@@ -97,7 +99,7 @@ class _Copy:
 
 def _merge(jobs: Sequence[LoadJob], page_bytes: int) -> list[_Copy]:
     """Return the jobs' segments, those of one region and medium put together."""
-    parts: dict[tuple[int, TierId], list[tuple[Segment, Int64s, int]]] = {}
+    parts: dict[tuple[int, TierId], list[tuple[Segment, PageNumbers, int]]] = {}
     for job in jobs:
         for segment in job.segments:
             key = (segment.region.ctypes.data, segment.source)
@@ -111,7 +113,7 @@ def _merge(jobs: Sequence[LoadJob], page_bytes: int) -> list[_Copy]:
             _Copy(
                 first.region,
                 np.concatenate([segment.rows for segment, _, _ in found]),
-                np.concatenate([pages for _, pages, _ in found]),
+                join_pages([pages for _, pages, _ in found]),
                 first.charge,
                 first.source,
                 sum(num_bytes for _, _, num_bytes in found),
@@ -148,14 +150,14 @@ class LoadJob:
     Attributes:
         plan: what is loaded; its sources stay pinned until the completion.
         segments: together they cover each position of the plan once.
-        device_pages: int64 [plan.num_pages], where the pages go.
+        device_pages: numbers of as many device pages, where the pages go.
         page_bytes: int64 [plan.num_pages], bytes that are copied of each, where the
             device does not take all of them; None for whole pages.
     """
 
     plan: LoadPlan
     segments: tuple[Segment, ...]
-    device_pages: Int64s
+    device_pages: PageNumbers
     page_bytes: Int64s | None = None
 
     def num_pages_from(self, tier: TierId) -> int:
@@ -292,6 +294,36 @@ class LoadTicket:
                 self._changed.wait()
             self._stall_s += self._clock.now() - started_s
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether the device has copies that were only queued; they may have ended."""
+        return any(self._arrivals)
+
+    def wait_queued(self) -> bool:
+        """Block until all layers are there or queued; return False if one failed.
+
+        Waits for no copy that is queued, unless another one failed before it.
+        """
+        if not self._done and self._num_arrived < self._num_layers:
+            started_s = self._clock.now()
+            with self._changed:
+                # Whoever waits for the whole will not come back for the layers.
+                self._left_to_waiter_until_s = 0.0
+                self._loader_needed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._done or self._failed or self._has_all
+                )
+                if not self.is_queued:
+                    self._stall_s += self._clock.now() - started_s
+        if self.is_queued and not self._failed:
+            return True
+        return self.wait()
+
+    @property
+    def _has_all(self) -> bool:
+        """Whether all layers are there or queued."""
+        return self._num_arrived == self._num_layers
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the load ended; return True if everything landed.
 
@@ -360,7 +392,8 @@ class LoadTicket:
                     layer,
                     copy.region,
                     copy.rows,
-                    copy.device_pages,
+                    # The pool gets back what it has handed out.
+                    cast(Int64s, copy.device_pages),
                     after=self._after,
                     by_waiter=by_waiter,
                 )
@@ -400,7 +433,16 @@ class Steps(Protocol):
     """Copies that nobody waits for; each step is short."""
 
     def step(self) -> bool:
-        """Do the next one; False once there is nothing more to do."""
+        """Do or queue the next one; False once there is nothing more to do."""
+        ...
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the last one is only queued, and ``land`` has to follow."""
+        ...
+
+    def land(self) -> None:
+        """Block until what is queued has ended."""
         ...
 
     def fail(self, error: str) -> None:
@@ -409,7 +451,9 @@ class Steps(Protocol):
 
 
 class LayerwiseLoader:
-    """Copies batches of jobs to the device on one thread of its own.
+    """Copies batches of jobs to the device on a thread of its own.
+
+    What that thread has only queued is seen to its end by a second one.
 
     Args:
         pool: the device's memory.
@@ -437,6 +481,9 @@ class LayerwiseLoader:
         self._worker: Worker[LoadTicket | Steps] = Worker(
             "tiered-load", self._work, self._end
         )
+        self._lander: Worker[LoadTicket | Steps] = Worker(
+            "tiered-land", self._land, self._end
+        )
 
     def submit(self, jobs: Sequence[LoadJob]) -> LoadTicket:
         """Start loading; the ticket tells when each layer is there. Never blocks."""
@@ -453,21 +500,50 @@ class LayerwiseLoader:
     @property
     def busy(self) -> bool:
         """True while a load waits or runs."""
-        return self._worker.busy
+        return self._worker.busy or self._lander.busy
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no load waits or runs; return False after the timeout."""
-        return self._worker.drain(timeout_s)
+        while self.busy:
+            # A step goes to and fro between the two.
+            workers = (self._worker, self._lander)
+            if not all(worker.drain(timeout_s) for worker in workers):
+                return False
+        return True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Fail the waiting loads and let the running one end."""
+        """Fail the waiting loads and let the running and the queued ones end."""
         self._worker.close(timeout_s)
+        self._lander.drain(timeout_s)
+        self._lander.close(timeout_s)
 
     def _work(self, job: LoadTicket | Steps) -> None:
         if isinstance(job, LoadTicket):
-            self._load(job)
-        elif job.step() and not self._worker.try_put(job):
-            job.fail("the loader is closed")
+            while job._claim_for_loader():
+                job._copy(by_waiter=False)
+            if job.is_queued:
+                self._pass_on(job, self._lander)
+            else:
+                self._load_ended(job, job.failed)
+        elif job.step():
+            self._pass_on(job, self._lander if job.is_queued else self._worker)
+
+    def _land(self, job: LoadTicket | Steps) -> None:
+        if isinstance(job, LoadTicket):
+            self._load_ended(job, job._land())
+        else:
+            job.land()
+            self._pass_on(job, self._worker)
+
+    def _pass_on(
+        self, job: LoadTicket | Steps, worker: Worker[LoadTicket | Steps]
+    ) -> None:
+        if worker.try_put(job):
+            return
+        if worker is self._lander:
+            self._land(job)
+        else:
+            self._end(job, "the loader is closed")
 
     def _end(self, job: LoadTicket | Steps, error: str) -> None:
         if isinstance(job, LoadTicket):
@@ -475,10 +551,7 @@ class LayerwiseLoader:
         else:
             job.fail(error)
 
-    def _load(self, ticket: LoadTicket) -> None:
-        while ticket._claim_for_loader():
-            ticket._copy(by_waiter=False)
-        error = ticket._land()
+    def _load_ended(self, ticket: LoadTicket, error: str) -> None:
         if error:
             self._give_up(ticket, error)
             return

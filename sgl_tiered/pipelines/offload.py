@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from sgl_tiered.core.plans import OffloadPlan, TransferResult
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.completions import CompletionQueue, OffloadFinished
+from sgl_tiered.pipelines.page_numbers import PageNumbers
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
@@ -32,7 +34,7 @@ CHUNK_PAGES = 64
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     plan: OffloadPlan
-    device_pages: npt.NDArray[np.int64]
+    device_pages: PageNumbers
     after: object
 
 
@@ -81,20 +83,20 @@ class OffloadWorker:
         return self._worker.busy
 
     def try_submit(
-        self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64], after: object
+        self, plan: OffloadPlan, device_pages: PageNumbers, after: object
     ) -> bool:
         """Queue a copy; False if the queue is full, and then nothing is posted.
 
         Args:
             plan: what goes where.
-            device_pages: int64 [n], page numbers in the device pool, not to be reused
-                before the completion.
+            device_pages: numbers in the device pool, not to be reused before the
+                completion.
             after: ``DevicePool.mark()`` of the work that writes them.
         """
         return self._worker.try_put(_Job(plan, device_pages, after))
 
     def submit(
-        self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64], after: object
+        self, plan: OffloadPlan, device_pages: PageNumbers, after: object
     ) -> None:
         """Queue a copy; with a full queue it is posted as failed. Never blocks."""
         job = _Job(plan, device_pages, after)
@@ -136,9 +138,9 @@ class OffloadWorker:
     def _store_chunk(self, job: _Job, chunk: slice) -> None:
         addresses = job.plan.addresses[chunk]
         started_s = self._clock.now()
-        self._pool.store_pages(
-            self._tier.region, addresses, job.device_pages[chunk], job.after
-        )
+        # The pool gets back what it has handed out.
+        pages = cast(npt.NDArray[np.int64], job.device_pages[chunk])
+        self._pool.store_pages(self._tier.region, addresses, pages, job.after)
         num_bytes = job.plan.bytes_of(chunk, self._pool.layout.page_bytes)
         self._tier.charge(num_bytes, is_store=True)
         if self._shares is not None:

@@ -7,8 +7,10 @@ when it was submitted: that work may still read what its slots held before.
 
 Pieces reach the device in one of two ways: by its copy engines, which leave its cores
 alone, or by a kernel that reads pinned memory over the link, which small scattered
-pieces need. Stores gather pages into device memory first, so that a page leaves as one
-piece, and then go by the copy engines; two halves let the one run under the other.
+pieces need. Only the kernel can be queued before the host knows where pages lie (see
+``page_numbers.py``), so it is where the copy engines would have to wait. Stores gather
+pages into device memory first, so that a page leaves as one piece, and then go by the
+copy engines; two halves let the one run under the other.
 """
 
 from __future__ import annotations
@@ -20,6 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.pipelines.page_numbers import (
+    PageNumbers,
+    QueuedNumbers,
+    QueuedPages,
+    host_numbers,
+)
 from sgl_tiered.pipelines.streams import BufferRing, Event, Stream, StreamArrival
 
 __all__ = ["CopyOps", "StreamPool"]
@@ -35,6 +43,10 @@ _TUNE_RUNS = 5
 _NUM_BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
 """Pinned memory per buffer: 80 us at 50 GB/s, against some 10 us to queue a copy."""
+_NUM_NUMBER_BUFFERS = 32
+_NUMBER_BYTES = 4 << 10
+"""Of page numbers on their way to the device. A load of two batches at once has some
+ten of them, and they pass only when the forward before it has."""
 _HALVES = 2
 _NUM_INDICES = 16
 
@@ -82,6 +94,23 @@ class CopyOps(Protocol):
 
     def upload(self, stream: Stream, numbers: Int64s) -> Any:
         """Copy int64 numbers from pinned memory to the device."""
+        ...
+
+    def download(self, numbers: Any) -> tuple[Int64s, Event]:
+        """Queue a copy of numbers to pinned memory; the event stands behind it.
+
+        Args:
+            numbers: int64 [n] of the engine's, on the device; on the engine's thread.
+        """
+        ...
+
+    def choose(self, stream: Stream, parts: Sequence[tuple[Any, Any]]) -> Any:
+        """Put chosen ones of numbers behind each other.
+
+        Args:
+            stream: for this work.
+            parts: numbers, and positions in them, or None for all.
+        """
         ...
 
     def load_by_engines(
@@ -148,9 +177,10 @@ class StreamPool:
             return BufferRing(ops.pinned, num_buffers, max(buffer_bytes, num_bytes))
 
         self._load_ring = ring(self._layout.layer_page_bytes)
+        self._number_ring = BufferRing(ops.pinned, _NUM_NUMBER_BUFFERS, _NUMBER_BYTES)
         self._store_ring = ring(self._layout.page_bytes)
         self._waited_for: object = None
-        self._indices: list[tuple[Int64s, Int64s, Any, Any]] = []
+        self._indices: list[tuple[Int64s, PageNumbers, Any, Any]] = []
 
     @property
     def layout(self) -> PageLayout:
@@ -171,12 +201,21 @@ class StreamPool:
         """Record an event behind all work that the engine has queued so far."""
         return [stream.record_event() for stream in self._ops.engine_streams()]
 
+    def queue_pages(self, numbers: Any) -> QueuedPages:
+        """Return page numbers that the engine has on the device; never waits.
+
+        Args:
+            numbers: int64 [n], made by work that is queued; on the engine's thread.
+        """
+        on_host, ready = self._ops.download(numbers)
+        return QueuedPages([(QueuedNumbers(numbers, on_host, ready), None)])
+
     def load_layer(
         self,
         layer: int,
         region: UInt8s,
         rows: Int64s,
-        device_pages: Int64s,
+        device_pages: PageNumbers,
         *,
         after: object = None,
         by_waiter: bool = False,
@@ -215,7 +254,7 @@ class StreamPool:
         return event
 
     def store_pages(
-        self, region: UInt8s, rows: Int64s, device_pages: Int64s, after: object
+        self, region: UInt8s, rows: Int64s, device_pages: PageNumbers, after: object
     ) -> None:
         """Copy all layers of pages from the device to rows of ``region``."""
         if not len(rows):
@@ -224,7 +263,7 @@ class StreamPool:
         for event in _events(after):
             gathers.wait_event(event)
         try:
-            pages = self._upload(gathers, self._store_ring, device_pages)
+            pages = self._on_device(gathers, self._store_ring, device_pages)
             is_free: list[Event | None] = [None] * _HALVES
             for i, begin in enumerate(range(0, len(rows), ops.half_pages)):
                 half, end = i % _HALVES, min(begin + ops.half_pages, len(rows))
@@ -275,24 +314,28 @@ class StreamPool:
         self._indices.clear()
 
     def _load(
-        self, layer: int, memory: UInt8s, rows: Int64s, offset: int, pages: Int64s
+        self, layer: int, memory: UInt8s, rows: Int64s, offset: int, pages: PageNumbers
     ) -> None:
-        if self._by_kernel:
+        is_known = not isinstance(pages, QueuedPages) or pages.is_known
+        if self._by_kernel or not is_known:
             on_device = self._numbers(rows, pages)
             self._ops.load_by_kernel(
                 self._load_stream, layer, memory, on_device[0], offset, on_device[1]
             )
         else:
             self._ops.load_by_engines(
-                self._load_stream, layer, memory, rows, offset, pages
+                self._load_stream, layer, memory, rows, offset, host_numbers(pages)
             )
 
     def _load_by_buffers(
-        self, layer: int, region: UInt8s, rows: Int64s, pages: Int64s
+        self, layer: int, region: UInt8s, rows: Int64s, pages: PageNumbers
     ) -> None:
         """Bring rows of ordinary memory, through pinned buffers."""
         width, offset = self._layout.layer_page_bytes, self._layout.key_offset(layer)
         step = max(self._load_ring.num_bytes // width, 1)
+        # The thread waits for buffers in any case: what lay in them was read behind
+        # the work that the numbers were made behind.
+        numbers = host_numbers(pages)
         for begin in range(0, len(rows), step):
             part = rows[begin : begin + step]
             buffer = self._load_ring.lend(len(part) * width).reshape(-1, width)
@@ -303,7 +346,7 @@ class StreamPool:
                 buffer,
                 np.arange(len(part), dtype=np.int64),
                 0,
-                pages[begin : begin + step],
+                numbers[begin : begin + step],
             )
             self._load_ring.passes(self._load_stream.record_event())
 
@@ -319,18 +362,33 @@ class StreamPool:
         done.synchronize()
         region[rows, :width] = buffer
 
-    def _numbers(self, rows: Int64s, pages: Int64s) -> tuple[Any, Any]:
+    def _numbers(self, rows: Int64s, pages: PageNumbers) -> tuple[Any, Any]:
         """Return both on the device; layers of a load name the same arrays."""
         for known_rows, known_pages, on_device, pages_on_device in self._indices:
             if known_rows is rows and known_pages is pages:
                 return on_device, pages_on_device
         del self._indices[: 1 - _NUM_INDICES]
         uploaded = [
-            self._upload(self._load_stream, self._load_ring, numbers)
+            self._on_device(self._load_stream, self._number_ring, numbers)
             for numbers in (rows, pages)
         ]
         self._indices.append((rows, pages, uploaded[0], uploaded[1]))
         return uploaded[0], uploaded[1]
+
+    def _on_device(self, stream: Stream, ring: BufferRing, pages: PageNumbers) -> Any:
+        """Return numbers on the device, in the order of the stream."""
+        if not isinstance(pages, QueuedPages):
+            return self._upload(stream, ring, pages)
+        parts = [
+            (
+                numbers.on_device,
+                None if chosen is None else self._upload(stream, ring, chosen),
+            )
+            for numbers, chosen in pages.parts
+        ]
+        if len(parts) == 1 and parts[0][1] is None:
+            return parts[0][0]
+        return self._ops.choose(stream, parts)
 
     def _upload(self, stream: Stream, ring: BufferRing, numbers: Int64s) -> Any:
         source = ring.lend(numbers.nbytes).view(np.int64)

@@ -10,10 +10,29 @@ from typing import Generic, TypeVar
 
 from sgl_tiered.core.background import give_way
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "prepare_threads"]
 
 logger = logging.getLogger(__name__)
 Job = TypeVar("Job")
+
+
+def _nothing() -> None:
+    """Prepare nothing."""
+
+
+_prepare: Callable[[], None] = _nothing
+
+
+def prepare_threads(prepare: Callable[[], None] | None) -> None:
+    """Have each thread of the workers made from now on call this first.
+
+    For what belongs to a thread and not to the process, as its current device does.
+
+    Args:
+        prepare: must not raise; None for nothing.
+    """
+    global _prepare
+    _prepare = prepare or _nothing
 
 
 class Worker(Generic[Job]):
@@ -50,6 +69,7 @@ class Worker(Generic[Job]):
         self._changed = threading.Condition()
         self._num_running = 0
         self._closed = False
+        self._prepare = _prepare
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True)
             for i in range(num_threads)
@@ -109,6 +129,7 @@ class Worker(Generic[Job]):
         return ended
 
     def _run(self) -> None:
+        self._prepare()
         if self._background:
             give_way()
         while True:

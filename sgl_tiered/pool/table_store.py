@@ -459,7 +459,7 @@ class TableStore:
         entries = table.add_copies(number, mine, slots)
         blocks.entry_at[slots] = entries
         if blocks.num_holds:
-            table.pins[entries] += blocks.holds[slots]
+            table.pin(entries, blocks.holds[slots])
         if node is not None:
             self._index.change_node(number, node, len(mine))
         else:

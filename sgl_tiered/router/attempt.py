@@ -28,10 +28,13 @@ __all__ = [
     "is_refusal",
     "open_answer",
     "open_pair",
+    "read_whole",
 ]
 
 RETRIED = frozenset({500, 502, 503, 504})
 """Statuses that say something of the instance and nothing of the request."""
+_PIECE_BYTES = 256 * 2**10
+"""Of a body that are handed to a connection at one time."""
 
 
 @dataclass(eq=False)
@@ -148,8 +151,8 @@ async def open_answer(
             ticket.give_up = _ender(bound)
             response = await upstream.session.post(
                 instance.config.url + upstream.path,
-                data=body,
-                headers=upstream.headers,
+                data=_pieces(body) if len(body) > _PIECE_BYTES else body,
+                headers={**upstream.headers, "Content-Length": str(len(body))},
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=timeouts.connect_s
                 ),
@@ -159,7 +162,7 @@ async def open_answer(
             if streams:
                 first = await response.content.readany()
             else:
-                first = await _whole(response, upstream.max_bytes)
+                first = await read_whole(response, upstream.max_bytes)
         answer = Answer(
             response.status,
             response.headers,
@@ -243,6 +246,12 @@ async def _prefill(
         answer.close()
 
 
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Give a long body piece by piece, so that others get the loop in between."""
+    for at in range(0, len(body), _PIECE_BYTES):
+        yield body[at : at + _PIECE_BYTES]
+
+
 def _failure(first: bytes) -> Answer | None:
     """Return what a stream's first event says, where it is a failure of the server.
 
@@ -287,7 +296,7 @@ def _ender(bound: asyncio.Timeout) -> Callable[[], None]:
     return end
 
 
-async def _whole(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+async def read_whole(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     """Read all of an answer.
 
     Raises:

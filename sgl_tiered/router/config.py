@@ -67,12 +67,21 @@ class Timeouts:
 
     Attributes:
         connect_s: to connect to an instance.
+        header_s: from connecting, or from the first byte after an answer, until a
+            client's headers are whole.
+        body_s: from there until its body is whole.
+        keepalive_s: that a client's connection may be idle between requests.
+        read_s: to find out what a body says.
         first_byte_s: from sending a request to the first byte of its answer's body; a
             queue and a prefill fit into it.
-        idle_s: between two pieces of an answer.
+        idle_s: between two pieces of an answer, from an instance or to a client.
         whole_s: of an answer that is not streamed.
     """
 
+    header_s: float = 20.0
+    body_s: float = 120.0
+    keepalive_s: float = 75.0
+    read_s: float = 10.0
     connect_s: float = 3.0
     first_byte_s: float = 600.0
     idle_s: float = 120.0
@@ -87,6 +96,9 @@ class RouterConfig:
         host: address to listen on.
         port: to listen on; 0 for a free one.
         api_key: that clients must bring; None for an open router.
+        admin_api_key: that operators must bring, to change the fleet or to look at it;
+            None for nobody where clients have a key, else for anybody.
+        allow_hosts: that may be added while it serves: HOST, HOST:PORT, or networks.
         instance_api_key: that the instances want; None to pass the client's on, unless
             the router has a key of its own.
         policy: a word of ``policies.routing.registry.ROUTINGS``.
@@ -104,6 +116,14 @@ class RouterConfig:
             idle server compute one token).
         health_timeout_s: of either.
         max_failures: probes that fail in a row until an instance is down.
+        max_held_bytes: of the bodies of all requests under way.
+        max_connections: of clients, open at one time; None for half of the files that
+            the process may open.
+        num_readers: bodies that are tokenized at one time, each by a process.
+        tokenizer: a word for ``tokenizers.make_tokenizer``.
+        template_keys: that chats may hand to their template, besides the usual ones.
+        show_cached_tokens: whether clients without a salt are told how much of their
+            prompt was cached.
         max_body_bytes: of a request, and of an answer that is not streamed.
         timeouts: of requests.
         registry: URL of a pool's registry, whose members are instances as well; None
@@ -115,6 +135,8 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 30080
     api_key: str | None = None
+    admin_api_key: str | None = None
+    allow_hosts: tuple[str, ...] = ()
     instance_api_key: str | None = None
     policy: str = "prompt-tree"
     credits: Mapping[str, float] = field(default_factory=dict)
@@ -129,6 +151,12 @@ class RouterConfig:
     health_timeout_s: float = 5.0
     max_failures: int = 2
     max_body_bytes: int = 64 * 2**20
+    max_held_bytes: int = 2 * 2**30
+    max_connections: int | None = None
+    num_readers: int = 2
+    tokenizer: str = "none"
+    template_keys: tuple[str, ...] = ()
+    show_cached_tokens: bool = False
     timeouts: Timeouts = Timeouts()
     registry: str | None = None
     name: str = ""
@@ -137,6 +165,14 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.api_key == "":
             raise ConfigError("--api-key-file", "the key is empty", "write one in it")
+        if self.admin_api_key == "":
+            raise ConfigError(
+                "--admin-api-key-file", "the key is empty", "write one in it"
+            )
+        if self.admin_api_key is not None and self.admin_api_key == self.api_key:
+            raise ConfigError(
+                "--admin-api-key-file", "it is the clients' key", "write another one"
+            )
         if self.api_key is None and not is_loopback(self.host):
             raise ConfigError(
                 "--host",
@@ -160,6 +196,14 @@ class RouterConfig:
             ("--ttl", self.ttl_s, 0),
             ("--running-cost", self.running_cost_tokens, 0),
             ("--compute-cost", self.compute_cost, 1),
+            ("--readers", self.num_readers, 1),
+            ("--max-body-mb", self.max_body_bytes, 1),
+            ("--max-held-mb", self.max_held_bytes, self.max_body_bytes),
+            (
+                "--max-connections",
+                1 if self.max_connections is None else self.max_connections,
+                1,
+            ),
         ):
             if value < least:
                 raise ConfigError(name, f"{value} is too small", f"use {least} or more")

@@ -65,6 +65,7 @@ class Discovery:
         url: of the registry (``pool/registry_url.py``).
         lease_s: seconds from one renewal of its lease to its end.
         on_news: called by a thread when an attribute has changed.
+        on_failure: called by a thread with its name when it failed and begins again.
 
     Attributes:
         members: of the pool; those that the registry has forgotten included.
@@ -75,7 +76,13 @@ class Discovery:
         replicas: names of the replicas with a lease.
     """
 
-    def __init__(self, url: str, lease_s: float, on_news: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        lease_s: float,
+        on_news: Callable[[], None],
+        on_failure: Callable[[str], None] | None = None,
+    ) -> None:
         self.url = url
         self.name = ""
         self.members: tuple[Member, ...] = ()
@@ -84,6 +91,7 @@ class Discovery:
         self.replicas: tuple[str, ...] = ()
         self._lease_s = lease_s
         self._on_news = on_news
+        self._on_failure = on_failure or (lambda name: None)
         self._pool: Registry | None = None
         self._own: Registry | None = None
         self._opening = threading.Lock()
@@ -169,7 +177,19 @@ class Discovery:
                 registry.close()
 
     def _run(self, name: str, run: Callable[[], None]) -> None:
-        thread = threading.Thread(target=run, name=f"tiered-router-{name}", daemon=True)
+        def again_and_again() -> None:
+            while not self._closing.is_set():
+                try:
+                    run()
+                except Exception as error:  # noqa: BLE001 - it must go on
+                    _LOG.exception("the thread %s failed, and begins again", name)
+                    self._on_failure(f"registry_{name}")
+                    self._say(name, self._unusable(error))
+                    self._closing.wait(_AGAIN_S)
+
+        thread = threading.Thread(
+            target=again_and_again, name=f"tiered-router-{name}", daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 

@@ -30,6 +30,8 @@ TIERS: Mapping[str | None, TierId] = {
 """Medium in events -> tier. Without one it is the device, as in SGLang's recorder."""
 
 _MAX_TOKEN = 2**31
+_MAX_BLOCK_TOKENS = 2**20
+"""A page of more tokens than any prompt has, and lengths in tokens stay numbers."""
 
 
 class EventError(ValueError):
@@ -130,13 +132,15 @@ def _event(event: Any) -> Event:
         raise EventError(f"{kind!r} is no kind of event")
     parent = event.get("parent_block_hash")
     block_tokens = event.get("block_size")
-    if parent is not None and not isinstance(parent, int):
+    if parent is not None and type(parent) is not int:
         raise EventError("parent_block_hash is no integer")
-    if not isinstance(block_tokens, int) or block_tokens < 1:
+    if type(block_tokens) is not int or not 0 < block_tokens <= _MAX_BLOCK_TOKENS:
         raise EventError(f"block_size {block_tokens!r} is no length")
     tokens = event.get("token_ids")
     if isinstance(tokens, list) and tokens and isinstance(tokens[0], list):
         # Speculative decoding stores pairs of neighbours; their firsts are the prompt.
+        if not all(isinstance(pair, list) for pair in tokens):
+            raise EventError("token_ids is no list of pairs")
         event = {**event, "token_ids": [pair[0] for pair in tokens if pair]}
     tokens = _integers(event, "token_ids")
     if len(tokens) != len(hashes) * block_tokens:

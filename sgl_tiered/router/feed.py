@@ -32,17 +32,21 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgl_tiered.router.events import EventError, apply, decode
 from sgl_tiered.router.sequence import SequenceTracker, Verdict
+from sgl_tiered.router.supervised import supervised
 from sgl_tiered.router.tree import Holder, PromptTree
 
 __all__ = ["EventFeed", "FeedCounts", "FeedSource"]
 
 _LOG = logging.getLogger(__name__)
 _END = (-1).to_bytes(8, "big", signed=True)
-_MAX_QUEUED = 100_000
-"""Batches that wait in our socket; more are dropped by ZeroMQ and seen as a gap."""
+_MAX_QUEUED = 64
+"""Batches that wait in our socket; more wait at the publisher, in its own bound, beyond
+which it drops them and we see a gap."""
 _BLOCKS_PER_TURN = 512
 """Applied before requests get the loop again, a millisecond or two."""
-_MAX_BATCH_BYTES = 256 * 2**20
+_MAX_BATCH_BYTES = 64 * 2**20
+"""Of a batch; a longer one ends the connection. A prompt of 400,000 tokens in pages
+of one is told in as much."""
 _MAX_AGAIN_S = 300.0
 """Between two tries: each holds up the events for ``replay_timeout_s``."""
 _LOOK_S = 0.5
@@ -96,6 +100,7 @@ class EventFeed:
         source: where they come from.
         context: ZeroMQ's, shared by all feeds.
         on_count: called with the name of each count of ``FeedCounts`` as it grows.
+        on_failure: called with the name of a task that failed and begins again.
         replay_timeout_s: bound on a replay as a whole, in seconds.
         again_s: from a replay that did not come to the next try, in seconds; doubled
             with each.
@@ -109,6 +114,7 @@ class EventFeed:
         context: zmq.asyncio.Context,
         *,
         on_count: Callable[[str], None] | None = None,
+        on_failure: Callable[[str], None] | None = None,
         replay_timeout_s: float = 5.0,
         again_s: float = 1.0,
     ) -> None:
@@ -119,6 +125,7 @@ class EventFeed:
         self._tree = tree
         self._context = context
         self._on_count = on_count
+        self._on_failure = on_failure or (lambda task: None)
         self._replay_timeout_s = replay_timeout_s
         self._again_s = again_s
         self._wait_s = again_s
@@ -126,7 +133,16 @@ class EventFeed:
         self._tracker = SequenceTracker()
 
     async def run(self) -> None:
-        """Take events until cancelled."""
+        """Take events until cancelled, whatever a publisher sends."""
+        await supervised("feed", self._run, self._failed)
+
+    def _failed(self, task: str) -> None:
+        self._on_failure(task)
+        # What it was about to note is not known, nor what came since.
+        self._drop()
+        self._tracker.reset()
+
+    async def _run(self) -> None:
         socket = self._context.socket(zmq.SUB)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.RCVHWM, _MAX_QUEUED)
@@ -135,7 +151,9 @@ class EventFeed:
         monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        watch = asyncio.create_task(self._watch(monitor))
+        watch = asyncio.create_task(
+            supervised("feed_monitor", lambda: self._watch(monitor), self._on_failure)
+        )
         try:
             socket.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
             socket.connect(self.source.endpoint)
@@ -229,7 +247,9 @@ class EventFeed:
         try:
             events = decode(payload)
         except EventError as error:
-            _LOG.warning("events of %s: %s", self.holder.instance, error)
+            # Once as a warning: who sends one batch like this sends many.
+            level = logging.DEBUG if self.counts.malformed else logging.WARNING
+            _LOG.log(level, "events of %s: %s", self.holder.instance, error)
             self._count("malformed")
             self._drop()
             events = []
@@ -262,6 +282,7 @@ class EventFeed:
         wanted = 0 if anew else self._tracker.applied + 1
         socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVHWM, _MAX_QUEUED)
         socket.set(zmq.MAXMSGSIZE, _MAX_BATCH_BYTES)
         try:
             async with asyncio.timeout(self._replay_timeout_s):

@@ -17,17 +17,19 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import msgspec
 import zmq.asyncio
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.routing.base import PLACES
-from sgl_tiered.router.attempt import is_refusal
+from sgl_tiered.router.attempt import is_refusal, read_whole
 from sgl_tiered.router.board import LoadBoard
 from sgl_tiered.router.config import KINDS, InstanceConfig, RouterConfig
 from sgl_tiered.router.feed import EventFeed, FeedSource
 from sgl_tiered.router.instances import Instance, LoadReport
 from sgl_tiered.router.metrics import RouterMetrics
+from sgl_tiered.router.supervised import supervised
 from sgl_tiered.router.tree import PromptTree
 
 __all__ = ["Fleet", "sources_of"]
@@ -35,6 +37,10 @@ __all__ = ["Fleet", "sources_of"]
 _LOG = logging.getLogger(__name__)
 _REPORTS_KEPT = 5
 """A load report counts for so many intervals."""
+_MAX_TOLD_BYTES = 16 * 2**20
+"""Of what an instance tells of itself."""
+_MAX_LOAD = 2**48
+"""Requests or tokens in a report: loads of all instances can be added up."""
 
 
 class Fleet:
@@ -108,7 +114,13 @@ class Fleet:
                 self._tree(instance).add_holder(config.name, self._config.page_tokens)
             )
         self._show(instance)
-        instance.tasks.append(asyncio.create_task(self._watch(instance)))
+
+        def failed(task: str) -> None:
+            self._metrics.fail(task)
+            self._down(instance, is_gone=False)
+
+        watching = supervised("watch", partial(self._watch, instance), failed)
+        instance.tasks.append(asyncio.create_task(watching))
         return instance
 
     def drain(self, instance: Instance, *, is_draining: bool = True) -> None:
@@ -205,7 +217,14 @@ class Fleet:
         def count(what: str) -> None:
             counter.labels(instance.name, what).inc()
 
-        feed = EventFeed(tree, holder, source, self._context, on_count=count)
+        feed = EventFeed(
+            tree,
+            holder,
+            source,
+            self._context,
+            on_count=count,
+            on_failure=self._metrics.fail,
+        )
         instance.feeds.append(feed)
         instance.tasks.append(asyncio.create_task(feed.run()))
 
@@ -234,12 +253,11 @@ class Fleet:
             wants_events = instance.config.discovers_events and not instance.feeds
             if with_health and wants_events:
                 await self._discover(instance)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            instance.num_failures += 1
-            is_gone = is_refusal(error)
-            if is_gone or instance.num_failures >= self._config.max_failures:
-                _LOG.debug("%s does not answer: %r", instance.name, error)
-                self._down(instance, is_gone=is_gone)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._miss(instance, error)
+        except Exception as error:  # noqa: BLE001 - an answer may be anything
+            self._metrics.refuse("answer")
+            self._miss(instance, error)
         else:
             if with_health:  # a server that tells its load may be ill all the same
                 instance.num_failures = 0
@@ -248,16 +266,27 @@ class Fleet:
                 instance.is_up = True
                 self._show(instance)
 
+    def _miss(self, instance: Instance, error: Exception) -> None:
+        """Note that an instance did not answer, or not what one can believe."""
+        instance.num_failures += 1
+        is_gone = is_refusal(error)
+        if is_gone or instance.num_failures >= self._config.max_failures:
+            level = logging.WARNING if instance.is_up else logging.DEBUG
+            _LOG.log(level, "%s does not answer as it should: %r", instance.name, error)
+            self._down(instance, is_gone=is_gone)
+
     async def _get(self, instance: Instance, path: str) -> Any:
         """Return what a path answers: JSON, or None; raises for a status of 500 on."""
         timeout = aiohttp.ClientTimeout(total=self._config.health_timeout_s)
         url = instance.config.url + path
-        async with self._session.get(url, timeout=timeout) as response:
+        async with self._session.get(
+            url, timeout=timeout, allow_redirects=False
+        ) as response:
             if response.status >= 500:
                 response.raise_for_status()
             if response.status != 200 or response.content_type != "application/json":
                 return None
-            return await response.json()
+            return msgspec.json.decode(await read_whole(response, _MAX_TOLD_BYTES))
 
     async def _ask_load(self, instance: Instance) -> None:
         if not instance.tells_load:
@@ -310,7 +339,9 @@ def sources_of(info: Any, host: str) -> tuple[FeedSource, ...]:
     replay, topic = told.get("replay_endpoint_port_base"), told.get("topic", "")
     if type(base) is not int or type(ranks) is not int or not isinstance(topic, str):
         return ()
-    if not 0 < ranks <= 1024:
+    if not 0 < ranks <= 1024 or not 0 < base < 2**16 - ranks:
+        return ()
+    if type(replay) is int and not 0 < replay < 2**16 - ranks:
         return ()
     at = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
     return tuple(
@@ -324,6 +355,11 @@ def sources_of(info: Any, host: str) -> tuple[FeedSource, ...]:
 
 
 def _report(told: Any, asked_s: float) -> LoadReport | None:
+    """Return what ``/v1/loads`` tells; None where it tells none.
+
+    Raises:
+        ValueError: it tells a number that is none.
+    """
     loads = told.get("loads") if isinstance(told, Mapping) else None
     if not isinstance(loads, list) or not loads:
         return None
@@ -332,13 +368,20 @@ def _report(told: Any, asked_s: float) -> LoadReport | None:
         if not isinstance(load, Mapping):
             return None
         for field in ("num_running_reqs", "num_waiting_reqs"):
-            num_requests += _natural(load.get(field))
-        waiting += _natural(load.get("num_waiting_uncached_tokens"))
+            num_requests += _natural(load, field)
+        waiting += _natural(load, "num_waiting_uncached_tokens")
+    if max(num_requests, waiting) > _MAX_LOAD:
+        raise ValueError("/v1/loads tells more requests or tokens than there can be")
     return LoadReport(asked_s, num_requests, waiting)
 
 
-def _natural(value: Any) -> int:
-    return max(int(value), 0) if isinstance(value, int | float) else 0
+def _natural(load: Mapping[str, Any], field: str) -> int:
+    value = load.get(field)
+    if not isinstance(value, int | float):
+        return 0
+    if not abs(value) <= _MAX_LOAD:
+        raise ValueError(f"/v1/loads tells {field} of {value!r}")
+    return max(int(value), 0)
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

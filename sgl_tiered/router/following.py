@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.router.access import Hosts
 from sgl_tiered.router.config import InstanceConfig, RouterConfig
 from sgl_tiered.router.discovery import Discovery
 from sgl_tiered.router.fleet import Fleet
 from sgl_tiered.router.instances import Instance
 from sgl_tiered.router.metrics import RouterMetrics
+from sgl_tiered.router.supervised import supervised
 from sgl_tiered.router.wanted import (
     FLAG,
     REGISTRY,
@@ -55,6 +57,7 @@ class Following:
         self._fleet = fleet
         self._given = tuple(given)
         self._metrics = metrics
+        self._hosts = Hosts(config, given)
         self._discovery: Discovery | None = None
         self._changes: Mapping[str, Change] = {}
         self._entries: Mapping[str, Entry] = {}
@@ -79,6 +82,7 @@ class Following:
                 self._config.registry,
                 self._config.lease_s,
                 lambda: _call(loop, self._news.set),
+                self._metrics.fail,
             )
             self._metrics.show_registry(True)
             await asyncio.to_thread(self._discovery.start, _START_S)
@@ -86,7 +90,8 @@ class Following:
         for instance in self._fleet:
             await instance.probed.wait()
         if self._discovery is not None:
-            self._task = asyncio.create_task(self._follow())
+            following = supervised("follow", self._follow, self._failed)
+            self._task = asyncio.create_task(following)
 
     def lead(self, name: str, url: str) -> None:
         """Take part among the replicas, once it is known where this one serves."""
@@ -106,8 +111,13 @@ class Following:
         """Add an instance by request; returns it and whether that is noted.
 
         Raises:
-            ConfigError: there is one of this name or of this address.
+            ConfigError: there is one of this name or of this address, or it is on a
+                host that nobody allowed.
         """
+        trouble = self._hosts.trouble(config)
+        if trouble:
+            self._metrics.refuse("host")
+            raise ConfigError("instance", trouble, "start with --allow-host HOST")
         async with self._adding:
             for other in self._fleet:
                 if config.name == other.name or config.url == other.config.url:
@@ -194,16 +204,18 @@ class Following:
             assert discovery is not None
             self._metrics.show_registry(not discovery.trouble)
             self._metrics.show_leader(discovery.leader, leads=discovery.leads)
-            try:
-                await self._apply()
-            except Exception:  # noqa: BLE001 - whoever is told of must not end this
-                _LOG.exception("the fleet could not be made what it should be")
+            await self._apply()
+
+    def _failed(self, task: str) -> None:
+        self._metrics.fail(task)
+        self._news.set()  # what could not be applied is tried again
 
     async def _apply(self) -> None:
         """Make the fleet what it should be now."""
         async with self._applying:
             members = () if self._discovery is None else self._discovery.members
-            found = wanted_instances(self._given, members, self._known)
+            self._hosts.name(each.endpoints.get("http", "") for each in members)
+            found = wanted_instances(self._given, members, self._known, self._hosts)
             for trouble in found.troubles:
                 if trouble not in self._troubles:
                     _LOG.warning("%s", trouble)

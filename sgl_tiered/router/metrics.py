@@ -87,6 +87,30 @@ class RouterMetrics:
             ["kind"],
             registry=self.registry,
         )
+        self.refusals = Counter(
+            f"{_PREFIX}_refusals",
+            "What was refused or not believed, by reason: keys (key, admin_key), "
+            "origins, hosts, bodies, times, connections, the tokenizer's troubles, "
+            "answers of instances (answer), requests that are no HTTP (http).",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.task_failures = Counter(
+            f"{_PREFIX}_task_failures",
+            "Background tasks that failed and began again, by task.",
+            ["task"],
+            registry=self.registry,
+        )
+        self.connections = Gauge(
+            f"{_PREFIX}_connections",
+            "Connections of clients that are open.",
+            registry=self.registry,
+        )
+        self.body_bytes = Gauge(
+            f"{_PREFIX}_body_bytes",
+            "Bytes of the bodies of requests under way.",
+            registry=self.registry,
+        )
         self.registry_up = Gauge(
             f"{_PREFIX}_registry_up",
             "1 where the pool's registry can be used; 0 where not, or without one.",
@@ -103,6 +127,14 @@ class RouterMetrics:
             ["replica"],
             registry=self.registry,
         )
+
+    def refuse(self, reason: str) -> None:
+        """Count a refusal."""
+        self.refusals.labels(reason).inc()
+
+    def fail(self, task: str) -> None:
+        """Count a background task that failed."""
+        self.task_failures.labels(task).inc()
 
     def show_registry(self, is_up: bool) -> None:
         """Show whether the registry can be used; never called without one."""

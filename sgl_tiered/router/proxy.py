@@ -15,9 +15,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -34,15 +32,18 @@ from sgl_tiered.router.attempt import (
     open_answer,
     open_pair,
 )
+from sgl_tiered.router.bodies import Bodies
 from sgl_tiered.router.bootstrap import with_bootstrap
 from sgl_tiered.router.config import COLOCATED, DECODE, PREFILL, RouterConfig
 from sgl_tiered.router.fleet import Fleet
 from sgl_tiered.router.instances import Instance
 from sgl_tiered.router.metrics import RouterMetrics
-from sgl_tiered.router.prompts import Prompt, Tokenizer, read_prompt
-from sgl_tiered.router.scheduler import Choice, PromptKeys, Scheduler
+from sgl_tiered.router.prompts import Prompt, PromptKeys
+from sgl_tiered.router.readers import Readers
+from sgl_tiered.router.refusals import RefusedError, error_body, error_response
+from sgl_tiered.router.scheduler import Choice, Scheduler
 
-__all__ = ["Proxy", "error_response", "whole_events"]
+__all__ = ["Proxy", "whole_events"]
 
 _LOG = logging.getLogger(__name__)
 _HOP_BY_HOP = frozenset(
@@ -95,7 +96,8 @@ class Proxy:
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
         clock: Clock,
-        tokenizer: Tokenizer | None,
+        bodies: Bodies,
+        readers: Readers,
         rng: np.random.Generator,
     ) -> None:
         self._config = config
@@ -104,36 +106,38 @@ class Proxy:
         self._session = session
         self._metrics = metrics
         self._clock = clock
-        self._tokenizer = tokenizer
+        self._bodies = bodies
+        self._readers = readers
         self._rng = rng
-        self._tokenizing = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
-
-    def close(self) -> None:
-        """Stop the threads that tokenize."""
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Serve one request of one of ``prompts.PATHS``."""
         began_s = self._clock.now()
         outcome = "gone"
         try:
-            response, outcome = await self._serve(request, began_s)
+            async with self._bodies.read(request) as raw:
+                response, outcome = await self._serve(request, raw, began_s)
+        except RefusedError as refused:
+            outcome = str(refused.status)
+            raise
         finally:
             self._metrics.requests.labels(request.path, outcome).inc()
         return response
 
     async def _serve(
-        self, request: web.Request, began_s: float
+        self, request: web.Request, raw: bytes, began_s: float
     ) -> tuple[web.StreamResponse, str]:
-        raw = await request.read()
-        try:
-            body = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _refusal(400, f"the body is not JSON: {error}")
-        if not isinstance(body, dict):
-            return _refusal(400, "the body is no JSON object")
-        prompt = await self._read(request.path, body)
-        keys = self._scheduler.keys(prompt)
+        """Have an instance answer; ``raw`` is the request's body.
+
+        Raises:
+            RefusedError: what the body says is none, or costs too much to be read.
+        """
+        sizes = self._scheduler.page_sizes
+        reading = await self._readers.read(request.path, raw, sizes)
+        if reading.trouble:
+            raise RefusedError(400, "body", reading.trouble)
+        prompt = reading.prompt
+        keys = reading.keys(self._config.page_characters)
         session = request.headers.get("x-session-id") or prompt.session
         session = session or _connection(request)
         tried: list[str] = []
@@ -144,7 +148,7 @@ class Proxy:
                 break
             try:
                 return await self._attempt(
-                    request, raw, body, prompt, keys, route, len(tried) + 1, began_s
+                    request, raw, prompt, keys, route, len(tried) + 1, began_s
                 )
             except AttemptError as error:
                 _LOG.warning("attempt %d failed at %s", len(tried) + 1, error)
@@ -167,14 +171,6 @@ class Proxy:
             return response, str(answer.status)
         status = 504 if last.outcome == "timeout" else 502
         return _refusal(status, f"{len(tried)} attempts failed, the last at {last}")
-
-    async def _read(self, path: str, body: Mapping[str, Any]) -> Prompt:
-        if self._tokenizer is None:
-            return read_prompt(path, body, None)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._tokenizing, read_prompt, path, body, self._tokenizer
-        )
 
     def _route(
         self, prompt: Prompt, keys: PromptKeys, session: str, tried: list[str]
@@ -203,7 +199,6 @@ class Proxy:
         self,
         request: web.Request,
         raw: bytes,
-        body: dict[str, Any],
         prompt: Prompt,
         keys: PromptKeys,
         route: _Route,
@@ -231,24 +226,30 @@ class Proxy:
             self._config.timeouts,
             self._config.max_body_bytes,
         )
-        # Sent is as good as held: who comes next with this prefix should follow it.
-        self._assume(route, keys)
+        ttl_s = self._config.ttl_s
+        taking_back = [
+            self._scheduler.expect(instance, keys, ttl_s) for instance, _ in tickets
+        ]
         answer: Answer | None = None
+        is_held = False
         try:
             if route.prefill is None:
                 answer = await open_answer(upstream, *tickets[0], raw)
             else:
-                paired = with_bootstrap(
-                    body, prompt.num_prompts, first.instance.config, self._rng
-                )
-                sent = msgspec.json.encode(paired)
+                sent = with_bootstrap(raw, prompt, first.instance.config, self._rng)
                 answer = await open_pair(upstream, tickets[0], tickets[1], sent)
             for instance, ticket in tickets:
                 instance.answered(ticket)
             if number == 1:
                 self._count_tokens(prompt, first)
-            return await self._pass_on(request, answer, route, keys, number, began_s)
+            is_held = answer.status == 200
+            return await self._pass_on(
+                request, answer, route, prompt, keys, number, began_s
+            )
         finally:
+            if not is_held:  # it was refused, or nobody knows
+                for take_back in taking_back:
+                    take_back()
             for instance, ticket in tickets:
                 instance.close(ticket)
             if answer is not None:
@@ -259,6 +260,7 @@ class Proxy:
         request: web.Request,
         answer: Answer,
         route: _Route,
+        prompt: Prompt,
         keys: PromptKeys,
         number: int,
         began_s: float,
@@ -269,12 +271,14 @@ class Proxy:
         headers["X-Tiered-Instance"] = serving.name
         if route.prefill is not None:
             headers["X-Tiered-Prefill"] = route.prefill.instance.name
-        headers["X-Tiered-Cached-Tokens"] = str(route.first.facts.num_cached)
+        # Without a salt it would tell a tenant what others have asked before.
+        if prompt.cache_salt or self._config.show_cached_tokens:
+            headers["X-Tiered-Cached-Tokens"] = str(route.first.facts.num_cached)
         headers["X-Tiered-Attempts"] = str(number)
         if not answer.is_stream:
             self._count(serving, "ok")
             if answer.status == 200:
-                self._assume(route, keys)
+                await self._assume(route, keys)
             whole = web.Response(
                 status=answer.status, body=answer.first, headers=headers
             )
@@ -286,6 +290,7 @@ class Proxy:
         await response.prepare(request)
         passed, held = whole_events(answer.first) if has_events else (answer.first, b"")
         await response.write(passed)
+        await self._assume(route, keys)
         rest = answer.rest()
         while True:
             try:
@@ -298,7 +303,7 @@ class Proxy:
                 break
             if not piece:
                 self._count(serving, "ok")
-                self._assume(route, keys)
+                await self._assume(route, keys)
                 break
             if has_events:
                 passed, held = whole_events(held + piece)
@@ -330,10 +335,13 @@ class Proxy:
             sent["X-Tiered-Holders"] = holders
         return sent
 
-    def _assume(self, route: _Route, keys: PromptKeys) -> None:
+    async def _assume(self, route: _Route, keys: PromptKeys) -> None:
         for choice in (route.serving, route.prefill):
-            if choice is not None:
-                self._scheduler.assume(choice.instance, keys, self._config.ttl_s)
+            if choice is None:
+                continue
+            ttl_s = self._config.ttl_s
+            for _ in self._scheduler.assuming(choice.instance, keys, ttl_s):
+                await asyncio.sleep(0)
 
     def _count(self, instance: Instance, outcome: str) -> None:
         self._metrics.attempts.labels(instance.name, outcome).inc()
@@ -345,15 +353,6 @@ class Proxy:
                 self._metrics.cached_tokens.labels(place).inc(num_tokens)
 
 
-def error_response(status: int, message: str) -> web.Response:
-    """Return an error in the form of the OpenAI API, as SGLang has it as well."""
-    return web.Response(
-        status=status,
-        body=msgspec.json.encode(_error(status, message)),
-        content_type="application/json",
-    )
-
-
 def whole_events(data: bytes) -> tuple[bytes, bytes]:
     """Split a stream of events into those that are whole and the rest."""
     end = data.rfind(b"\n\n") + 2
@@ -362,16 +361,9 @@ def whole_events(data: bytes) -> tuple[bytes, bytes]:
     return data[:end], data[end:]
 
 
-def _error(status: int, message: str) -> dict[str, Any]:
-    return {
-        "object": "error",
-        "error": {"message": message, "type": "RouterError", "code": status},
-    }
-
-
 def _error_event(instance: Instance) -> bytes:
     message = f"instance {instance.name} broke off"
-    return b"data: " + msgspec.json.encode(_error(502, message)) + b"\n\n"
+    return b"data: " + msgspec.json.encode(error_body(502, message)) + b"\n\n"
 
 
 def _refusal(status: int, message: str) -> tuple[web.Response, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,51 +20,15 @@ from sgl_tiered.policies.routing.base import (
 from sgl_tiered.policies.routing.holders import holders_of_more
 from sgl_tiered.router.board import Columns, LoadBoard
 from sgl_tiered.router.instances import Instance
-from sgl_tiered.router.prompts import CHARACTERS_PER_TOKEN, TOKENS, Prompt
-from sgl_tiered.router.tree import PromptTree, keys_of, root_key
+from sgl_tiered.router.prompts import Prompt, PromptKeys
+from sgl_tiered.router.tree import PromptTree
 
 __all__ = ["Boards", "Choice", "PromptKeys", "Scheduler"]
 
-
-class PromptKeys:
-    """The names of a prompt's pages, per page size, derived once.
-
-    Args:
-        prompt: whose.
-        page_characters: in one page, where its units are characters.
-    """
-
-    def __init__(self, prompt: Prompt, page_characters: int) -> None:
-        self._prompt = prompt
-        self._page_characters = page_characters
-        self._keys: dict[int, list[bytes]] = {}
-
-    def page(self, page_tokens: int) -> int:
-        """Return the units in a page on an instance with pages of so many tokens."""
-        is_tokens = self._prompt.alphabet == TOKENS
-        return page_tokens if is_tokens else self._page_characters
-
-    def at(self, page: int) -> list[bytes]:
-        """Return the names of the whole pages of so many units."""
-        keys = self._keys.get(page)
-        if keys is None:
-            prompt = self._prompt
-            root = root_key(
-                prompt.alphabet,
-                page,
-                lora=prompt.lora,
-                cache_salt=prompt.cache_salt,
-                extra_key=prompt.extra_key,
-            )
-            keys = self._keys[page] = keys_of(root, prompt.units, page)
-        return keys
-
-    def num_tokens(self, num_pages: Int64s, page: int) -> Int64s:
-        """Return the tokens in so many pages each; an estimate for characters."""
-        num_units = num_pages * page
-        if self._prompt.alphabet == TOKENS:
-            return num_units
-        return num_units // CHARACTERS_PER_TOKEN
+_PAGES_PER_TURN = 4096
+"""Assumed before other requests get the loop: a few milliseconds."""
+_MAX_SIZES = 8
+"""Of pages, for which a prompt's names are derived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +119,63 @@ class Scheduler:
         )
         return Choice(instances[best], facts.instance(best), named)
 
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Tokens in a page of those to whom a request could go now, a few sizes."""
+        now_s = self._clock.now()
+        boards = self._fleet.boards.values()
+        sizes = {size for board in boards for size in board.columns(now_s).positions}
+        return tuple(sorted(sizes)[:_MAX_SIZES])
+
     def assume(self, instance: Instance, keys: PromptKeys, ttl_s: float) -> None:
         """Assume from now on that an instance has this prompt."""
+        for _ in self.assuming(instance, keys, ttl_s):
+            pass
+
+    def assuming(
+        self, instance: Instance, keys: PromptKeys, ttl_s: float
+    ) -> Iterator[None]:
+        """Do what ``assume`` does in turns of a few milliseconds."""
         if not instance.holders or ttl_s <= 0:
             return
-        # With several ranks nobody knows which one took it; the first stands for all.
+        tree, pages = self._pages(instance, keys)
+        for at in range(0, len(pages), _PAGES_PER_TURN):
+            if at:
+                yield
+            if not instance.holders:  # it was removed meanwhile
+                return
+            until_s = self._clock.now() + ttl_s
+            tree.assume(instance.holders[0], pages[at : at + _PAGES_PER_TURN], until_s)
+
+    def expect(
+        self, instance: Instance, keys: PromptKeys, ttl_s: float
+    ) -> Callable[[], None]:
+        """Assume that an instance will have this prompt, which is sent there now.
+
+        Who comes next with this prefix should follow it. Returns what takes it back,
+        where the instance does not answer, or refuses.
+        """
+        if not instance.holders or ttl_s <= 0:
+            return lambda: None
+        tree, pages = self._pages(instance, keys)
         holder = instance.holders[0]
-        tree = self._fleet.trees[instance.config.kind]
-        pages = keys.at(keys.page(holder.page_tokens))
-        tree.assume(holder, pages, self._clock.now() + ttl_s)
+        until_s = self._clock.now() + ttl_s
+        added = tree.expect(holder, pages[:_PAGES_PER_TURN], until_s)
+        return lambda: tree.take_back(holder, added, until_s)
 
     def doubt(self, instance: Instance, keys: PromptKeys) -> None:
         """Assume no longer that an instance has this prompt: it failed on it."""
         tree = self._fleet.trees[instance.config.kind]
         for holder in instance.holders[:1]:
             tree.doubt(holder, keys.at(keys.page(holder.page_tokens)))
+
+    def _pages(
+        self, instance: Instance, keys: PromptKeys
+    ) -> tuple[PromptTree, list[bytes]]:
+        # With several ranks nobody knows which one took it; the first stands for all.
+        page_tokens = instance.holders[0].page_tokens
+        tree = self._fleet.trees[instance.config.kind]
+        return tree, keys.at(keys.page(page_tokens))
 
     def _facts(self, columns: Columns, keys: PromptKeys, kind: str) -> FleetFacts:
         """Gather the facts; an instance of several ranks has what its best one has."""

@@ -253,6 +253,26 @@ class PromptTree:
             key, _ = holder.assumed.popitem(last=False)
             self._update(key, holder.number, keep=KNOWN_BITS)
 
+    def expect(
+        self, holder: Holder, keys: Sequence[bytes], until_s: float
+    ) -> list[bytes]:
+        """Assume what nobody assumes yet of a prompt that is on its way to a holder.
+
+        Nothing goes for it: where there is no room it is left out. Returns the keys
+        that were added, for ``take_back``.
+        """
+        room = max(self._max_assumed - len(holder.assumed), 0)
+        added = [key for key in keys if key not in holder.assumed][:room]
+        self.assume(holder, added, until_s)
+        return added
+
+    def take_back(self, holder: Holder, keys: Sequence[bytes], until_s: float) -> None:
+        """End what ``expect`` added; what was assumed anew since then stays."""
+        for key in keys:
+            if holder.assumed.get(key) == until_s:
+                del holder.assumed[key]
+                self._update(key, holder.number, keep=KNOWN_BITS)
+
     def doubt(self, holder: Holder, keys: Sequence[bytes]) -> None:
         """End the assumptions about a prompt: the holder failed on it."""
         for key in keys:

@@ -25,6 +25,7 @@ import msgspec
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.membership import Member
+from sgl_tiered.router.access import Hosts
 from sgl_tiered.router.config import InstanceConfig, is_loopback, parse_instance
 
 __all__ = [
@@ -161,6 +162,7 @@ def wanted_instances(
     given: Sequence[InstanceConfig],
     members: Sequence[Member],
     changes: Mapping[str, Change],
+    hosts: Hosts | None = None,
 ) -> Wanted:
     """Return which instances there should be.
 
@@ -168,6 +170,7 @@ def wanted_instances(
         given: by flags; names and addresses differ.
         members: of the pool.
         changes: by name of the instance.
+        hosts: that an operator may add; None for any.
     """
     entries: dict[str, Entry] = {}
     names: dict[str, str] = {}  # by address
@@ -194,6 +197,10 @@ def wanted_instances(
                 config = parse_instance(change.words, f"{name}, added by request")
             except ConfigError as error:
                 troubles.append(str(error))
+                continue
+            trouble = "" if hosts is None else hosts.trouble(config)
+            if trouble:
+                troubles.append(f"{config.name} is left out: {trouble}")
                 continue
             put(Entry(config, REQUEST, change.draining))
     for config in given:

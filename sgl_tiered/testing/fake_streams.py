@@ -118,17 +118,26 @@ class FakeDevice:
 
     Args:
         rng: picks; equal seeds give equal orders for equal work.
+        number: of the device; a thread that has entered none works under device 0.
 
     Attributes:
         engine: the stream of the engine's forward.
+        issued: for each piece of work that ops were asked for, the name of the thread
+            and the device that it works under.
+        blocked: names of the threads that had to wait for the device, each time.
         now_ms: the time on the device: the sum of what the work has cost.
         num_run: pieces of work that have run.
         going: set at first; while it is clear the device runs nothing, and threads
             that block on an event wait for it.
     """
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    _entered = threading.local()
+
+    def __init__(self, rng: np.random.Generator, number: int = 0) -> None:
         self._rng = rng
+        self.number = number
+        self.issued: list[tuple[str, int]] = []
+        self.blocked: list[str] = []
         self.lock = threading.RLock()
         self.streams: list[FakeStream] = []
         self.now_ms = 0.0
@@ -136,6 +145,15 @@ class FakeDevice:
         self.going = threading.Event()
         self.going.set()
         self.engine = self.new_stream("engine")
+
+    def enter(self) -> None:
+        """Have the calling thread work under this device from now on."""
+        self._entered.number = self.number
+
+    def issue(self) -> None:
+        """Note that the calling thread asks the device for something."""
+        number = getattr(self._entered, "number", 0)
+        self.issued.append((threading.current_thread().name, number))
 
     def new_stream(self, name: str) -> FakeStream:
         """Return another stream."""
@@ -166,6 +184,8 @@ class FakeDevice:
         Raises:
             AssertionError: nothing can run any more: the streams wait for each other.
         """
+        if not reached():
+            self.blocked.append(threading.current_thread().name)
         while True:
             self.going.wait()
             with self.lock:
@@ -241,6 +261,7 @@ class FakeCopyOps:
 
     def pinned(self, num_bytes: int) -> UInt8s:
         """Allocate memory full of what nobody should read."""
+        self.device.issue()
         return np.full(num_bytes, 0xEE, np.uint8)
 
     def is_pinned(self, memory: UInt8s) -> bool:
@@ -249,6 +270,7 @@ class FakeCopyOps:
 
     def upload(self, stream: FakeStream, numbers: Int64s) -> Int64s:
         """Read the numbers when the device comes to it."""
+        self.device.issue()
         on_device = np.full(len(numbers), -1, np.int64)
 
         def work() -> None:
@@ -256,6 +278,33 @@ class FakeCopyOps:
 
         stream.run(work)
         return on_device
+
+    def download(self, numbers: Int64s) -> tuple[Int64s, FakeEvent]:
+        """Copy the numbers to the host when the engine's stream comes to it."""
+        self.device.issue()
+        on_host = np.full(len(numbers), -1, np.int64)
+
+        def work() -> None:
+            on_host[:] = numbers
+
+        self.device.engine.run(work)
+        return on_host, self.device.engine.record_event()
+
+    def choose(
+        self, stream: FakeStream, parts: Sequence[tuple[Int64s, Int64s | None]]
+    ) -> Int64s:
+        """Read numbers and positions when the device comes to it."""
+        self.device.issue()
+        lengths = [len(n if chosen is None else chosen) for n, chosen in parts]
+        found = np.full(sum(lengths), -1, np.int64)
+
+        def work() -> None:
+            found[:] = np.concatenate(
+                [n if chosen is None else n[chosen] for n, chosen in parts]
+            )
+
+        stream.run(work)
+        return found
 
     def load_by_engines(
         self,
@@ -267,6 +316,7 @@ class FakeCopyOps:
         pages: Int64s,
     ) -> None:
         """Copy; the addresses are taken now, the bytes now or later."""
+        self.device.issue()
         rows, pages = rows.copy(), pages.copy()
         source = memory
         if self.device.chance():
@@ -286,6 +336,7 @@ class FakeCopyOps:
         pages: Int64s,
     ) -> None:
         """Copy; bytes and numbers are read when the device comes to it."""
+        self.device.issue()
         self._load(
             stream, layer, memory, rows, first_byte, pages, cost_ms=self.kernel_ms
         )
@@ -294,6 +345,7 @@ class FakeCopyOps:
         self, stream: FakeStream, half: int, pages: Int64s, begin: int, end: int
     ) -> None:
         """Copy pages to a half."""
+        self.device.issue()
 
         def work() -> None:
             chosen = self.layers[:, pages[begin:end]]
@@ -306,6 +358,7 @@ class FakeCopyOps:
         self, stream: FakeStream, half: int, memory: UInt8s, rows: Int64s
     ) -> None:
         """Copy from a half to memory."""
+        self.device.issue()
         rows = rows.copy()
 
         def work() -> None:

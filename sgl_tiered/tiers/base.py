@@ -3,11 +3,13 @@
 A tier stores bytes at addresses that the cache chooses (0 .. num_slots - 1); it decides
 nothing. ``load`` and ``store`` block and are called from pipeline threads, several at a
 time; they never raise for a full, slow, failing or corrupt medium: the result says it.
+``forget`` and ``health`` are called by the engine's own thread and touch no medium.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -47,11 +49,15 @@ class TierHealth:
         detail: one sentence: why it cannot be used, what stands in for the real
             medium, or where a real one lies; empty where there is nothing to say.
         emulated: medium or speed are not those that the tier is named after.
+        age_s: for how long nobody has looked, or the medium has not answered.
+        errors: operations that failed so far, by name of the error, such as EMFILE.
     """
 
     usable: bool
     detail: str = ""
     emulated: bool = False
+    age_s: float = 0.0
+    errors: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tier(Protocol):
@@ -85,11 +91,14 @@ class Tier(Protocol):
         ...
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
-        """Drop what is kept beside these slots, so that ``recover`` omits them."""
+        """Drop what is kept beside these slots, so that ``recover`` omits them.
+
+        Never blocks; the medium is written to in the background.
+        """
         ...
 
     def health(self) -> TierHealth:
-        """Return whether the tier can be used now."""
+        """Return whether the tier can be used, as last known; never blocks."""
         ...
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ of one slot at a time are the caller's to prevent; at worst the slot becomes a m
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,8 @@ class DiskTier:
         self._num_slots = num_slots
         self._clock = clock
         self._voider = ThreadPoolExecutor(1, "tiered-disk-void", initializer=give_way)
+        # Set while a run of it is queued and has not begun.
+        self._voids = threading.Event()
 
     @classmethod
     def open(
@@ -265,16 +268,24 @@ class DiskTier:
                 return volume.book.recover()
             except OSError as error:
                 logger.warning("disk tier: nothing recovered: %s", error)
+                self._access.count(error)
                 self._access.reads.record(str(error))
                 return []
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Make the slots a miss now, and void their records in the background."""
-        with self._access.running() as is_open:
-            volume = self._access.volume
-            if is_open and volume is not None:
-                volume.book.forget(addresses)
+        if self._access.forget(addresses) and not self._voids.is_set():
+            self._voids.set()
+            try:
                 self._voider.submit(self._void_forgotten)
+            except RuntimeError:
+                # While the tier closes, which voids what is left by itself; or there
+                # is no thread to be had, and the next one tries again.
+                self._voids.clear()
+
+    def look(self) -> None:
+        """Bring ``health`` up to date now; takes as long as the disk does."""
+        self._access.look()
 
     def relabel(self, fingerprint: str) -> None:
         """Mark the directory with another fingerprint, in the background.
@@ -289,7 +300,10 @@ class DiskTier:
                 self._voider.submit(self._write_mark)
 
     def health(self) -> TierHealth:
-        """Return usable unless closed, gone, stuck, or resting after read errors."""
+        """Return usable unless closed, gone, stuck, or resting after read errors.
+
+        As last known; nothing is asked of the disk.
+        """
         return self._access.health()
 
     def close(self) -> None:
@@ -310,13 +324,13 @@ class DiskTier:
             try:
                 volume.slabs.ensure(slab)
             except OSError as error:
-                batch.errors.append(f"{error.strerror} (slab {slab})")
+                batch.note(error, f"slab {slab}")
                 writable[slabs == slab] = False
         positions = np.flatnonzero(writable)
         try:
             volume.book.void(addresses[positions])
         except OSError as error:
-            batch.errors.append(f"{error.strerror} (index)")
+            batch.note(error, "index")
             return positions[:0]
         return positions
 
@@ -332,15 +346,18 @@ class DiskTier:
         try:
             volume.book.enter(slots, batch.checksums[positions], records)
         except OSError as error:
-            batch.errors.append(f"{error.strerror} (index)")
+            batch.note(error, "index")
             batch.ok[positions] = False
 
     def _void_forgotten(self) -> None:
+        # Before looking: what is forgotten from now on is voided by the next one.
+        self._voids.clear()
         volume = self._access.volume
         try:
             if volume is not None:
                 volume.book.void_forgotten()
         except OSError as error:
+            self._access.count(error)
             # They stay marked, and are voided by the next attempt.
             self._access.writes.record(f"{error.strerror} (index)")
 

@@ -3,18 +3,26 @@
 Reads and writes have a breaker each. One that is open lets a probe through after a
 rest; from the second probe on, or where the directory has vanished, the files are
 opened afresh before: so a disk that comes back is used again, with what is still on it.
+
+``health`` and ``forget`` are for the engine's own thread: no lock that they take is
+held while the disk is asked for anything. Whether the directory is still there is seen
+by a thread of its own; on a mount that hangs that thread hangs, and the age of what it
+saw last says so.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 
-from sgl_tiered.core.clock import Clock
+from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.errors import TierUnavailableError
 from sgl_tiered.tiers.base import TierHealth
 from sgl_tiered.tiers.breaker import CircuitBreaker
@@ -26,6 +34,9 @@ __all__ = ["DiskAccess", "OpenVolume"]
 
 logger = logging.getLogger(__name__)
 _VANISHED = "the directory has vanished"
+_OPENING = "the files are being opened afresh"
+LOOK_S = 1.0
+"""Seconds between two looks at the directory."""
 OpenVolume = Callable[[bool, int], DiskVolume]
 """Opens the files afresh, with O_DIRECT or not, on the file system of that number."""
 
@@ -61,11 +72,22 @@ class DiskAccess:
         self._slow_io_s = slow_io_s
         self._device = volume.directory.device
         self._direct = volume.slabs.direct
-        # Guards what follows and the change of volumes.
+        # Guards what follows and the change of volumes; never held during I/O.
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._num_running = 0
         self._closed = False
+        self._is_opening = False
+        # Of the last volume: what is forgotten while there is none is forgotten in it.
+        self._book = volume.book
+        self._errors: Counter[str] = Counter()
+        # Real time: a look takes some.
+        self._watch_clock = SystemClock()
+        self._vanished, self._looked_at_s = False, self._watch_clock.now()
+        self._ends = threading.Event()
+        threading.Thread(
+            target=self._watch, name="tiered-disk-watch", daemon=True
+        ).start()
 
     @property
     def direct(self) -> bool:
@@ -94,15 +116,17 @@ class DiskAccess:
         stuck = self._stuck()
         if stuck:
             return stuck
+        if self._is_opening:
+            return _OPENING
         volume = self.volume
         # Slabs that are open can be read though their directory has gone.
         looks = breaker is self.writes or breaker.is_open
-        gone = volume is None or (looks and volume.directory.vanished)
+        gone = volume is None or (looks and self.look())
         if gone and not breaker.is_open:
             breaker.record(_VANISHED)
             return _VANISHED
         if gone or breaker.probes_failed:
-            problem = self._reopen()
+            problem = self._reopen(gone=gone)
             if problem:
                 breaker.record(problem)
                 return problem
@@ -110,6 +134,8 @@ class DiskAccess:
 
     def record(self, breaker: CircuitBreaker, batch: Batch) -> None:
         """Tell the breaker how an operation ended; a very slow one is a failure."""
+        for failure in batch.failures:
+            self.count(failure)
         error = batch.error
         if not error and batch.slowest_s >= self._slow_io_s:
             error = f"the disk is slow: an I/O took {batch.slowest_s:.1f} s"
@@ -118,18 +144,56 @@ class DiskAccess:
             kind = "write" if batch.writes else "read"
             logger.warning("disk tier: a %s failed: %s", kind, error)
 
-    def health(self) -> TierHealth:
-        """Return usable unless closed, gone, stuck, or resting after read errors."""
-        if self._closed:
-            return TierHealth(usable=False, detail="closed")
+    def count(self, error: BaseException | None) -> None:
+        """Count an error of the operating system, for reports; others are not one."""
+        if isinstance(error, OSError):
+            name = errno.errorcode.get(error.errno or 0, "unknown")
+            with self._lock:
+                self._errors[name] += 1
+
+    def forget(self, addresses: npt.NDArray[np.int64]) -> bool:
+        """Make slots a miss from now on; False once closed. Does not wait for I/O."""
+        with self._lock:
+            if not self._closed:
+                self._book.forget(addresses)
+            return not self._closed
+
+    def look(self) -> bool:
+        """Look whether the directory has vanished; takes as long as the disk does."""
         volume = self.volume
-        if volume is None or volume.directory.vanished:
-            return TierHealth(usable=False, detail=_VANISHED)
+        if volume is None:
+            return True
+        vanished = volume.directory.vanished
+        if volume is self.volume:
+            self._vanished, self._looked_at_s = vanished, self._watch_clock.now()
+        return vanished
+
+    def health(self) -> TierHealth:
+        """Return usable unless closed, gone, stuck, or resting after read errors.
+
+        As the watching thread saw it last; asks nothing of the disk.
+        """
+        usable, detail = self._state()
+        with self._lock:
+            errors = dict(self._errors)
+        return TierHealth(usable, detail, age_s=self._age_s(), errors=errors)
+
+    def _state(self) -> tuple[bool, str]:
+        """Return whether the disk can be used, and a clause about it."""
+        if self._closed:
+            return False, "closed"
+        volume = self.volume
+        if self._is_opening:
+            return False, _OPENING
+        if volume is None or self._vanished:
+            return False, _VANISHED
         if self.reads.is_open:
-            return TierHealth(usable=False, detail=self._resting(self.reads))
+            return False, self._resting(self.reads)
         stuck = self._stuck()
+        if not stuck and self._age_s() >= LOOK_S + self._slow_io_s:
+            stuck = f"the directory has not answered for {self._age_s():.0f} s"
         if stuck:
-            return TierHealth(usable=False, detail=stuck)
+            return False, stuck
         how = "O_DIRECT" if volume.slabs.direct else "buffered: O_DIRECT refused"
         if not self._engine.direct:
             how = self._engine.name
@@ -137,7 +201,7 @@ class DiskAccess:
             how = f"{how}, {self._engine.name}"
         if self.writes.is_open:
             how = f"{how}; {self._resting(self.writes)}"
-        return TierHealth(usable=True, detail=how)
+        return True, how
 
     def finish(self) -> bool:
         """Let no more operations in and wait for the last; False if that was done."""
@@ -151,8 +215,16 @@ class DiskAccess:
 
     def close(self) -> None:
         """Close the files, after ``finish``."""
+        self._ends.set()
         if self.volume is not None:
             self.volume.close()
+
+    def _watch(self) -> None:
+        while not self._ends.wait(LOOK_S):
+            self.look()
+
+    def _age_s(self) -> float:
+        return self._watch_clock.now() - self._looked_at_s
 
     def _resting(self, breaker: CircuitBreaker) -> str:
         kind = "reads" if breaker is self.reads else "writes"
@@ -164,29 +236,40 @@ class DiskAccess:
             return ""
         return f"the disk is slow: an I/O has been running for {oldest_s:.0f} s"
 
-    def _reopen(self) -> str:
+    def _reopen(self, *, gone: bool) -> str:
         """Open the files afresh, if nobody else uses them; return what is wrong."""
         with self._lock:
-            gone = self.volume is None or self.volume.directory.vanished
-            if self._num_running > 1 or self._closed:
+            if self._num_running > 1 or self._closed or self._is_opening:
                 return _VANISHED if gone else ""
-            forgotten = np.zeros(0, np.int64)
-            if self.volume is not None:
-                forgotten = self.volume.book.forgotten()
-                self._direct = self.volume.slabs.direct
-                self.volume.close()
-                self.volume = None
-            try:
-                volume = self._open_volume(self._direct, self._device)
-            except TierUnavailableError as error:
-                return str(error)
-            try:
-                volume.book.forget(forgotten)
-                num_pages = sum(len(group.keys) for group in volume.book.recover())
-            except OSError as error:
-                volume.close()
-                return error.strerror or str(error)
-            self.volume = volume
-            path = volume.directory.path
-            logger.info("disk tier: opened %s afresh, with %d pages", path, num_pages)
-            return ""
+            self._is_opening = True
+            former, self.volume = self.volume, None
+        try:
+            return self._open_anew(former)
+        finally:
+            self._is_opening = False
+
+    def _open_anew(self, former: DiskVolume | None) -> str:
+        """Close a volume and open the next one; nobody else uses either."""
+        if former is not None:
+            self._direct = former.slabs.direct
+            former.close()
+        try:
+            volume = self._open_volume(self._direct, self._device)
+        except TierUnavailableError as error:
+            self.count(error.__cause__)
+            return str(error)
+        try:
+            volume.book.forget(self._book.forgotten())
+            num_pages = sum(len(group.keys) for group in volume.book.recover())
+        except OSError as error:
+            self.count(error)
+            volume.close()
+            return error.strerror or str(error)
+        with self._lock:
+            # Again: more was forgotten meanwhile, which recovery has found.
+            volume.book.forget(self._book.forgotten())
+            self._book, self.volume = volume.book, volume
+        self._vanished, self._looked_at_s = False, self._watch_clock.now()
+        path = volume.directory.path
+        logger.info("disk tier: opened %s afresh, with %d pages", path, num_pages)
+        return ""

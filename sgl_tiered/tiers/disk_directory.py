@@ -29,6 +29,9 @@ __all__ = ["DiskDirectory"]
 logger = logging.getLogger(__name__)
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
+MAX_KEPT_SLABS = 512
+"""Twice what a new directory gets at most: each one costs a file descriptor."""
+MAX_META_BYTES = 1 << 16
 TOLERATED = frozenset({"lost+found"})
 RANK_FOLDER = re.compile(r"rank-\d+-of-(\d+)")
 """Of one rank of several, within the folder that the server was given."""
@@ -82,10 +85,11 @@ class DiskDirectory:
             return True
         return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
 
-    def adopt(self, wanted: DiskMeta) -> DiskMeta:
+    def adopt(self, wanted: DiskMeta, num_slots: int) -> DiskMeta:
         """Keep what fits ``wanted`` and discard the rest; return the meta in force.
 
-        ``slots_per_slab`` may differ: then the one on disk stays in force.
+        ``slots_per_slab`` may differ: then the one on disk stays in force, unless the
+        capacity would take more than ``MAX_KEPT_SLABS`` of them.
         """
         stored = self._read_meta()
         if stored is None:
@@ -99,10 +103,17 @@ class DiskDirectory:
                 slots_per_slab=stored.slots_per_slab,
             )
             reason = in_force.unlike(stored)
-            if not reason and stored.slots_per_slab > 0:
+            num_slabs = -(-num_slots // stored.slots_per_slab)
+            if not reason and num_slabs <= MAX_KEPT_SLABS:
                 return in_force
+            reason = reason or (
+                f"the tier has grown: it would take {num_slabs} of their small slabs"
+            )
         self._discard(reason)
+        # The new meta file must not survive a power loss that brings old slabs back.
+        self._sync_names()
         self.write_meta(wanted)
+        self._sync_names()
         return wanted
 
     def write_meta(self, meta: DiskMeta) -> None:
@@ -111,7 +122,13 @@ class DiskDirectory:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         fd = os.open(new, flags, FILE_MODE)
         try:
-            os.write(fd, meta.to_json().encode())
+            left = meta.to_json().encode()
+            while left:
+                # A write may take a part only.
+                count = os.write(fd, left)
+                if count == 0:
+                    raise OSError(errno.EIO, "the disk takes no bytes of a write")
+                left = left[count:]
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -161,9 +178,23 @@ class DiskDirectory:
 
     def _read_meta(self) -> DiskMeta | None:
         try:
-            return DiskMeta.from_json((self.path / META_NAME).read_text())
+            with (self.path / META_NAME).open("rb") as file:
+                text = file.read(MAX_META_BYTES).decode()
         except (OSError, UnicodeDecodeError):
             return None
+        return DiskMeta.from_json(text)
+
+    def _sync_names(self) -> None:
+        """Let what was made, renamed and deleted so far reach the medium."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # Some file systems sync no directories: then their order is what it is.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(fd)
 
     def _discard(self, reason: str) -> None:
         """Delete our data files; the index first, so that no half is ever served."""

@@ -83,9 +83,18 @@ class DiskMeta:
         try:
             fields = json.loads(text)
             meta = cls(**fields)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
-        return meta if meta.format == FORMAT_NAME else None
+        sizes = (
+            meta.slot_bytes,
+            meta.page_bytes,
+            meta.page_tokens,
+            meta.slots_per_slab,
+            meta.version,
+        )
+        whole = all(type(size) is int and 0 < size < 2**63 for size in sizes)
+        texts = isinstance(meta.fingerprint, str) and meta.format == FORMAT_NAME
+        return meta if whole and texts else None
 
     def unlike(self, other: DiskMeta) -> str:
         """Return why what ``other`` describes is of no use here; empty if it is."""

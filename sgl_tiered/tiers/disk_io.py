@@ -6,6 +6,7 @@ buffer they belong to. Errors leave as ``OSError``; ``DiskTier`` turns them into
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from sgl_tiered.core.layout import ALIGNMENT_BYTES
 __all__ = [
     "Extent",
     "SystemCalls",
+    "explained",
     "plan_extents",
     "read_extent",
     "read_through",
@@ -29,6 +31,21 @@ MIN_SPLIT_BYTES = 256 << 10
 """Below this an I/O is dominated by its latency (154 us), so a run is not split."""
 MAX_VIEWS = 1024
 """IOV_MAX of Linux."""
+
+
+_ADVICE = {
+    errno.EMFILE: "raise the limit of the process (ulimit -n)",
+    errno.ENFILE: "raise the limit of the machine (fs.file-max)",
+    errno.ENOSPC: "there is no room, or no inode, left (df, df -i)",
+    errno.EDQUOT: "see to the user's quota",
+}
+
+
+def explained(error: OSError) -> str:
+    """Return what an error of the operating system says, and what to do about it."""
+    what = error.strerror or str(error)
+    advice = _ADVICE.get(error.errno or 0)
+    return f"{what}: {advice}" if advice else what
 
 
 class SystemCalls:
@@ -154,7 +171,11 @@ def write_extent(
     wanted = sum(len(view) for view in views)
     done = 0
     while done < wanted:
-        done += calls.pwritev(fd, _after(views, done), offset + done)
+        count = calls.pwritev(fd, _after(views, done), offset + done)
+        if count <= 0:
+            # Not allowed for more than no bytes; asking again might never end.
+            raise OSError(errno.EIO, "the disk takes no more bytes of a write")
+        done += count
 
 
 def _after(views: list[memoryview], skip: int) -> list[memoryview]:

@@ -20,7 +20,7 @@ from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.checks import checksum
 from sgl_tiered.tiers.disk_files import SlabFiles
 from sgl_tiered.tiers.disk_format import DiskMeta
-from sgl_tiered.tiers.disk_io import Extent, plan_extents
+from sgl_tiered.tiers.disk_io import Extent, explained, plan_extents
 from sgl_tiered.tiers.disk_threads import IOEngine
 
 __all__ = ["Batch", "PayloadIO"]
@@ -41,6 +41,7 @@ class Batch:
         checksums: uint64 [n]: expected by a read, computed by a write.
         writes: True for a store.
         errors: one clause per failed I/O.
+        failures: what the operating system said of them.
         refused: extents refused with EINVAL, to be tried without O_DIRECT.
         slowest_s: time of the longest I/O.
     """
@@ -54,6 +55,7 @@ class Batch:
     checksums: npt.NDArray[np.uint64]
     writes: bool
     errors: deque[str] = field(default_factory=deque)
+    failures: deque[OSError] = field(default_factory=deque)
     refused: deque[Extent] = field(default_factory=deque)
     slowest_s: float = 0.0
 
@@ -85,7 +87,12 @@ class Batch:
         if error.errno == errno.EINVAL and self.slabs.direct:
             self.refused.append(extent)
         else:
-            self.errors.append(f"{error.strerror} (slab {extent.slab})")
+            self.note(error, f"slab {extent.slab}")
+
+    def note(self, error: OSError, where: str) -> None:
+        """Note an error that costs pages."""
+        self.errors.append(f"{explained(error)} ({where})")
+        self.failures.append(error)
 
     def _views(self, extent: Extent) -> list[memoryview]:
         """Return the pieces of the buffer for an extent; neighbours as one."""

@@ -23,15 +23,19 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RecordBook:
-    """State of each slot. Thread-safe; its lock is never held during payload I/O.
+    """State of each slot. Thread-safe.
 
-    Methods that write the index raise OSError where it cannot be written.
+    Methods that write or read the index raise OSError where that fails, and may take as
+    long as the disk does. ``known`` and ``forget`` never wait for it: the lock of the
+    state is not held during any I/O, and users of the index file queue at another one.
     """
 
     def __init__(self, index: IndexFile, *, num_slots: int, page_tokens: int) -> None:
         self._index = index
         self._page_tokens = page_tokens
         self._lock = threading.Lock()
+        # Taken before the other one, by one user of the index file at a time.
+        self._writing = threading.Lock()
         self._sequence = 1
         self._checksums = np.zeros(num_slots, np.uint64)
         self._valid = np.zeros(num_slots, np.bool_)
@@ -49,27 +53,28 @@ class RecordBook:
 
     def void(self, slots: Int64s) -> None:
         """Make slots empty, on disk as well."""
-        with self._lock:
-            self._valid[slots] = False
-            old = slots[self._recorded[slots]]
-            self._index.clear(old)
-            self._recorded[old] = False
-            self._forgotten[old] = False
+        with self._writing:
+            with self._lock:
+                self._valid[slots] = False
+                old = slots[self._recorded[slots]]
+            self._clear(old)
 
     def enter(
         self, slots: Int64s, checksums: UInt64s, records: PageRecords | None
     ) -> None:
         """Make slots valid; pages without records do not survive the process."""
-        with self._lock:
+        with self._writing:
             if records is not None:
                 encoded = encode_records(
                     self._index.dtype, records, slots, checksums, self._sequence
                 )
                 self._sequence += len(slots)
-                self._recorded[slots] = True
+                with self._lock:
+                    self._recorded[slots] = True
                 self._index.write(slots, encoded)
-            self._checksums[slots] = checksums
-            self._valid[slots] = True
+            with self._lock:
+                self._checksums[slots] = checksums
+                self._valid[slots] = True
 
     def forget(self, slots: Int64s) -> None:
         """Make slots a miss now; ``void_forgotten`` voids their records."""
@@ -79,39 +84,46 @@ class RecordBook:
 
     def void_forgotten(self) -> None:
         """Void the records of forgotten slots; what fails stays marked."""
-        with self._lock:
-            self._void_forgotten()
+        with self._writing:
+            self._clear(self.forgotten())
 
     def forgotten(self) -> Int64s:
         """Return the slots whose records are still to be voided."""
-        return np.flatnonzero(self._forgotten)
+        with self._lock:
+            return np.flatnonzero(self._forgotten)
 
     def recover(self) -> list[PageRecords]:
-        """Read the index; of several copies of a page the newest counts."""
-        with self._lock:
-            self._void_forgotten()
+        """Read the index; of several copies of a page the newest counts.
+
+        What is forgotten meanwhile stays a miss.
+        """
+        with self._writing:
+            self._clear(self.forgotten())
             found = self._index.scan()
             groups, stale = group_by_namespace(found, self._page_tokens)
-            self._recorded[:] = False
-            self._recorded[stale] = True
-            self._forgotten[stale] = True
-            self._void_forgotten()
             for part in found:
                 newest = int(part["sequence"].max()) + 1
                 self._sequence = max(self._sequence, newest)
-            for group in groups:
-                self._recorded[group.addresses] = True
-                self._valid[group.addresses] = True
-                self._checksums[group.addresses] = group.checksums
+            with self._lock:
+                self._recorded[:] = False
+                self._recorded[stale] = True
+                for group in groups:
+                    self._recorded[group.addresses] = True
+                    self._checksums[group.addresses] = group.checksums
+                    self._valid[group.addresses] = ~self._forgotten[group.addresses]
+                self._forgotten[stale] = True
+                self._forgotten &= self._recorded
+            self._clear(self.forgotten())
             return groups
 
     def close(self) -> None:
         """Close the index; may be called twice."""
-        with self._lock:
+        with self._writing:
             self._index.close()
 
-    def _void_forgotten(self) -> None:
-        slots = np.flatnonzero(self._forgotten)
+    def _clear(self, slots: Int64s) -> None:
+        """Void the records of slots; the file's lock is held."""
         self._index.clear(slots)
-        self._recorded[slots] = False
-        self._forgotten[slots] = False
+        with self._lock:
+            self._recorded[slots] = False
+            self._forgotten[slots] = False

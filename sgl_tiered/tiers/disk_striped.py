@@ -10,6 +10,7 @@ keeps its place in its directory and gets the address that this makes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -160,6 +161,8 @@ class StripedTier:
             usable=num_usable > 0,
             detail="; ".join([detail, *sorted(details), *bad]),
             emulated=any(state.emulated for state in states),
+            age_s=max(state.age_s for state in states),
+            errors=sum((Counter(state.errors) for state in states), Counter()),
         )
 
     def close(self) -> None:

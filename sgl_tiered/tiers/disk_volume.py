@@ -50,7 +50,7 @@ class DiskVolume:
         with ExitStack() as opened:
             opened.callback(self.directory.close)
             try:
-                self.meta = self.directory.adopt(meta)
+                self.meta = self.directory.adopt(meta, num_slots)
                 if direct is None:
                     direct = takes_direct_io(calls, path)
                 self.slabs = SlabFiles(

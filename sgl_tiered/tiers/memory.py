@@ -43,13 +43,25 @@ class MemoryRegion:
 
     The mapping lives as long as any view of ``array`` does; ``close`` unpins it and
     stops the pre-faulting.
+
+    Raises:
+        ConfigError: the machine does not give so much, or does not pin it.
     """
 
     def __init__(
         self, num_rows: int, row_bytes: int, *, register: Register | None = None
     ) -> None:
         num_bytes = num_rows * row_bytes
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            mapping = mmap.mmap(
+                -1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+        except OSError as error:
+            raise ConfigError(
+                "memory of a tier",
+                f"{num_bytes / 2**30:.2f} GiB cannot be mapped ({error.strerror})",
+                "give smaller sizes, or raise the limit of the process (ulimit -v)",
+            ) from None
         # Refused by kernels without huge pages; the region works all the same.
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)

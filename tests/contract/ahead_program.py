@@ -89,18 +89,17 @@ class Bench:
             self.num_copies += 1
             return self.worker.try_submit(plan, device_pages, device.mark())
 
-        def pump() -> list[int]:
-            ended = []
+        def pump() -> None:
             for event in completions.drain():
                 assert isinstance(event, OffloadFinished)
                 self.cache.finish_offload(event.plan, event.result)
-                ended.append(event.plan.plan_id)
-            return ended
+                runtime.on_offload_end(event.plan.plan_id)
 
         runtime = SimpleNamespace(
             cache=self.cache,
             deferred=DeferredOffloads(LRUPolicy(), PAGE, NUM_PAGES, threshold),
             metrics=self.metrics,
+            parts=SimpleNamespace(device=device),
             offload=offload,
             pump=pump,
             drain_offloads=lambda: self.worker.drain(PATIENCE_S),

@@ -9,6 +9,7 @@ Importing SGLang costs many seconds, so one run answers for many tests. Modes:
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.metadata
 import inspect
@@ -17,7 +18,9 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 warnings.simplefilter("ignore")
 
@@ -30,6 +33,81 @@ def parameters(function: Any) -> list[list[Any]]:
         for p in found
         if p.name != "self"
     ]
+
+
+def counter_reads() -> list[str]:
+    """Return what SGLang's source reads off the counter that a KV pool is given.
+
+    Speculative decoding is refused, so what its workers read is left out.
+    """
+    import sglang.srt
+
+    name = "layer_transfer_counter"
+    found: set[str] = set()
+    root = Path(sglang.srt.__file__ or next(iter(sglang.srt.__path__)))
+    root = root.parent if root.is_file() else root
+    for file in root.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        if name not in text or file.is_relative_to(root / "speculative"):
+            continue
+        for function in ast.walk(ast.parse(text)):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            aliases = {
+                target.id
+                for node in ast.walk(function)
+                if isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Attribute)
+                and node.value.attr.endswith(name)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            for node in ast.walk(function):
+                if not isinstance(node, ast.Attribute):
+                    continue
+                owner = node.value
+                is_pool_s = isinstance(owner, ast.Attribute) and owner.attr.endswith(
+                    name
+                )
+                if is_pool_s or (isinstance(owner, ast.Name) and owner.id in aliases):
+                    found.add(node.attr)
+    return sorted(found)
+
+
+def prefills() -> dict[str, list[bool]]:
+    """Return, by graph backend, whether loads are waited for whole, and overlap.
+
+    On a device with streams, and as SGLang has resolved the backend: no flag is given.
+    """
+    from types import SimpleNamespace
+
+    from sglang.srt.model_executor import cuda_graph_config as graphs
+
+    from sgl_tiered.engines.sglang import factory
+
+    def answer(backend: str, *, is_generation: bool = True) -> list[bool]:
+        config = graphs.with_phase(
+            graphs.default_cuda_graph_config(), graphs.Phase.PREFILL, backend=backend
+        )
+        kept = graphs.get_exec
+        graphs.get_exec = lambda: SimpleNamespace(  # type: ignore[assignment]
+            graph=SimpleNamespace(cuda_graph_config=config)
+        )
+        ctx = SimpleNamespace(model_config=SimpleNamespace(is_generation=is_generation))
+        streams: Any = SimpleNamespace(waiter_copies=False)
+        host: Any = SimpleNamespace(health=lambda: SimpleNamespace(emulated=False))
+        try:
+            whole = factory._forward_skips_layers(ctx)
+            overlaps = factory._loads_overlap(
+                streams, host, waits_whole=whole, is_cuda=True
+            )
+        finally:
+            graphs.get_exec = kept
+        return [whole, overlaps]
+
+    found = {backend: answer(backend) for backend in graphs.Backend.ALL}
+    found["embedding"] = answer(graphs.Backend.BREAKABLE, is_generation=False)
+    return found
 
 
 def symbols() -> dict[str, Any]:
@@ -100,6 +178,9 @@ def symbols() -> dict[str, Any]:
             ]
             for name in ("wait_until", "set_consumer")
         },
+        "prefill": prefills(),
+        "counter_reads": counter_reads(),
+        "counter_has": [name for name in dir(LayerCounter(3)) if name[0] != "_"],
         "missing": {},
         "refused": {},
     }
@@ -114,6 +195,14 @@ def symbols() -> dict[str, Any]:
         finally:
             setattr(owner, name, kept)
         return ""
+
+    def warned_of(version: str) -> list[str]:
+        with (
+            mock.patch("importlib.metadata.version", return_value=version),
+            mock.patch.object(seams.logger, "warning") as warning,
+        ):
+            seams.require_seams(http=False)
+        return [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache import registry
@@ -134,7 +223,7 @@ def symbols() -> dict[str, Any]:
     except EngineCompatibilityError as error:
         out["missing"]["parameter"] = str(error)
     registry.create_unified_radix_cache = kept
-    seams.require_seams(http=False)
+    out["warned"] = warned_of("0.0.1"), warned_of(seams.TESTED_VERSION)
 
     for name, changes in {
         "supported": {},

@@ -11,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from sgl_tiered_kernels.page_copy.dma import CopyEngines
 
+from sgl_tiered.engines.sglang.cuda_ops import CudaOps
 from sgl_tiered.engines.sglang.layered.activations.cuda import CudaActOps
 from sgl_tiered.engines.sglang.layered.cuda import CudaLayerOps
 from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent, FakeStream
+
+_REFUSED = 700
+"""What the driver returns where it does not take a copy."""
 
 
 class EngineStream(FakeStream):
@@ -38,17 +42,47 @@ class EngineStream(FakeStream):
         return recorded
 
 
+class DeviceTensor(torch.Tensor):
+    """A tensor whose reading on the host is noted: on a device it waits for work.
+
+    Attributes:
+        reads: names of the operations that would have waited.
+    """
+
+    reads: ClassVar[list[str]] = []
+    _READS = frozenset(
+        ["cpu", "tolist", "item", "numpy", "nonzero", "unique", "__bool__", "__int__"]
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Note the operation if it reads; its results are such tensors as well."""
+        name = getattr(func, "__name__", "")
+        if name in cls._READS:
+            cls.reads.append(name)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def plain(numbers: Any) -> Any:
+    """Return the numbers of a tensor as the device itself sees them."""
+    return numbers.as_subclass(torch.Tensor).numpy()
+
+
 class PlayedCuda:
     """The device: its streams, and what of the host it can reach."""
 
-    def __init__(self, seed: int, *, pins: bool = True) -> None:
-        self.device = FakeDevice(np.random.default_rng(seed))
+    def __init__(self, seed: int, *, pins: bool = True, number: int = 0) -> None:
+        self.device = FakeDevice(np.random.default_rng(seed), number)
         self.engine = EngineStream(self.device, "engine")
         self.device.engine = self.engine
         self.pins = pins
         self.pinned: set[int] = set()
         self.num_copies = self.num_rebuilds = 0
         self.breaks_order = False
+        # Copies fail on the device, or cannot be queued, while True.
+        self.fails = self.refuses = False
         self.streams: list[FakeStream] = []
 
     def register(self, setting: str) -> Any:
@@ -73,12 +107,40 @@ class PlayedCuda:
     def copy(self, to: int, frm: int, num_bytes: int, handle: int) -> int:
         """Queue one copy, as the driver does."""
         self.num_copies += 1
+        self.device.issue()
+        fails = self.fails
 
         def work() -> None:
+            if fails:
+                raise RuntimeError("the copy was told to fail")
             ctypes.memmove(to, frm, num_bytes)
 
+        if self.refuses:
+            return _REFUSED
         self.streams[handle - 1].run(work, cost_ms=0.01)
         return 0
+
+    def pool_ops_class(self) -> type[CudaOps]:
+        """Return the product's copies of whole pages, on this device."""
+        played, streams = self, self._streams_class()
+
+        class PlayedPoolOps(streams, CudaOps):  # type: ignore[misc, valid-type]
+            def __init__(self, pool: Any, layout: Any, forward_stream: Any) -> None:
+                engines = CopyEngines(None, played.copy)
+                super().__init__(pool, layout, forward_stream, engines=engines)
+
+            def gather(
+                self, stream: Any, half: int, pages: Any, begin: int, end: int
+            ) -> None:
+                def work() -> None:
+                    chosen = torch.from_numpy(plain(pages)[begin:end])
+                    parts = [part[chosen] for layer in self._parts for part in layer]
+                    self._halves[half, : end - begin] = torch.cat(parts, dim=1)
+
+                played.device.issue()
+                stream.run(work, cost_ms=0.01)
+
+        return PlayedPoolOps
 
     def ops_class(self) -> type[CudaLayerOps]:
         """Return the product's copies, on this device."""
@@ -147,14 +209,36 @@ class PlayedCuda:
 
             def upload(self, stream: Any, numbers: Any) -> torch.Tensor:
                 del stream
+                played.device.issue()
                 return torch.from_numpy(numbers.copy())
+
+            def download(self, numbers: Any) -> Any:
+                on_host = np.full(len(numbers), -1, np.int64)
+
+                def work() -> None:
+                    on_host[:] = plain(numbers)
+
+                played.engine.run(work)
+                return on_host, played.engine.record_event()
+
+            def choose(self, stream: Any, parts: Any) -> torch.Tensor:
+                del stream
+                played.device.issue()
+                return torch.from_numpy(
+                    np.concatenate(
+                        [
+                            plain(numbers if chosen is None else numbers[chosen])
+                            for numbers, chosen in parts
+                        ]
+                    )
+                )
 
             def load_by_kernel(
                 self, stream: Any, layer: int, memory: Any, rows: Any, *rest: Any
             ) -> None:
                 first_byte, pages = rest
                 self.load_by_engines(  # type: ignore[attr-defined]
-                    stream, layer, memory, rows.numpy(), first_byte, pages.numpy()
+                    stream, layer, memory, plain(rows), first_byte, plain(pages)
                 )
 
         return PlayedStreams

@@ -475,12 +475,13 @@ class Broken:
         sparse = tree.tiered.sparse
         tree._tiered = SimpleNamespace(
             sparse=sparse,
-            transfers=SimpleNamespace(landed=lambda ticket: self.lands),
+            transfers=SimpleNamespace(queued=lambda ticket: self.lands),
             metrics=SimpleNamespace(add=lambda *args: None),
             cache=SimpleNamespace(known_pages=lambda digest, tokens: self.known),
             coordinator=SimpleNamespace(
                 state=lambda rid: SimpleNamespace(digest=b"", report=report),
                 landed=id,
+                load_ended=id,
                 settle=lambda state, landed: None,
             ),
             forget_request=id,
@@ -500,19 +501,35 @@ class Broken:
             extra_key="tiered-lossy|",
             kv=SimpleNamespace(req_pool_idx=0),
             full_untruncated_fill_ids=array("q", range(len(self.slots))),
+            is_retracted=False,
+            finished=lambda: False,
         )
         self.batch = SimpleNamespace(
-            reqs=[self.req], prefix_lens=[3 * PAGE], extend_lens=[PAGE]
+            reqs=[self.req],
+            prefix_lens=[3 * PAGE],
+            extend_lens=[PAGE],
+            enable_overlap=True,
         )
         self.load = SparseLoad(2 * PAGE, [2] * LAYERS, 10, 40, "car")
         self.rows = rows
 
     def run(self) -> bool:
         """Run the pass of the load, in which queries read what lies in its slots."""
+        from sgl_tiered.engines.sglang.loading_pass import Load, LoadingPass
+
         tree, book = self.bench.tree, self.bench.pool.gauge.every
-        tree._chosen["r"], tree._in_flight = self.load, [self.req]
-        tree._spans["r"] = (PAGE, 3 * PAGE)
-        tree._ticket = SimpleNamespace(stall_s=0.0, seconds=0.0, moved={}, failed="it")
+        tree._chosen["r"] = self.load
+        state: Any = tree._tiered.coordinator.state("r")
+        ticket: Any = SimpleNamespace(
+            stall_s=0.0,
+            seconds=0.0,
+            moved={},
+            failed="it",
+            is_queued=False,
+            wait=lambda: self.lands,
+        )
+        loading = LoadingPass(ticket, [Load(self.req, state, PAGE, 3 * PAGE)])
+        tree._passes.append(loading)
         slots = self.slots.numpy()
         ones = np.ones(len(slots), np.float32)
         # What is known of the first page is kept beside the table.

@@ -35,6 +35,14 @@ def test_a_missing_symbol_stops_the_plugin(symbols, what):
     assert "\n" not in message
 
 
+def test_an_untested_version_whose_symbols_agree_is_warned_of(symbols):
+    """A version that looks alike is served with a warning, the tested one without."""
+    (warning,), none = symbols["warned"]
+    assert symbols["versions"][0] in warning
+    assert "0.0.1" in warning
+    assert none == []
+
+
 def test_overridden_methods_take_what_sglang_passes(symbols):
     """Each method that we override can be called as SGLang calls its own."""
     wrong = []
@@ -64,6 +72,7 @@ def test_what_we_override_exists(symbols):
         "finish_offloads",
         "submit_offload",
         "repair_loads",
+        "end_passes",
         "waiting_request",
         "watch_queue",
     }
@@ -112,6 +121,32 @@ def test_our_counter_can_be_called_like_theirs(symbols, method):
     """Our layer counter takes as many arguments as SGLang's own."""
     theirs, ours = symbols["counter"][method]
     assert len(theirs) == len(ours) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "whole", "overlaps"),
+    [
+        ("breakable", False, True),
+        ("disabled", False, True),
+        ("full", False, False),
+        ("embedding", True, False),
+    ],
+)
+def test_a_load_is_waited_for_whole_only_where_no_layer_is_asked_for(
+    symbols, backend, whole, overlaps
+):
+    """Breakable graphs, the default on CUDA, run attention eagerly.
+
+    One whole graph is preceded by SGLang's own wait, so that nothing overlaps it.
+    """
+    assert symbols["prefill"][backend] == [whole, overlaps]
+
+
+def test_our_counter_has_what_sglang_reads(symbols):
+    """Pools and the runners of captured graphs find each attribute that they read."""
+    read = set(symbols["counter_reads"])
+    assert {"wait_until", "set_consumer", "consumer_index", "num_layers"} <= read
+    assert read <= set(symbols["counter_has"])
 
 
 def test_dense_attention_is_supported(symbols):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sgl_tiered_workloads.fork_server import fork_servers
 from sgl_tiered_workloads.model import make_model
 from sgl_tiered_workloads.server import ServerSpec, SglangServer, free_port
 from sgl_tiered_workloads.systems import plain_spec
@@ -108,12 +109,14 @@ class Servers:
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """The one place that starts servers."""
     servers = Servers(tmp_path_factory.mktemp("logs"))
+    fork_servers()
     try:
         yield servers
         print(f"\n{servers.num_starts} servers were started")
         servers.stop()
     finally:
         servers.abandon()
+        fork_servers(False)
 
 
 @pytest.fixture(scope="session")

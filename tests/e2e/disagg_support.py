@@ -34,7 +34,7 @@ __all__ = [
 
 PAGE = 16
 _FORBIDDEN_IN_LOGS = ("AssertionError", "leak detected", "double free")
-_ENV = {"SGLANG_HOST_IP": "127.0.0.1", "HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+_ENV = {"SGLANG_HOST_IP": "127.0.0.1", "HOST_IP": "127.0.0.1"}
 
 
 @dataclass(slots=True)

@@ -80,7 +80,9 @@ def test_questions_are_asked_and_nobody_notices(server):
     assert asking["cached_tokens"] >= (PROMPT_TOKENS // 16) * 16 * replied
     assert asking["seconds"] > 0
     assert state["counters"]["length_asks"] == asking["num_asked"]
-    assert 'sgl_tiered:events_total{event="length_asks"}' in server.get("/metrics")
+    # Published between passes, once a second at most.
+    series = 'sgl_tiered:events_total{event="length_asks"}'
+    wait_until(lambda: series in server.get("/metrics"), "the metrics tell of it")
 
     listed = server.get("/tiered/explain?last=100")
     assert {one["rid"] for one in listed} >= {a["meta_info"]["id"] for a in answers}

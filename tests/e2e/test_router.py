@@ -55,7 +55,9 @@ def server(servers, model):
 @asynccontextmanager
 async def routed(server, **others):
     """Give a router that knows all that the servers hold, and a client of it."""
-    config = RouterConfig(port=0, load_interval_s=0.2, health_interval_s=60.0)
+    config = RouterConfig(
+        port=0, load_interval_s=0.2, health_interval_s=60.0, show_cached_tokens=True
+    )
     named = {"only": server, **others}
     instances = [
         parse_instance(f"{each.url},name={name}") for name, each in named.items()
@@ -168,7 +170,7 @@ def test_texts_match_by_the_servers_tokenizer(server, model):
     nothing assumed (``--ttl 0``) the events alone must find its prefix."""
     command = [sys.executable, "-m", "sgl_tiered.cli.main", "router", "--port", "0"]
     command += ["--instance", f"{server.url},name=only", "--ttl", "0"]
-    command += ["--tokenizer", str(model)]
+    command += ["--tokenizer", str(model), "--show-cached-tokens"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         url = process.stdout.readline().split()[-1]

@@ -14,12 +14,12 @@ Failures are values: a refused, broken or aborted request gives a record with
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import orjson
 
 from sgl_tiered_workloads.connected import Connected
 from sgl_tiered_workloads.records import RequestRecord
@@ -179,7 +179,7 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
                 payload = line[5:].strip()
                 if payload == b"[DONE]":
                     return
-                event: dict[str, Any] = json.loads(payload)
+                event: dict[str, Any] = orjson.loads(payload)
                 if "error" in event:
                     raise _ServerSaidNoError(str(event["error"])[:500])
                 yield event

@@ -17,9 +17,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-__all__ = ["Service", "ServiceError", "end_group", "group_runs", "signal_group"]
+__all__ = [
+    "Service",
+    "ServiceError",
+    "Started",
+    "end_group",
+    "group_runs",
+    "signal_group",
+]
 
 _KILL_S = 5.0
 """A killed process frees its memory first: seconds, for a large pool."""
@@ -27,17 +34,34 @@ _POLL_S = 0.1
 _TAIL_LINES = 20
 
 
+class Started(Protocol):
+    """A process that leads a group: a ``subprocess.Popen``, or what is used of one."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process and of its group."""
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; ``subprocess.TimeoutExpired`` if that is too long."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+
 class ServiceError(RuntimeError):
     """A process ended, or did not get ready in time; says the end of its log."""
 
 
-def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+def signal_group(process: Started, number: int) -> None:
     """Send a signal to a process that leads a group, and to all of that group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
-def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+def end_group(process: Started, grace_s: float) -> None:
     """End a process that leads a group, then whatever is left of the group.
 
     Args:

@@ -7,11 +7,12 @@ files can be compared without asking anybody. Headers name no path, host or user
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from sgl_tiered_workloads.harness import machine
 
@@ -160,11 +161,17 @@ def write_records(
     """Write a records file, replacing an older one whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(path.suffix + ".partial")
-    with partial.open("w", encoding="utf-8") as out:
-        out.write(json.dumps({"kind": "header", **asdict(header)}) + "\n")
+    with partial.open("wb") as out:
+        out.write(_line("header", asdict(header)))
         for record in records:
-            out.write(json.dumps({"kind": "request", **asdict(record)}) + "\n")
+            out.write(_line("request", asdict(record)))
     partial.replace(path)
+
+
+def _line(kind: str, fields: dict[str, Any]) -> bytes:
+    # Times may be numpy's floats.
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps({"kind": kind, **fields}, option=option)
 
 
 def read_records(path: Path) -> tuple[RunHeader, list[RequestRecord]]:
@@ -175,8 +182,8 @@ def read_records(path: Path) -> tuple[RunHeader, list[RequestRecord]]:
     """
     header: RunHeader | None = None
     records: list[RequestRecord] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        fields = json.loads(line)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        fields = orjson.loads(line)
         kind = fields.pop("kind", None)
         if kind == "header":
             header = RunHeader(**fields)

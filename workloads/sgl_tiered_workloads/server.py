@@ -29,7 +29,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from sgl_tiered_workloads.processes import end_group, signal_group
+from sgl_tiered_workloads.fork_server import forked
+from sgl_tiered_workloads.processes import Started, end_group, signal_group
 
 __all__ = [
     "ServerSpec",
@@ -80,6 +81,7 @@ class ServerSpec:
         env: variables set over the caller's environment; None removes one.
         program: what is run, before the arguments; tests put a stand-in here.
         api_key: that the server demands, and that is sent with every request to it.
+        fork: whether a fork server may start it, where the process has one.
     """
 
     name: str
@@ -88,6 +90,7 @@ class ServerSpec:
     env: Mapping[str, str | None] = field(default_factory=dict)
     program: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
     api_key: str = ""
+    fork: bool = True
 
     def command(self, port: int) -> list[str]:
         """Return the whole command line for ``port``."""
@@ -186,7 +189,7 @@ class SglangServer:
         self.url = f"http://{_HOST}:{self.port}"
         self._start_timeout_s = start_timeout_s
         self._say = say
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Started | None = None
         self.start_s = 0.0
         """Seconds from the start of the process to its first answer."""
 
@@ -233,14 +236,17 @@ class SglangServer:
         with self.log_path.open("wb") as log:
             log.write((" ".join(command) + "\n").encode())
             log.flush()
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
+            if self.spec.fork:
+                self._process = forked(command, log, env)
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    start_new_session=True,
+                )
         _RUNNING.add(self)
         try:
             self._wait_until_ready(self._process)
@@ -248,7 +254,7 @@ class SglangServer:
             self.stop(grace_s=2.0)
             raise
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_until_ready(self, process: Started) -> None:
         begin = time.monotonic()
         said = begin
         while True:

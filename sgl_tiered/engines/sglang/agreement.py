@@ -14,11 +14,12 @@ All ranks must call alike: as often, in the same order. On the scheduler's threa
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import orjson
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.errors import TieredError
@@ -207,7 +208,7 @@ class Agreement:
         """Return everybody's value, by rank; for the start, of any length."""
         if self._ranks is None:
             return [value]
-        return [json.loads(m) for m in self._ranks.gather(json.dumps(value).encode())]
+        return [orjson.loads(m) for m in self._ranks.gather(_packed(value))]
 
     def first(self, value: Any) -> Any:
         """Return rank 0's value."""
@@ -217,7 +218,7 @@ class Agreement:
         self, ranks: Ranks, facts: dict[str, Any], *, is_meeting: bool
     ) -> tuple[float, list[dict[str, Any]]]:
         """Return rank 0's time and everybody's facts, if all are at the same point."""
-        body = json.dumps(facts).encode() if facts else b""
+        body = _packed(facts) if facts else b""
         number = 2 * self._num_meetings + is_meeting
         head = _HEAD.pack(self.own_clock.now(), number, self._noted)
         told = ranks.gather(head + body)
@@ -235,11 +236,16 @@ class Agreement:
                     "please report it"
                 )
         first_s = _HEAD.unpack_from(told[0])[0]
-        return first_s, [json.loads(m[_HEAD.size :] or b"{}") for m in told]
+        return first_s, [orjson.loads(m[_HEAD.size :] or b"{}") for m in told]
 
     def leave(self) -> None:
         """Be alone from now on: the server ends, and nobody waits for the others."""
         self._ranks = None
+
+
+def _packed(value: Any) -> bytes:
+    # What was measured may be numpy's floats.
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 class _GroupRanks:

@@ -18,8 +18,10 @@ import numpy as np
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
-from sgl_tiered.core.plans import Int32s, Int64s
+from sgl_tiered.core.plans import Int32s
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.engines.sglang.tokens import page_numbers
+from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 
 __all__ = ["OffloadAhead"]
 
@@ -102,7 +104,8 @@ class OffloadAhead:
         cache = self._tiered.cache
         kinds = leave = None
         if self._tree.has_kinds:
-            kinds, leave = self._tree.page_kinds(self._pages(prompt, node))
+            numbers = host_numbers(self._pages(prompt, node))
+            kinds, leave = self._tree.page_kinds(numbers)
         plan = cache.plan_offload(
             prompt.digest,
             tokens,
@@ -121,13 +124,13 @@ class OffloadAhead:
             is_last = len(plan.pages) < _MAX_PAGES
             self._copy = _Copy(plan.plan_id, prompt, num_resident, is_last)
 
-    def _pages(self, prompt: Deferred, node: Any) -> Int64s:
+    def _pages(self, prompt: Deferred, node: Any) -> PageNumbers:
         """Return the device's pages of a prompt up to a node of the tree."""
         root = self._tree.root_node_handle(prompt.handle[0])  # type: ignore[index]
         slots = self._tree.tree_core.collect_full_device_indices(node, root)
-        firsts = slots[:: self._tree.page_size].cpu().numpy().astype(np.int64)
-        pages: Int64s = firsts // self._tree.page_size
-        return pages
+        page_tokens = self._tree.page_size
+        device = self._tiered.parts.device
+        return page_numbers(device, slots[::page_tokens], page_tokens)
 
     def dropped(self) -> None:
         """Note that copies below the device were forgotten."""

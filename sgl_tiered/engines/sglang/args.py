@@ -54,7 +54,10 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
     ] = None
     tiered_host_size: A[
         Optional[str],  # noqa: UP045
-        Arg(help="Size of the host tier, e.g. 32GB; default half of free memory."),
+        Arg(
+            help="Size of the host tier of a rank, e.g. 32GB; default auto: half of "
+            "free memory, shared by the ranks."
+        ),
         _NS,
     ] = None
     tiered_cxl: A[
@@ -82,8 +85,8 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
     tiered_disk_size: A[
         Optional[str],  # noqa: UP045
         Arg(
-            help="Size of the disk tier, all directories together, e.g. 2TB; default "
-            "auto, half of free space."
+            help="Size of the disk tier of a rank, all directories together, e.g. 2TB; "
+            "default auto: half of free space, shared by the ranks."
         ),
         _NS,
     ] = None
@@ -284,6 +287,15 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_slo_floor: A[
+        Optional[float],  # noqa: UP045
+        Arg(
+            help="Least target for the time to the first token, in seconds, that "
+            "counts of those that requests bring: who is due goes before others. "
+            "Default a quarter of --tiered-slo-ttft, 0.5 without it."
+        ),
+        _NS,
+    ] = None
     tiered_layerkv: A[
         Optional[str],  # noqa: UP045
         Arg(
@@ -457,7 +469,7 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
         Raises:
             ConfigError: one sentence about what is wrong.
         """
-        tiered_config(self)
+        tiered_config(self, is_first=True)
         super().check_server_args()
 
 
@@ -471,8 +483,12 @@ def flag_values(server_args: Any) -> dict[str, Any]:
     }
 
 
-def tiered_config(server_args: Any) -> TieredConfig | None:
+def tiered_config(server_args: Any, *, is_first: bool = False) -> TieredConfig | None:
     """Return the settings, or None where the server is not tiered.
+
+    Args:
+        server_args: SGLang's, with ours.
+        is_first: no rank of the server has taken memory yet.
 
     Raises:
         ConfigError: a setting is wrong, or does not go with another flag.
@@ -498,7 +514,8 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
                 f"{value!r} does not go with --radix-cache-backend {BACKEND_NAME}",
                 "leave it out; it is untested with the tiers",
             )
-    config = read_config(values)
+    num_ranks = getattr(server_args, "tp_size", 1) or 1
+    config = read_config(values, num_ranks=num_ranks, is_first=is_first)
     if values["order"] is not None or config.order != "fcfs":
         _refuse_other_orders(server_args, config.order)
     if config.device_eviction is not None:
@@ -521,7 +538,7 @@ def tiered_config(server_args: Any) -> TieredConfig | None:
     if config.pool is not None:
         refuse_with_pool(config)
     refuse_with_disaggregation(server_args, config)
-    if (getattr(server_args, "tp_size", 1) or 1) > 1:
+    if num_ranks > 1:
         _refuse_for_one_rank(config)
     return config
 
@@ -586,6 +603,8 @@ _NEEDED: dict[str, object] = {
     "enable_session_radix_cache": False,
     "enable_streaming_session": False,
     "speculative_algorithm": None,
+    "dllm_algorithm": None,
+    "enable_pd_role_switch": False,
     "enable_dp_attention": False,
     "nnodes": 1,
     "pp_size": 1,

@@ -31,12 +31,14 @@ from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
 from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.device_eviction import DeviceStrategy
 from sgl_tiered.engines.sglang.fetching import LendingRadixCache, make_fetcher
+from sgl_tiered.engines.sglang.loading_pass import Load, LoadingPass
 from sgl_tiered.engines.sglang.lossy import kept_exact
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
-from sgl_tiered.engines.sglang.repair import MissingSpan, compute_missing
+from sgl_tiered.engines.sglang.repair import compute_missing
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
-from sgl_tiered.engines.sglang.tokens import device_pages, plain_tokens
-from sgl_tiered.pipelines.layerwise_load import LoadJob, LoadTicket
+from sgl_tiered.engines.sglang.tokens import device_pages, page_numbers, plain_tokens
+from sgl_tiered.pipelines.layerwise_load import LoadJob
+from sgl_tiered.pipelines.page_numbers import PageNumbers
 
 __all__ = ["TieredRadixCache"]
 
@@ -71,15 +73,15 @@ class TieredRadixCache(LendingRadixCache):
         self._queued: list[tuple[Any, LoadJob]] = []
         self._private: dict[str, torch.Tensor] = {}
         self._backs: dict[str, torch.Tensor] = {}
-        self._in_flight: list[Any] = []
-        self._ticket: LoadTicket | None = None
+        # Batches with loads that are not known to have ended, the oldest first.
+        self._passes: list[LoadingPass] = []
         # Where in its prompt a request's load goes: begin and end, in tokens.
         self._spans: dict[str, tuple[int, int]] = {}
-        self._repaired = False
         self._locks: dict[int, tuple[Any, Any]] = {}
         super().__init__(params)
         self._tiered = runtime
         self._strategy = strategy
+        runtime.on_offload_end = self._offload_ended
         if runtime.deferred is not None:
             self._ahead = OffloadAhead(self, runtime, runtime.deferred)
 
@@ -176,8 +178,7 @@ class TieredRadixCache(LendingRadixCache):
         slots = self._take_slots(params.host_hit_length)
         if slots is None:
             return 0, req.last_node
-        device_pages = slots[:: self.page_size].cpu().numpy() // self.page_size
-        job = self.tiered.coordinator.begin(state, device_pages.astype(np.int64))
+        job = self.tiered.coordinator.begin(state, self._page_numbers(slots))
         if job is None:
             self.token_to_kv_pool_allocator.free(slots)
             return 0, req.last_node
@@ -201,77 +202,137 @@ class TieredRadixCache(LendingRadixCache):
         if not self._queued:
             return -1
         queued, self._queued = self._queued, []
-        self._in_flight = [req for req, _ in queued]
-        self._ticket = self.tiered.loader.submit([job for _, job in queued])
-        self.tiered.counter.add(self._ticket)
+        ticket = self.tiered.loader.submit([job for _, job in queued])
+        loading = LoadingPass(ticket)
+        for req, _ in queued:
+            span = self._spans.pop(req.rid, None)
+            state = self.tiered.coordinator.state(req.rid)
+            assert span is not None
+            assert state is not None
+            self.tiered.coordinator.load_begins(state)
+            loading.loads.append(Load(req, state, *span))
+        self._passes.append(loading)
+        self.tiered.counter.add(ticket)
         if self.tiered.wait_whole:
             # SGLang lets the forward's stream wait for this thread's.
-            self._ticket.wait_last_layer()
+            ticket.wait_last_layer()
         return self.tiered.counter.latest
 
-    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
-        """End the loads of the batch that just ran; return requests that failed.
-
-        None does where ``repair_loads`` was asked, which is wherever tokens are
-        generated. Elsewhere the output is dropped and the client told, since the
-        forward has already used the slots.
-        """
-        in_flight, self._in_flight = self._in_flight, []
-        if self._ticket is None:
-            return []
-        ticket, self._ticket = self._ticket, None
-        landed = self._repaired or self.tiered.transfers.landed(ticket)
-        self._repaired = False
-        self.tiered.metrics.add("load_stall_s", ticket.stall_s)
-        self.tiered.metrics.add("load_copy_s", ticket.seconds)
-        failed = []
-        for req in in_flight:
-            self._private.pop(req.rid, None)
-            self._spans.pop(req.rid, None)
-            state = self.tiered.coordinator.state(req.rid)
-            if state is None:
-                continue
-            state.report.load_s += ticket.seconds
-            state.report.stall_s += ticket.stall_s
-            moved = {tier: seconds for tier, (_, seconds) in ticket.moved.items()}
-            state.report.add_copies(moved)
-            if landed:
-                self.tiered.coordinator.landed(state)
-                continue
-            self.tiered.coordinator.settle(state, landed=False)
-            failed.append(req)
-        if failed:
-            self._fail(failed, ticket.failed)
-        return failed
-
     def repair_loads(self, runner: Any, batch: Any) -> bool:
-        """Compute what the loads of the batch that just ran failed to bring.
+        """Compute what the loads of the batch just launched failed to bring.
+
+        Under SGLang's overlap schedule it is enough that the copies are queued, which
+        the forward's stream waits for: ``end_passes`` asks how they ended.
 
         Returns:
             Whether there was anything: then the batch's forward has to run again.
         """
-        if self._ticket is None or self._repaired:
+        loading = self._launching
+        if loading is None or loading.is_repaired:
             return False
-        if self.tiered.transfers.landed(self._ticket):
+        if self._has_come(loading, may_run=batch.enable_overlap):
             return False
-        spans = []
-        for index, req in enumerate(batch.reqs):
-            begin, end = self._spans.get(req.rid, (0, 0))
-            end = min(end, batch.prefix_lens[index])
-            if begin < end:
-                spans.append(MissingSpan(index, begin, end))
+        spans = loading.missing(batch)
         num_tokens = compute_missing(runner, batch, spans)
         logger.warning(
             "sgl-tiered: a load to the device broke (%s): %d tokens of %d request(s) "
             "were computed instead",
-            self._ticket.failed,
+            loading.ticket.failed,
             num_tokens,
             len(spans),
         )
         self.tiered.metrics.add("loads_repaired", len(spans))
         self.tiered.metrics.add("tokens_repaired", num_tokens)
-        self._repaired = True
+        loading.is_repaired = True
         return True
+
+    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
+        """End the loads of the batch just launched; return requests that failed.
+
+        None does where ``repair_loads`` was asked, which is wherever tokens are
+        generated. Elsewhere the output is dropped and the client told, since the
+        forward has already used the slots. Loads that may still run are ended by
+        ``end_passes``.
+        """
+        loading = self._launching
+        if loading is None:
+            return []
+        loading.is_launched = True
+        for load in loading.loads:
+            self._private.pop(load.req.rid, None)
+        self._has_come(loading, may_run=True)
+        return [] if loading.may_run else self._end_pass(loading)
+
+    def end_passes(self, reqs: list[Any]) -> list[Any]:
+        """Wait for the loads that results rest on; return requests that failed.
+
+        Called before the results of a batch are taken, which come behind its loads.
+        What fails by then has failed on the device, behind work that it had accepted:
+        the next batch runs already on the token of this one, so the request ends.
+
+        Args:
+            reqs: of the batch.
+        """
+        failed = []
+        for loading in list(self._passes):
+            if loading.is_launched and loading.has_any(reqs):
+                loading.has_come = self.tiered.transfers.landed(loading.ticket)
+                failed += self._end_pass(loading)
+        return failed
+
+    @property
+    def _launching(self) -> LoadingPass | None:
+        """The batch that is being launched, if it has loads."""
+        last = self._passes[-1] if self._passes else None
+        return None if last is None or last.is_launched else last
+
+    def _has_come(self, loading: LoadingPass, *, may_run: bool) -> bool:
+        """Ask, once, whether a load is there; or queued, where that is enough."""
+        if loading.has_come is not None:
+            return loading.has_come
+        ticket, transfers = loading.ticket, self.tiered.transfers
+        if may_run:
+            has_come = transfers.queued(ticket)
+            loading.may_run = has_come and ticket.is_queued
+        else:
+            has_come = transfers.landed(ticket)
+        if ticket.is_queued:
+            # Whoever gets these slots next works behind this stream.
+            ticket.wait_last_layer()
+        loading.has_come = has_come
+        return has_come
+
+    def _is_in_doubt(self, req: Any) -> bool:
+        """Say whether a load of a request is not known to have landed."""
+        return any(loading.has_any([req]) for loading in self._passes)
+
+    def _end_pass(self, loading: LoadingPass) -> list[Any]:
+        """Settle loads whose outcome is known; return requests that failed."""
+        self._passes.remove(loading)
+        ticket = loading.ticket
+        # Where another rank's failed, this rank's may still read its sources.
+        ticket.wait()
+        landed = loading.has_come or loading.is_repaired
+        self.tiered.metrics.add("load_stall_s", ticket.stall_s)
+        self.tiered.metrics.add("load_copy_s", ticket.seconds)
+        moved = {tier: seconds for tier, (_, seconds) in ticket.moved.items()}
+        failed = []
+        for load in loading.loads:
+            state = load.state
+            state.report.load_s += ticket.seconds
+            state.report.stall_s += ticket.stall_s
+            state.report.add_copies(moved)
+            if landed:
+                self.tiered.coordinator.landed(state)
+            else:
+                self.tiered.coordinator.settle(state, landed=False)
+                failed.append(load.req)
+            self.tiered.coordinator.load_ended(state)
+        # A request that was retracted meanwhile begins anew.
+        failed = [req for req in failed if not (req.is_retracted or req.finished())]
+        if failed:
+            self._fail(failed, ticket.failed)
+        return failed
 
     # -- A prompt whose front is computed while its back is read ---------------
 
@@ -303,8 +364,7 @@ class TieredRadixCache(LendingRadixCache):
         if slots is None:
             coordinator.settle(state, landed=False)
             return 0
-        pages = slots[:: self.page_size].cpu().numpy() // self.page_size
-        job = coordinator.begin_back(state, pages.astype(np.int64))
+        job = coordinator.begin_back(state, self._page_numbers(slots))
         end = req.prefix_len + len(slots)
         row = (req.kv.req_pool_idx, slice(req.prefix_len, end))
         self.req_to_token_pool.write(row, slots.to(torch.int32))
@@ -353,7 +413,13 @@ class TieredRadixCache(LendingRadixCache):
     # -- Offloading ------------------------------------------------------------
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
-        """Publish the request's pages in the tree, then offload the new ones."""
+        """Publish the request's pages in the tree, then offload the new ones.
+
+        Not while a load of it may fail: SGLang goes on with what it has in its row, and
+        a later checkpoint publishes these pages as well.
+        """
+        if self._is_in_doubt(req):
+            return
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if up_to >= len(req.origin_input_ids):
             self.tiered.ledger.first_token(req.rid)
@@ -379,8 +445,9 @@ class TieredRadixCache(LendingRadixCache):
         super().release_aborted_request(request)
         if self.tiered.lengths is not None:
             self.tiered.lengths.left(request.rid)
-        if any(req.rid == request.rid for req in self._in_flight):
-            # Its load runs: finish_external_linker_loads ends it.
+        loading = self._launching
+        if loading is not None and loading.has_any([request]):
+            # It is a part of the batch, and forgotten when its slots are given back.
             if self.tiered.lookahead is not None:
                 self.tiered.lookahead.left(request.rid)
             return
@@ -406,7 +473,7 @@ class TieredRadixCache(LendingRadixCache):
         return result
 
     def submit_offload(
-        self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64], node: Any
+        self, plan: OffloadPlan, device_pages: PageNumbers, node: Any
     ) -> bool:
         """Lock a node's path and queue the copy; False (all undone) if it is full."""
         lock = self.inc_lock_ref(node).to_dec_params()
@@ -419,21 +486,33 @@ class TieredRadixCache(LendingRadixCache):
     def has_pending_cache_operations(self) -> bool:
         """Say whether pages of the tree are still being read by an offload."""
         if not self.tiered.agreement.is_shared:
-            self._pump()
+            self.take_ends()
         return bool(self._locks)
 
     def finish_offloads(self) -> None:
         """Wait for running offloads, which hold locks on pages of the tree."""
         self.tiered.drain_offloads()
-        self._pump()
+        self.take_ends()
+
+    def leave_device(self) -> None:
+        """Let every copy from and to the device end."""
+        self.end_fetches()
+        self.tiered.parts.loader.drain()
+        self.finish_offloads()
 
     # -- Events ----------------------------------------------------------------
+
+    def take_ends(self) -> None:
+        """Take the ends of transfers; several ranks meet for it."""
+        self.tiered.pump()
+        if self.fetcher is not None and self.fetcher.poll():
+            self.tiered.on_promoted()
 
     def check_hicache_events(self) -> None:
         """Take the ends of transfers and start what follows from them."""
         if self.tiered.is_reading and self.tiered.engine_idle():
             self.tiered.completions.wait(_IDLE_WAIT_S)
-        self._pump()
+        self.take_ends()
         if self._prefetch is not None:
             self._prefetch.between_passes(self._keys)
         if self._ahead is not None:
@@ -480,26 +559,33 @@ class TieredRadixCache(LendingRadixCache):
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
         self.end_fetches()
-        self._pump()
+        self.take_ends()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
             if self._is_device_empty:
                 self.tiered.weights.emptied()
         else:
             self.tiered.drop(tier)
-            if self._ahead is not None:
-                self._ahead.dropped()
+            self._note_dropped()
 
     def clear_storage_backend(self) -> bool:
-        """Forget what is on disk: SGLang's call to clear a cache's storage."""
-        self.drop(TierId.DISK)
+        """Forget what is on disk, without waiting; False where there is no disk.
+
+        Requests may run: pages that are read now are forgotten when they have been.
+        """
+        if not self.tiered.has_tier(TierId.DISK):
+            self.tiered.metrics.add("refused_storage_clear")
+            logger.warning("sgl-tiered: there is no disk tier to clear")
+            return False
+        self.tiered.forget(TierId.DISK)
+        self._note_dropped()
         return True
 
     def release_host_resources(self) -> None:
         """Finish writing to disk and close the tiers (graceful shutdown)."""
         self.end_fetches()
-        self._pump()
-        self.tiered.close(self._pump)
+        self.take_ends()
+        self.tiered.close(self.take_ends)
         super().release_host_resources()
 
     # -- SGLang's storage prefetch asks these; hashes of nodes are not used here --
@@ -531,26 +617,46 @@ class TieredRadixCache(LendingRadixCache):
         return state if state.digest == digest else None
 
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
-        """Note the prompt of ``req``; None where the tiers cannot serve it."""
+        """Note the prompt of ``req``; None where the tiers cannot serve it.
+
+        SGLang looks at a waiting request up to what it may reuse, or, to sort its queue
+        by prefixes, at all of it. Either way only the former counts.
+        """
         if req is None or self.disable or kept_exact(req, self.tiered.config):
             return None
-        max_pages = len(key) // self.page_size
-        if max_pages == 0:
+        if req.positional_embed_overrides is not None:
+            # Equal ids do not make such prompts equal.
             return None
-        tokens = plain_tokens(key.token_ids, len(key))
+        coordinator = self.tiered.coordinator
+        state = coordinator.state(req.rid)
+        limit = min(len(key), req._compute_max_prefix_len(len(key.token_ids)))
+        max_pages = limit // self.page_size
+        if max_pages == 0 and state is None:
+            return None
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        known = self._keys.get(req.rid)
+        if (
+            state is not None
+            and known is not None
+            and known.limit == limit
+            # Arrays of one type compare as bytes do: 2 us for 4,096 tokens.
+            and known.token_ids == key.token_ids
+            and state.digest == digest
+        ):
+            return state
+        tokens = plain_tokens(key.token_ids, limit)
         if tokens is None:
             return None
-        self._keys[req.rid] = key
-        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
-        known = self.tiered.coordinator.state(req.rid)
-        if known is not None and known.digest != digest and not known.started:
-            # The weights have changed since.
-            self.tiered.coordinator.release(req.rid)
         if digest is None:
+            if state is not None and not state.started:
+                coordinator.release(req.rid)
             return None
+        self._keys[req.rid] = RadixKey(
+            key.token_ids, key.extra_key, limit=limit, cache_salt=key.cache_salt
+        )
         if self.tiered.lookahead is not None:
             self.tiered.lookahead.entered(req.rid, digest, tokens)
-        return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
+        return coordinator.track(req.rid, digest, tokens, max_pages)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator
@@ -559,6 +665,11 @@ class TieredRadixCache(LendingRadixCache):
             self.evict(EvictParams(num_tokens=shortfall))
         slots = allocator.alloc(num_tokens)
         return None if slots is None else slots.to(torch.int64)
+
+    def _page_numbers(self, slots: torch.Tensor) -> PageNumbers:
+        """Return the pages of whole pages' slots; never waits for a device."""
+        firsts = slots[:: self.page_size]
+        return page_numbers(self.tiered.parts.device, firsts, self.page_size)
 
     def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
         num_pages = num_tokens // self.page_size
@@ -601,27 +712,31 @@ class TieredRadixCache(LendingRadixCache):
             self.tiered.count_decision(state)
 
     def _unlock_offload(self, plan_id: int) -> None:
-        node, lock = self._locks.pop(plan_id)
-        self.dec_lock_ref(node, lock)
+        held = self._locks.pop(plan_id, None)
+        # None: a reset did not wait for the copy, and there is nothing left to unlock.
+        if held is not None:
+            self.dec_lock_ref(*held)
 
-    def _pump(self) -> None:
-        for plan_id in self.tiered.pump():
-            self._unlock_offload(plan_id)
-            if self._ahead is not None:
-                self._ahead.ended(plan_id)
-        if self.fetcher is not None and self.fetcher.poll():
-            self.tiered.on_promoted()
+    def _offload_ended(self, plan_id: int) -> None:
+        self._unlock_offload(plan_id)
+        if self._ahead is not None:
+            self._ahead.ended(plan_id)
+
+    def _note_dropped(self) -> None:
+        if self._ahead is not None:
+            self._ahead.dropped()
 
     def _quiesce(self) -> None:
         """Let running transfers end; nothing may write to memory that is given back."""
-        if self._ticket is not None:
-            self._ticket.wait()
+        for loading in self._passes:
+            loading.ticket.wait()
+            for load in loading.loads:
+                self.tiered.coordinator.load_ended(load.state)
+        self._passes.clear()
         self.end_fetches()
         self.tiered.drain()
-        self._pump()
-        self._ticket = None
+        self.take_ends()
         self._queued.clear()
-        self._in_flight.clear()
         self._private.clear()
         self._backs.clear()
         self._spans.clear()

@@ -64,6 +64,7 @@ __all__ = [
     "TieredConfig",
     "faults_allowed",
     "parse_size",
+    "rank_folder",
     "read_config",
 ]
 
@@ -100,8 +101,11 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 _DEFAULT_STAGING_BYTES = 256 * 2**20
 """Holds a 1,000-token read of an 8B model; larger reads are cut to fit."""
+_MAX_NUMBER = 2**63 - 1
 _AUTO_SHARE = 0.5
 _AUTO_HOST_MAX_BYTES = 64 * 2**30
+_FLOOR_SHARE, _FLOOR_S = 0.25, 0.5
+"""Least TTFT target of requests: of the server's, or seconds where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,7 @@ class TieredConfig:
         admission: none, slo (prefill is held where decoders would be late) or goodput
             (where that harms fewer requests than it spares).
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
+        slo_floor_s: least TTFT target that counts of those that requests bring.
         layerkv: of layer-wise KV; None where it is off.
         breaks_staging: layers are streamed wrongly on purpose (tests).
         encoding: how all pages below the device are written.
@@ -189,6 +194,7 @@ class TieredConfig:
     admission: str = NO_ADMISSION
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
+    slo_floor_s: float = 0.0
     layerkv: LayerKvSettings | None = None
     breaks_staging: bool = False
     encoding: Encoding = Encoding.RAW
@@ -215,11 +221,17 @@ class TieredConfig:
         return self.is_encoded or self.sparsity is not None
 
 
-def read_config(values: Mapping[str, Any]) -> TieredConfig:
+def read_config(
+    values: Mapping[str, Any], *, num_ranks: int = 1, is_first: bool = True
+) -> TieredConfig:
     """Build the settings from flag values (None where a flag was not given).
 
     Args:
         values: by flag name without ``--tiered-``, with underscores.
+        num_ranks: ranks on this machine. Sizes are per rank; ``auto`` is a rank's part
+            of what the machine has.
+        is_first: no rank has taken memory yet, so that what is free is for all of them;
+            else it is checked for one.
 
     Raises:
         ConfigError: one sentence about the first setting that is wrong.
@@ -228,12 +240,16 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
     path = given.pop("config", None)
     from_file = {} if path is None else _read_file(path, set(values) - {"config"})
     settings = {**from_file, **given}
+    _refuse_unusable(settings)
 
-    disk_paths, disk_bytes = _disk(settings)
-    cxl, cxl_bytes = _cxl(settings)
+    num_to_come = num_ranks if is_first else 1
+    disk_paths, disk_bytes = _disk(settings, num_ranks)
+    cxl, cxl_bytes = _cxl(settings, num_ranks)
     taken_bytes = cxl_bytes if cxl is not None and cxl.is_machine_memory else 0
     config = TieredConfig(
-        host_bytes=_host_bytes(settings.get("host_size", "auto"), taken_bytes),
+        host_bytes=_host_bytes(
+            settings.get("host_size", "auto"), taken_bytes, num_ranks, num_to_come
+        ),
         cxl=cxl,
         cxl_bytes=cxl_bytes,
         disk_paths=disk_paths,
@@ -269,6 +285,7 @@ def read_config(values: Mapping[str, Any]) -> TieredConfig:
         admission=_choice(settings, "admission", NO_ADMISSION),
         slo_ttft_s=_target(settings, "slo_ttft"),
         slo_tpot_s=_target(settings, "slo_tpot"),
+        slo_floor_s=_floor(settings),
         layerkv=read_layerkv(settings),
         breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
         encoding=Encoding[_choice(settings, "encoding", Encoding.RAW.label).upper()],
@@ -318,7 +335,9 @@ def _read_file(path: str, known: set[str]) -> dict[str, Any]:
             f"{path} cannot be read ({error.strerror})",
             "give the path of a TOML file",
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # Of tomllib or of what it stands on: other bytes than UTF-8, numbers without
+        # end, values nested without end.
         raise ConfigError(
             "--tiered-config", f"{path} is not TOML ({error})", "correct the file"
         ) from None
@@ -333,19 +352,44 @@ def _read_file(path: str, known: set[str]) -> dict[str, Any]:
     return settings
 
 
-def _host_bytes(value: object, taken_bytes: int) -> int:
-    """Return the host tier's size, beside what the CXL tier takes of free memory."""
+def _refuse_unusable(settings: Mapping[str, Any]) -> None:
+    """Refuse what no setting can be and not every check would survive."""
+    for name, value in settings.items():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, int) and not -_MAX_NUMBER <= part <= _MAX_NUMBER:
+                raise ConfigError(_flag(name), "is too large a number", "give less")
+            if isinstance(part, str) and "\0" in part:
+                raise ConfigError(
+                    _flag(name), "has a zero byte in it", "write it without"
+                )
+
+
+def _host_bytes(
+    value: object, taken_bytes: int, num_ranks: int, num_to_come: int
+) -> int:
+    """Return a rank's host tier's size, beside what its CXL tier takes of free memory.
+
+    Args:
+        value: of the setting.
+        taken_bytes: of free memory by the CXL tier of each rank.
+        num_ranks: that share what is free.
+        num_to_come: of them, those that have not taken their memory yet.
+    """
     available = available_memory_bytes()
     if available is not None:
-        available = max(0, available - taken_bytes)
+        available = max(0, available - taken_bytes * num_to_come)
     if value == "auto":
-        share = _AUTO_HOST_MAX_BYTES if available is None else available * _AUTO_SHARE
-        return min(int(share), _AUTO_HOST_MAX_BYTES)
+        share = _AUTO_HOST_MAX_BYTES
+        if available is not None:
+            share = int(available * _AUTO_SHARE / num_ranks)
+        return min(share, _AUTO_HOST_MAX_BYTES)
     size = parse_size("--tiered-host-size", value)
-    if available is not None and size > available:
+    if available is not None and size * num_to_come > available:
+        ranks = f" for each of {num_to_come} ranks" if num_to_come > 1 else ""
         raise ConfigError(
             "--tiered-host-size",
-            f"{size / 2**30:.1f} GiB is more than the {available / 2**30:.1f} GiB "
+            f"{size / 2**30:.1f} GiB{ranks} is more than the "
+            f"{available / 2**30:.1f} GiB "
             f"of memory that is free{' beside the CXL tier' if taken_bytes else ''}",
             "give less, or auto for half of what is free",
         )
@@ -354,7 +398,7 @@ def _host_bytes(value: object, taken_bytes: int) -> int:
     return size
 
 
-def _cxl(settings: Mapping[str, Any]) -> tuple[CxlSource | None, int]:
+def _cxl(settings: Mapping[str, Any], num_ranks: int) -> tuple[CxlSource | None, int]:
     text, size = settings.get("cxl"), settings.get("cxl_size")
     if text is None:
         if size is not None:
@@ -373,7 +417,7 @@ def _cxl(settings: Mapping[str, Any]) -> tuple[CxlSource | None, int]:
                 "is needed where CXL memory is emulated",
                 "give a size such as 4GB",
             )
-        return source, largest
+        return source, largest // num_ranks
     size_bytes = parse_size("--tiered-cxl-size", size)
     if size_bytes == 0:
         raise ConfigError("--tiered-cxl-size", "is 0", "give a size such as 100GB")
@@ -387,7 +431,7 @@ def _cxl(settings: Mapping[str, Any]) -> tuple[CxlSource | None, int]:
     return source, size_bytes
 
 
-def _disk(settings: Mapping[str, Any]) -> tuple[tuple[Path, ...], int]:
+def _disk(settings: Mapping[str, Any], num_ranks: int) -> tuple[tuple[Path, ...], int]:
     value, size = settings.get("disk_path"), settings.get("disk_size")
     if value is None:
         if size is not None:
@@ -399,7 +443,7 @@ def _disk(settings: Mapping[str, Any]) -> tuple[tuple[Path, ...], int]:
         return (), 0
     folders = _disk_folders(value)
     if size is None or size == "auto":
-        return folders, _disk_auto_bytes(folders)
+        return folders, _disk_auto_bytes(folders, num_ranks)
     size_bytes = parse_size("--tiered-disk-size", size)
     if size_bytes == 0:
         raise ConfigError("--tiered-disk-size", "is 0", "give a size such as 100GB")
@@ -438,19 +482,41 @@ def _disk_folders(value: object) -> tuple[Path, ...]:
     return folders
 
 
-def _disk_auto_bytes(folders: tuple[Path, ...]) -> int:
-    """Return half of what is free, or held by a former server.
+def rank_folder(folder: Path, rank: int, num_ranks: int) -> Path:
+    """Return where a rank keeps its part of a disk folder; one folder has one user."""
+    return folder if num_ranks == 1 else folder / f"rank-{rank}-of-{num_ranks}"
+
+
+def _disk_auto_bytes(folders: tuple[Path, ...], num_ranks: int = 1) -> int:
+    """Return a rank's part of half of what is free, or held by a former server.
 
     All folders get equal shares, so the tightest one decides; folders of one file
     system share what is free there.
     """
-    devices = [folder.stat().st_dev for folder in folders]
-    shares = []
-    for folder, device in zip(folders, devices, strict=True):
-        free = shutil.disk_usage(folder).free / devices.count(device)
-        held = sum(item.stat().st_size for item in folder.iterdir() if item.is_file())
-        shares.append(free + held)
-    return int(min(shares) * len(folders) * _AUTO_SHARE)
+    try:
+        devices = [folder.stat().st_dev for folder in folders]
+        shares = []
+        for folder, device in zip(folders, devices, strict=True):
+            free = shutil.disk_usage(folder).free / devices.count(device)
+            held = sum(
+                _held_bytes(rank_folder(folder, rank, num_ranks))
+                for rank in range(num_ranks)
+            )
+            shares.append(free + held)
+    except OSError as error:
+        raise ConfigError(
+            "--tiered-disk-path",
+            f"{error.filename} cannot be looked at ({error.strerror})",
+            "give a directory that this user may write to",
+        ) from None
+    return int(min(shares) * len(folders) * _AUTO_SHARE / num_ranks)
+
+
+def _held_bytes(folder: Path) -> int:
+    """Return the bytes of the files in a folder; 0 where it is not there."""
+    if not folder.is_dir():
+        return 0
+    return sum(item.stat().st_size for item in folder.iterdir() if item.is_file())
 
 
 def _choice(settings: Mapping[str, Any], name: str, default: str) -> str:
@@ -511,6 +577,19 @@ def _target(settings: Mapping[str, Any], name: str) -> float:
             _flag(name), "is 0", "give seconds, or leave it out for no target"
         )
     return value
+
+
+def _floor(settings: Mapping[str, Any]) -> float:
+    """Return the least TTFT target that a request may bring, in seconds."""
+    ttft_s = _target(settings, "slo_ttft")
+    floor_s = _target(settings, "slo_floor")
+    if ttft_s and floor_s > ttft_s:
+        raise ConfigError(
+            _flag("slo_floor"),
+            f"{floor_s:g} is more than {_flag('slo_ttft')}, {ttft_s:g}",
+            "give less",
+        )
+    return floor_s or (ttft_s * _FLOOR_SHARE if ttft_s else _FLOOR_S)
 
 
 def _share(settings: Mapping[str, Any], name: str, default: float) -> float:

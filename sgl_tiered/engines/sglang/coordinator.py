@@ -9,7 +9,7 @@ tested without either. Everything here runs on the scheduler's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -23,6 +23,7 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Decision, LoadPlan
 from sgl_tiered.pipelines.layerwise_load import LoadJob, Segment
+from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 from sgl_tiered.pipelines.staging import StagedRead
 from sgl_tiered.tiers.base import MemoryTier
 
@@ -42,11 +43,16 @@ class RequestState(WaitingLoad[StagedRead]):
         num_offloaded: pages of the prompt already given to the offload.
         counted: it is in the statistics.
         load_share: share of the bytes of its pages that a load is expected to bring.
+        num_loading: loads of it that may still read their sources; they may outlive
+            the request.
+        afterwards: what gives the sources back, once none does.
     """
 
     num_offloaded: int = 0
     counted: bool = False
     load_share: float = 1.0
+    num_loading: int = 0
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
 
 
 class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
@@ -72,15 +78,20 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
     def track(
         self, rid: str, digest: bytes, tokens: Int32s, max_pages: int
     ) -> RequestState:
-        """Note the prompt of a request; a longer one replaces a shorter one."""
+        """Note the prompt of a request, and how much of it may be reused.
+
+        One that only goes on where the former ended replaces it; any other prompt
+        begins anew. Neither happens while a load of the former runs.
+        """
         state = self._states.get(rid)
-        if state is None:
-            state = RequestState(digest, tokens, max_pages)
-            self._states[rid] = state
-        elif len(tokens) != len(state.tokens) or max_pages != state.max_pages:
-            state.tokens, state.max_pages = tokens, max_pages
-            # It was made for other tokens, and might load more than may be reused.
-            state.decision = None
+        if state is not None and state.started:
+            return state
+        if state is None or not _goes_on(state, digest, tokens):
+            self.release(rid)
+            state = self._states[rid] = RequestState(digest, tokens, max_pages)
+        elif len(tokens) != len(state.tokens):
+            state.tokens, state.decision = tokens, None
+        self.limit(state, max_pages)
         return state
 
     def decide(
@@ -94,12 +105,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         finally:
             planner.load_share = 1.0
 
-    def begin(self, state: RequestState, device_pages: Int64s) -> LoadJob | None:
+    def begin(self, state: RequestState, device_pages: PageNumbers) -> LoadJob | None:
         """Commit the load into ``device_pages``; None where the cache moved on.
 
         Args:
             state: of the request; ``loadable_pages`` was asked just before.
-            device_pages: int64 [n], device page for each page to load.
+            device_pages: a device page for each page to load.
         """
         plan = self.start(state)
         if plan is None:
@@ -109,12 +120,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         assert 0 <= skip <= end <= plan.num_pages, (skip, end, plan.num_pages)
         return self._job(plan, state, skip, end, device_pages)
 
-    def begin_back(self, state: RequestState, device_pages: Int64s) -> LoadJob:
+    def begin_back(self, state: RequestState, device_pages: PageNumbers) -> LoadJob:
         """Return the job for the back of a split prompt, after ``resume`` gave it.
 
         Args:
             state: of the request.
-            device_pages: int64 [n], device page for each page that ``resume`` named.
+            device_pages: a device page for each page that ``resume`` named.
         """
         plan, begin = state.plan, state.back_from
         assert plan is not None
@@ -148,6 +159,24 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         found = (s for s in self._states.values() if not s.started)
         return [(state.digest, state.tokens) for state in islice(found, limit)]
 
+    def load_begins(self, state: RequestState) -> None:
+        """Note that a load of a request is submitted: its sources are being read."""
+        state.num_loading += 1
+
+    def load_ended(self, state: RequestState) -> None:
+        """Note that it has ended; the request may be long forgotten."""
+        state.num_loading -= 1
+        if not state.num_loading:
+            effects, state.afterwards = state.afterwards, []
+            for effect in effects:
+                effect()
+
+    def _after_loads(self, state: RequestState, effect: Callable[[], None]) -> None:
+        if state.num_loading:
+            state.afterwards.append(effect)
+        else:
+            effect()
+
     def release(self, rid: str) -> None:
         """Forget a request, and end whatever was prepared for it."""
         state = self._states.pop(rid, None)
@@ -171,12 +200,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         state: RequestState,
         skip: int,
         end: int,
-        device_pages: Int64s,
+        device_pages: PageNumbers,
     ) -> LoadJob:
         segments = self._segments(plan, state, skip, end)
         num_bytes = None if plan.num_bytes is None else plan.num_bytes[skip:end]
         if self.load_bytes is not None:
-            num_bytes = self.load_bytes(device_pages)
+            num_bytes = self.load_bytes(host_numbers(device_pages))
         return LoadJob(plan, segments, device_pages, num_bytes)
 
     def _segments(
@@ -198,3 +227,10 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
                 positions = staged.positions[kept] - skip
                 segments.append(Segment(staged.region, staged.rows[kept], positions))
         return tuple(segments)
+
+
+def _goes_on(state: RequestState, digest: bytes, tokens: Int32s) -> bool:
+    """Return whether tokens are those of a request, or more or fewer of the same."""
+    known = state.tokens
+    num = min(len(known), len(tokens))
+    return state.digest == digest and np.array_equal(known[:num], tokens[:num])

@@ -7,6 +7,7 @@ Triton form of the page copies, which reads pinned host memory in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,15 @@ from sgl_tiered_kernels.page_copy.dma import (
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.pipelines.worker import prepare_threads
 
-__all__ = ["CudaOps", "CudaStreams", "as_byte_pages", "cuda_register"]
+__all__ = [
+    "CudaOps",
+    "CudaStreams",
+    "as_byte_pages",
+    "cuda_register",
+    "use_device_in_threads",
+]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -80,6 +88,23 @@ class CudaStreams:
         """Copy numbers to the device; the tensor belongs to the stream."""
         with torch.cuda.stream(stream):
             return torch.from_numpy(numbers).to(self._device, non_blocking=True)
+
+    def download(self, numbers: torch.Tensor) -> tuple[Int64s, Any]:
+        """Queue a copy to pinned memory on the calling thread's stream."""
+        on_host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+        on_host.copy_(numbers, non_blocking=True)
+        ready = self.current_stream().record_event(self.new_event())
+        return on_host.numpy(), ready
+
+    def choose(self, stream: Any, parts: Sequence[tuple[Any, Any]]) -> torch.Tensor:
+        """Put chosen numbers behind each other; the tensor belongs to the stream."""
+        with torch.cuda.stream(stream):
+            return torch.cat(
+                [
+                    numbers if chosen is None else numbers[chosen]
+                    for numbers, chosen in parts
+                ]
+            )
 
 
 class CudaOps(CudaStreams):
@@ -215,6 +240,15 @@ def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:
     rows = buffer.view(buffer.shape[0], -1).view(torch.uint8)
     num_pages = buffer.shape[0] // layout.page_tokens
     return rows[: num_pages * layout.page_tokens].view(num_pages, layout.part_bytes)
+
+
+def use_device_in_threads(device: torch.device) -> None:
+    """Have the pipelines' threads, made from now on, work under this device.
+
+    A new thread's is device 0: the driver would issue the copies of other ranks, and
+    allocate their pinned memory, under that one's context.
+    """
+    prepare_threads(partial(torch.cuda.set_device, device))
 
 
 def cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:

@@ -26,7 +26,7 @@ from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
-from sgl_tiered.engines.sglang.cuda_ops import cuda_register
+from sgl_tiered.engines.sglang.cuda_ops import cuda_register, use_device_in_threads
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
@@ -185,6 +185,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
         check_profile(config, pool, ctx.model_config, namespace.model_fingerprint)
     is_cuda = bool(pool.k_buffer[0].is_cuda)
+    if is_cuda:
+        use_device_in_threads(pool.k_buffer[0].device)
     register = cuda_register("--tiered-host-size") if is_cuda else None
     emulator = Emulator(
         config.emulate, switchable=config.switchable_faults, clock=clock
@@ -234,6 +236,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     lookahead = _lookahead(config, layout)
     tiers = [tier for tier in (host, cxl, disk) if tier is not None]
     _refuse_unknown_tiers(config, [tier.tier_id for tier in tiers])
+    # With layers placed singly, a page has its places when its load has ended.
+    waits_whole = config.layerkv is not None or _forward_skips_layers(ctx)
     # As many slots as every rank has.
     slots = [
         min(theirs)
@@ -252,8 +256,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
-            # Where the model's thread copies, a load and its pass add up.
-            load_overlaps=not device.waiter_copies or host.health().emulated,
+            load_overlaps=_loads_overlap(
+                device, host, waits_whole=waits_whole, is_cuda=is_cuda
+            ),
             tombstones=cells_for(sum(slots)) if config.explain_last else 0,
             act_page_bytes=0 if placed is None else placed.plan.act_page_bytes,
             act_refusal="" if placed is None else placed.plan.act_refusal,
@@ -358,12 +363,11 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         if ctx.server_args.disaggregation_mode == "prefill":
             layered.send_from(pool)
         return layered
-    wait_whole = _forward_skips_layers(ctx, pool)
     if sparse is not None:
         from sgl_tiered.engines.sglang.sparse.cache import SparseRuntime
 
-        return SparseRuntime(parts, sparse, wait_whole=wait_whole)
-    return TieredRuntime(parts, wait_whole=wait_whole)
+        return SparseRuntime(parts, sparse, wait_whole=waits_whole)
+    return TieredRuntime(parts, wait_whole=waits_whole)
 
 
 def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:
@@ -465,16 +469,33 @@ def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
                 )
 
 
-def _forward_skips_layers(ctx: Any, pool: Any) -> bool:
+def _forward_skips_layers(ctx: Any) -> bool:
     """Say whether a prefill may read a layer without asking whether it has arrived.
 
-    A captured graph replays without Python, so it would not wait layer by layer. And
-    SGLang names the batch whose loads count only where tokens are generated.
+    SGLang names the batch whose loads count only where tokens are generated. There
+    attention asks, layer by layer: also under breakable graphs, which run it eagerly.
+    And a prefill that is one whole graph is preceded by SGLang's own wait for the last
+    layer.
     """
-    if not getattr(ctx.model_config, "is_generation", True):
-        return True
-    graphs = getattr(ctx.server_args, "cuda_graph_backend_prefill", None)
-    return bool(pool.k_buffer[0].is_cuda) and graphs != "disabled"
+    return not getattr(ctx.model_config, "is_generation", True)
+
+
+def _loads_overlap(
+    device: DevicePool, host: MemoryTier, *, waits_whole: bool, is_cuda: bool
+) -> bool:
+    """Say whether loads to the device run under the pass that they are for."""
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    # As SGLang has resolved it: the flag itself is empty by default.
+    is_one_graph = is_cuda and check_cuda_graph_backend(Phase.PREFILL, Backend.FULL)
+    if waits_whole or is_one_graph:
+        return False
+    # Where the model's thread copies, a load and its pass add up.
+    return not device.waiter_copies or host.health().emulated
 
 
 def _log_start(parts: Parts, layout: PageLayout) -> None:

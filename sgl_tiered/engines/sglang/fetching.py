@@ -25,6 +25,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.engines.sglang.tier_events import AnnouncingRadixCache
+from sgl_tiered.engines.sglang.tokens import page_numbers
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.fetch import FetchTicket
@@ -159,7 +160,7 @@ class DeviceFetcher:
         slots = self._take(plan.num_pages * page, keep)
         if slots is None:
             return False
-        pages = slots[::page].cpu().numpy().astype(np.int64) // page
+        pages = page_numbers(self._device, slots[::page], page)
         segments = []
         for tier, memory in self._memory.items():
             chosen = np.flatnonzero(plan.tiers == tier)

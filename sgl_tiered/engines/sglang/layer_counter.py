@@ -8,9 +8,17 @@ __all__ = ["LayerCounter"]
 
 
 class LayerCounter:
-    """What SGLang's KV pool asks before a layer is read: has it arrived?"""
+    """What SGLang's KV pool asks before a layer is read: has it arrived?
 
-    def __init__(self) -> None:
+    Attributes:
+        num_layers: of the pool; a forward that replays one whole graph waits for the
+            last of them before it begins.
+        consumer_index: the batch whose forward began last; -1 for one without loads.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.consumer_index = -1
         self.latest = -1
         self._tickets: dict[int, LoadTicket] = {}
         self._current: LoadTicket | None = None
@@ -26,6 +34,7 @@ class LayerCounter:
 
     def set_consumer(self, index: int) -> None:
         """Name the batch whose forward begins; -1 for one without loads."""
+        self.consumer_index = index
         self._current = self._tickets.get(index) if index >= 0 else None
 
     def wait_until(self, layer: int) -> None:

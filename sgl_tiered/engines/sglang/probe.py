@@ -40,6 +40,8 @@ __all__ = ["common_costs", "measure_costs"]
 _PROBE_PAGES = 32
 _MATMUL_ROWS = 512
 _MATMUL_WIDTH = 2048
+_MATMUL_SCALE = 16
+"""The first product is so many times smaller in each direction."""
 _BUDGET_S = 0.2
 """For each measurement: a start is a busy time, so the best of many runs counts."""
 _MAX_RUNS = 1000
@@ -267,14 +269,25 @@ def _seconds(clock: Clock, work: Any) -> float:
 
 
 def _matmul_flops(like: torch.Tensor, clock: Clock) -> float:
-    """Return the operations per second of one large matrix product."""
-    left = torch.ones(_MATMUL_ROWS, _MATMUL_WIDTH, dtype=like.dtype, device=like.device)
-    right = torch.ones(
-        _MATMUL_WIDTH, _MATMUL_WIDTH, dtype=like.dtype, device=like.device
-    )
-    operations = 2.0 * _MATMUL_ROWS * _MATMUL_WIDTH * _MATMUL_WIDTH
+    """Return the operations per second of a matrix product.
 
-    def product() -> None:
-        float((left @ right)[0, 0])
+    It is the largest that fits into the budget: where torch has no kernel for the type,
+    as for bfloat16 on a CPU without AVX-512, the large one takes a minute.
+    """
+    scale = _MATMUL_SCALE
+    while True:
+        rows, width = _MATMUL_ROWS // scale, _MATMUL_WIDTH // scale
+        left = torch.ones(rows, width, dtype=like.dtype, device=like.device)
+        right = torch.ones(width, width, dtype=like.dtype, device=like.device)
 
-    return operations / _seconds(clock, product)
+        def product(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            float((left @ right)[0, 0])
+
+        product()
+        started = clock.now()
+        product()
+        # Twice as wide is eight times as much.
+        is_last = scale == 1 or 8 * (clock.now() - started) > _BUDGET_S
+        if is_last:
+            return 2.0 * rows * width * width / _seconds(clock, product)
+        scale //= 2

@@ -11,7 +11,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.agreement import Agreement
-from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.engines.sglang.config import TieredConfig, rank_folder
 from sgl_tiered.tiers.base import Tier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.emulator import Emulator
@@ -43,11 +43,9 @@ def open_disk(
     """
     if not config.disk_paths:
         return None
-    paths = config.disk_paths
-    if agreement.is_shared:
-        # One folder has one user.
-        rank, num_ranks = agreement.rank, agreement.num_ranks
-        paths = tuple(path / f"rank-{rank}-of-{num_ranks}" for path in paths)
+    rank, num_ranks = agreement.rank, agreement.num_ranks
+    # One folder has one user.
+    paths = [rank_folder(path, rank, num_ranks) for path in config.disk_paths]
     disk = open_disk_tier(
         paths,
         slot_bytes=layout.slot_bytes,

@@ -6,13 +6,13 @@ Built by `factory.build_cache`; driven by `TieredRadixCache` on the scheduler's 
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from sgl_tiered.cache.deferred import DeferredOffloads
 from sgl_tiered.cache.device_prefetcher import DevicePrefetcher
@@ -56,6 +56,7 @@ from sgl_tiered.pipelines.completions import (
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.page_numbers import PageNumbers
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
@@ -74,6 +75,8 @@ _CLOSE_TIMEOUT_S = 10.0
 _DRAIN_TIMEOUT_S = 5.0
 """A read or write of the disk that does not end must not hold the scheduler: its memory
 and its slots stay set aside until it does."""
+_PUBLISH_S = 1.0
+"""Seconds between two publications of the metrics; a scrape is seldom more frequent."""
 _MAX_REPORTS = 1024
 """Reports of requests that ended and were not asked for: aborted ones, mostly."""
 
@@ -139,10 +142,12 @@ class TieredRuntime:
         self.engine_free: Callable[[], bool] = lambda: False
         # Offloads gave back pages that they had kept; the scheduler sets it.
         self.on_offloaded: Callable[[], None] = lambda: None
+        # The offload of this plan has ended, however it did; the tree sets it.
+        self.on_offload_end: Callable[[int], None] = lambda plan_id: None
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
-        self.counter = LayerCounter()
+        self.counter = LayerCounter(parts.device.layout.num_layers)
         self.agreement = parts.agreement or Agreement(parts.clock)
         self.transfers = make_transfers(
             self.agreement, parts.completions, parts.stager, parts.promoter
@@ -187,6 +192,9 @@ class TieredRuntime:
         self.pool: Any = None  # ``pooled.server.ServedPool``, where there is one
         self._waits: dict[str, float] = {}
         self._reports: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        # Takes a snapshot of the metrics; None where nobody collects them.
+        self.publish: Callable[[Mapping[str, Any]], None] | None = None
+        self._published_at_s = -math.inf
         self._logged_at_s = parts.clock.now()
         self._logged: dict[str, int] = {}
         self._evicted: dict[TierId, int] = {}
@@ -211,6 +219,11 @@ class TieredRuntime:
         """Whether the disk is read for requests that wait."""
         ahead = self.prefetcher is not None and self.prefetcher.is_busy
         return ahead or bool(self.coordinator.num_staging)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the disk is written, or read for requests that wait."""
+        return bool(self._num_demoting) or self.is_reading
 
     @property
     def cost(self) -> CostModel:
@@ -273,7 +286,7 @@ class TieredRuntime:
         """Tell a tier's breaker how a copy from it ended; empty for well."""
         self._breakers[tier].record(error)
 
-    def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
+    def offload(self, plan: OffloadPlan, device_pages: PageNumbers) -> bool:
         """Queue an offload; False (and the plan ended) where it is dropped.
 
         That is, where the queue is full, or the tier failed again and again and rests.
@@ -290,16 +303,15 @@ class TieredRuntime:
         self.explainer.offloaded(plan, failed)
         return False
 
-    def pump(self) -> list[int]:
-        """Take the ends of transfers; return the offload plans that have ended."""
-        offloaded = []
+    def pump(self) -> None:
+        """Take the ends of transfers, and start what follows from them."""
         for event in self.transfers.take():
             match event:
                 case OffloadFinished(plan, result):
                     self.cache.finish_offload(plan, result)
                     self.explainer.offloaded(plan, result)
                     self._offloads.record(_failure(result))
-                    offloaded.append(plan.plan_id)
+                    self._end_offload(plan.plan_id)
                     self.on_offloaded()
                 case DemoteFinished(plan, result):
                     self._num_demoting -= 1
@@ -324,7 +336,6 @@ class TieredRuntime:
         self._let_rest()
         self._demote()
         self._forget_on_disk()
-        return offloaded
 
     def predicted_pass_s(self, rid: str, prefix: int, new: int) -> float:
         """Return the predicted time of a pass over ``new`` tokens of a request.
@@ -406,23 +417,39 @@ class TieredRuntime:
         self.metrics.add("tokens_total", num_tokens)
 
     def drop(self, tier: TierId) -> None:
-        """Forget every page of one tier."""
+        """Let transfers end, then forget every page of one tier."""
         self.drain()
         self.pump()
-        self.cache.drop_tier(tier)
-        self._forget_on_disk()
+        self.forget(tier)
 
-    def drain_offloads(self) -> None:
-        """Wait until no copy from the device runs."""
-        self.parts.offloader.drain()
+    def forget(self, tier: TierId) -> None:
+        """Forget every page of one tier; what a transfer uses, as soon as it ends."""
+        gone = self.cache.drop_tier(tier)
+        if tier is TierId.DISK and self.parts.disk is not None:
+            self.parts.disk.forget(gone)
+
+    def drain_offloads(self) -> bool:
+        """Wait until no copy from the device runs, in bounded time; False if one does.
+
+        Its pages stay locked until it ends.
+        """
+        if self.parts.offloader.drain(_DRAIN_TIMEOUT_S):
+            return True
+        self.metrics.add("drains_given_up")
+        logger.warning("sgl-tiered: a copy from the device does not end")
+        return False
 
     def drain(self) -> None:
-        """Wait until no transfer runs; for those of the disk in bounded time only."""
+        """Wait until no transfer runs, in bounded time but for loads.
+
+        A load that runs writes to pages of the device, which nobody may have meanwhile.
+        """
         parts = self.parts
         parts.loader.drain()
-        parts.offloader.drain()
+        self.drain_offloads()
         for worker in (parts.stager, parts.promoter, *parts.demoters.values()):
             if worker is not None and not worker.drain(_DRAIN_TIMEOUT_S):
+                self.metrics.add("drains_given_up")
                 logger.warning("sgl-tiered: an I/O of the disk tier does not end")
 
     def reset(self) -> None:
@@ -488,6 +515,7 @@ class TieredRuntime:
                 "emulation": parts.emulator.text(tier.tier_id),
                 "faults_struck": parts.emulator.num_struck(tier.tier_id),
                 "detail": breaker.last_error if breaker.is_open else health.detail,
+                "age_s": health.age_s,
             }
         admission = {} if self.admission is None else self.admission.stats()
         return {
@@ -518,17 +546,26 @@ class TieredRuntime:
                 "used": slots.used_slots,
                 "pinned": slots.pinned_slots,
             }
-        emulated = [t.tier_id.label for t in parts.tiers if t.health().emulated]
+        health = {tier.tier_id.label: tier.health() for tier in parts.tiers}
+        emulated = [label for label, state in health.items() if state.emulated]
         snapshot = self.metrics.snapshot()
         snapshot["counters"] |= self.cache.stats.lost_writes()
+        snapshot["counters"] |= {
+            f"{label}_errors_{name}": number
+            for label, state in health.items()
+            for name, number in state.errors.items()
+        }
         return {**snapshot, "occupancy": occupancy, "emulated": emulated}
 
     def between_passes(self) -> None:
-        """Ask the model, where it is asked, and write a line if one is due."""
+        """Ask the model, where it is asked; publish and write a line if that is due."""
         if self.lengths is not None and self.lengths.asks is not None:
             self.lengths.asks.between_passes()
         interval_s = self.config.log_interval_s
         now = self.parts.clock.now()
+        if self.publish is not None and now - self._published_at_s >= _PUBLISH_S:
+            self._published_at_s = now
+            self.publish(self.metrics_snapshot())
         if interval_s == 0 or now - self._logged_at_s < interval_s:
             return
         self._logged_at_s = now
@@ -559,6 +596,9 @@ class TieredRuntime:
             return str(error)
         logger.warning("sgl-tiered: EMULATED from now on: %s", text or "nothing")
         return ""
+
+    def _end_offload(self, plan_id: int) -> None:
+        self.on_offload_end(plan_id)
 
     def _end_promotion(self, event: PromoteFinished) -> None:
         """Take the end of a read ahead of need, or for a peer, whole or not."""

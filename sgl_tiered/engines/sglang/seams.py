@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 import pkgutil
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 TESTED_VERSION = "0.5.23"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +271,11 @@ SEAMS: tuple[Seam, ...] = (
         attributes=("register_hicache_layer_transfer_counter",),
     ),
     Seam(
+        "graphs of prefills",
+        _SRT + "model_executor.cuda_graph_config.check_cuda_graph_backend",
+        ("phase", "backend"),
+    ),
+    Seam(
         "forward of a batch",
         _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
         ("batch",),
@@ -290,7 +298,11 @@ SEAMS: tuple[Seam, ...] = (
             "get_output_streamer_class",
             "get_prefill_adder_class",
             "flush_cache",
+            "process_batch_result",
             "_record_step_counters",
+            "clear_hicache_storage_wrapped",
+            "_record_scheduler_state_for_paused_engine",
+            "maybe_sleep_on_idle",
         ),
     ),
     Seam(
@@ -325,6 +337,11 @@ SEAMS: tuple[Seam, ...] = (
         "an adapter's tensors",
         _SRT + "lora.lora.LoRAAdapter",
         attributes=("initialize_weights", "initialize_weights_from_tensors"),
+    ),
+    Seam(
+        "beam search",
+        _SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init",
+        ("req", "recv_req"),
     ),
     Seam("a new request", _SCHEDULER + "._create_generation_req", ("recv_req",)),
     Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
@@ -389,6 +406,11 @@ SEAMS: tuple[Seam, ...] = (
         "chunk of a prompt",
         _SRT + "managers.schedule_policy._PrefillAdmission",
         ("prefix_len", "extend_len", "max_new_tokens", "is_chunked", "replay_len"),
+    ),
+    Seam(
+        "tokens that a request may reuse",
+        _SRT + "managers.schedule_batch.Req._compute_max_prefix_len",
+        ("input_len",),
     ),
     Seam(
         "end of a request",
@@ -543,18 +565,27 @@ def check_seams(*, http: bool = True) -> list[SeamReport]:
 
 
 def require_seams(*, http: bool) -> None:
-    """Raise unless every seam is there.
+    """Raise unless every seam is there; warn of a version that was not tested.
 
     Raises:
         EngineCompatibilityError: names both versions and what is missing.
     """
-    missing = [report for report in check_seams(http=http) if not report.found]
+    version = importlib.metadata.version("sglang")
+    reports = check_seams(http=http)
+    missing = [report for report in reports if not report.found]
     if missing:
-        version = importlib.metadata.version("sglang")
         raise EngineCompatibilityError(
             f"sgl-tiered is made for SGLang {TESTED_VERSION} and cannot attach to the "
-            f"installed {version}: {missing[0].name} ({missing[0].detail}); install "
+            f"installed {version}, which lacks {len(missing)} of {len(reports)} symbols"
+            f": {missing[0].name} ({missing[0].detail}); install "
             f"sglang=={TESTED_VERSION} or serve without --radix-cache-backend tiered."
+        )
+    if version != TESTED_VERSION:
+        logger.warning(
+            "sgl-tiered was tested with SGLang %s and not with the installed %s, whose "
+            "symbols agree",
+            TESTED_VERSION,
+            version,
         )
 
 

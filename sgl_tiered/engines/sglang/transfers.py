@@ -74,6 +74,13 @@ class Transfers(Protocol):
         """Note that an offload was submitted."""
         ...
 
+    def queued(self, ticket: LoadTicket) -> bool:
+        """Wait until a load to the device is there or queued; False if it failed.
+
+        Where nothing of it is only queued it has landed then.
+        """
+        ...
+
     def landed(self, ticket: LoadTicket) -> bool:
         """Wait for a load to the device; return whether it landed."""
         ...
@@ -120,6 +127,10 @@ class _OwnTransfers:
     def submitted_offload(self) -> None:
         """Take no note: the pipeline counts."""
 
+    def queued(self, ticket: LoadTicket) -> bool:
+        """Wait until a load to the device is there or queued; False if it failed."""
+        return ticket.wait_queued()
+
     def landed(self, ticket: LoadTicket) -> bool:
         """Wait for a load to the device; return whether it landed."""
         return ticket.wait()
@@ -150,8 +161,6 @@ class SharedTransfers:
         self._mine: dict[str, Completion] = {}
         self._told: dict[str, dict[int, _End]] = {}
         self._num_offloads = 0
-        # The last load that was asked for, and the answer.
-        self._landed: tuple[LoadTicket | None, bool] = (None, False)
         self.is_stuck = False
 
     @property
@@ -173,12 +182,18 @@ class SharedTransfers:
         """Note that an offload was submitted."""
         self._num_offloads += 1
 
+    def queued(self, ticket: LoadTicket) -> bool:
+        """Wait until a load is there or queued on all ranks; costs a message."""
+        return self._noted("queued", ticket.wait_queued())
+
     def landed(self, ticket: LoadTicket) -> bool:
-        """Wait for a load on all ranks, which costs a message once for each load."""
-        if self._landed[0] is not ticket:
-            self._landed = ticket, self._agreement.all(ticket.wait())
-            self._agreement.note("landed", self._landed[1])
-        return self._landed[1]
+        """Wait for a load on all ranks, which costs a message."""
+        return self._noted("landed", ticket.wait())
+
+    def _noted(self, what: str, mine: bool) -> bool:
+        everywhere = self._agreement.all(mine)
+        self._agreement.note(what, everywhere)
+        return everywhere
 
     def take(self) -> list[Completion]:
         """Meet the other ranks; return what has ended on all of them now."""

@@ -1,6 +1,7 @@
 """Settings of a tiered server: what is read, and what is refused in which words."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from sgl_tiered.engines.sglang.config import (
     CHOICES,
     FAULT_ENV,
     parse_size,
+    rank_folder,
     read_config,
 )
 from sgl_tiered.errors import ConfigError
@@ -227,6 +229,71 @@ def test_more_than_a_real_source_has_is_refused(monkeypatch):
     assert caught.value.setting == "--tiered-cxl-size"
 
 
+FREE = 100 * 10**9
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with ``FREE`` bytes of memory and ten times as much disk."""
+    monkeypatch.setattr(config_module, "available_memory_bytes", lambda: FREE)
+    usage = SimpleNamespace(free=10 * FREE)
+    monkeypatch.setattr(config_module.shutil, "disk_usage", lambda folder: usage)
+    return usage
+
+
+def on_ranks(num_ranks, *, is_first=True, **values):
+    every = {name: values.get(name) for name in NAMES}
+    return read_config(every, num_ranks=num_ranks, is_first=is_first)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_ranks_share_what_is_free(machine, tmp_path, num_ranks):
+    """All ranks together take half of memory and disk, as one rank would."""
+    config = on_ranks(num_ranks, disk_path=str(tmp_path))
+    at_most = min(FREE // 2, 64 * 2**30 * num_ranks)
+    assert config.host_bytes * num_ranks == pytest.approx(at_most, rel=1e-6)
+    assert config.disk_bytes * num_ranks == pytest.approx(5 * FREE, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_a_restart_keeps_what_the_ranks_hold(machine, tmp_path, num_ranks):
+    """What lies in the ranks' folders is free for them: the sizes are as before."""
+    before = on_ranks(num_ranks, disk_path=str(tmp_path)).disk_bytes
+    for rank in range(num_ranks):
+        mine = rank_folder(tmp_path, rank, num_ranks)
+        mine.mkdir(exist_ok=True)
+        with (mine / "tiered-slab-000000.kv").open("wb") as slab:
+            slab.truncate(before)
+    machine.free -= before * num_ranks
+    again = on_ranks(num_ranks, disk_path=str(tmp_path)).disk_bytes
+    assert again == pytest.approx(before, rel=1e-6)
+    # What other ranks hold, this number of ranks does not give back.
+    other = on_ranks(num_ranks + 1, disk_path=str(tmp_path)).disk_bytes
+    assert other * (num_ranks + 1) == pytest.approx(machine.free / 2, rel=1e-6)
+
+
+def test_a_size_counts_once_for_each_rank(machine):
+    """Two ranks of 60 GB do not fit; a rank beside another one looks at its own."""
+    assert on_ranks(2, host_size="50GB").host_bytes == 50 * 10**9
+    with pytest.raises(ConfigError, match="for each of 2 ranks") as caught:
+        on_ranks(2, host_size="60GB")
+    assert caught.value.setting == "--tiered-host-size"
+    assert on_ranks(2, is_first=False, host_size="60GB").host_bytes == 60 * 10**9
+
+
+def test_ranks_share_a_cxl_source(machine, monkeypatch):
+    """auto is a rank's part of it, and all parts are taken off free memory."""
+    monkeypatch.setattr(config_module, "largest_bytes", lambda source: 40 * 10**9)
+    monkeypatch.setattr(
+        config_module, "parse_source", lambda text, size: CxlSource(nodes=(5,))
+    )
+    assert on_ranks(4, cxl="node:5").cxl_bytes == 10**10
+    emulated = CxlSource(emulated=True)
+    monkeypatch.setattr(config_module, "parse_source", lambda text, size: emulated)
+    config = on_ranks(4, cxl="emulate:memory", cxl_size="10GB")
+    assert config.host_bytes == (FREE - 4 * 10**10) // 8
+
+
 def test_a_disk_folder_is_made(tmp_path):
     """A folder that is not there yet is made; auto takes half of the free space."""
     folder = tmp_path / "a" / "b"
@@ -356,6 +423,18 @@ def test_targets_are_seconds() -> None:
     assert read_config({**HOST, "admission": "slo"}).slo_tpot_s == 0.0
     plain = read_config(HOST)
     assert (plain.admission, plain.length_predictor) == ("none", "none")
+
+
+def test_the_floor_of_targets_follows_the_servers() -> None:
+    """A quarter of the server's own; half a second where it has none."""
+    told = {**HOST, "admission": "slo"}
+    assert read_config(told).slo_floor_s == 0.5
+    assert read_config({**told, "slo_ttft": 8}).slo_floor_s == 2.0
+    assert read_config({**told, "slo_ttft": 8, "slo_floor": 3}).slo_floor_s == 3.0
+    with pytest.raises(ConfigError, match="--tiered-slo-floor: 9 is more than"):
+        read_config({**told, "slo_ttft": 8, "slo_floor": 9})
+    with pytest.raises(ConfigError, match="--tiered-slo-floor: has no effect"):
+        read_config({**HOST, "slo_floor": 9})
 
 
 def test_layer_wise_kv_reads_tpot_targets_and_lengths() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,8 +20,13 @@ pytest.importorskip("triton")
 from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
 
 from sgl_tiered.core.clock import SystemClock  # noqa: E402
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps, as_byte_pages  # noqa: E402
+from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
+    CudaOps,
+    as_byte_pages,
+    use_device_in_threads,
+)
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout  # noqa: E402
+from sgl_tiered.engines.sglang.tokens import page_numbers  # noqa: E402
 from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
 from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402
 from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
@@ -29,6 +35,7 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
     Segment,
 )
 from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
+from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
 
 NUM_LAYERS, NUM_PAGES, PAGE_TOKENS = 3, 10, 16
 PATIENCE_S = 20.0
@@ -114,6 +121,54 @@ def test_pages_survive_both_ways_of_the_copies():
 
 
 @pytest.fixture
+def own_threads():
+    """Lets threads be prepared in a test."""
+    yield
+    prepare_threads(None)
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_threads_take_the_device_of_the_pool_before_their_first_job(monkeypatch):
+    """Those of each worker made from then on, and each thread for itself."""
+    chosen = []
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: chosen.append((threading.current_thread().name, str(device))),
+    )
+    use_device_in_threads(torch.device("cuda:1"))
+    seen = []
+    worker = Worker(
+        "t",
+        lambda job: seen.append(len(chosen)),
+        lambda job, error: None,
+        num_threads=2,
+    )
+    for job in range(4):
+        worker.try_put(job)
+    assert worker.drain(PATIENCE_S)
+    worker.close(PATIENCE_S)
+    assert sorted(chosen) == [("t-0", "cuda:1"), ("t-1", "cuda:1")]
+    assert min(seen) >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
+def test_a_thread_of_a_second_rank_works_under_its_device():
+    """The current device of a worker's thread is the one of its pool."""
+    use_device_in_threads(torch.device("cuda:1"))
+    seen = []
+    worker = Worker(
+        "t", lambda job: seen.append(torch.cuda.current_device()), lambda job, error: 0
+    )
+    worker.try_put(0)
+    assert worker.drain(PATIENCE_S)
+    worker.close(PATIENCE_S)
+    assert seen == [1]
+
+
+@pytest.fixture
 def pinned_region():
     """Rows of ordinary memory that CUDA has pinned, as the host tier's are."""
     region = np.zeros((NUM_PAGES, 4096), np.uint8)
@@ -194,6 +249,52 @@ def test_a_forward_on_its_stream_reads_what_was_loaded(pinned_region):
         whole = torch.cat(read, dim=1).cpu().numpy()
         np.testing.assert_array_equal(whole, pinned_region[:4, : layout.page_bytes])
     loader.close(PATIENCE_S)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("below", [0, 1 << 30])
+def test_nobody_waits_for_a_forward_to_learn_where_pages_lie(pinned_region, below):
+    """Slots come of work that is queued behind a long forward; loads and stores too."""
+    pool = make_pool("cuda")
+    layout = page_layout(pool, PAGE_TOKENS)
+    schedule, forward = torch.cuda.Stream(), torch.cuda.Stream()
+    device = StreamPool(CudaOps(pool, layout, forward), kernel_below_bytes=below)
+    rows, pages = np.array([4, 0, 2]), np.array([1, 5, 9])
+    pinned_region[:] = np.random.default_rng(0).integers(0, 256, pinned_region.shape)
+    slots = torch.from_numpy(np.repeat(pages * PAGE_TOKENS, 2)).cuda()
+    # What is compiled or allocated at its first use is so now.
+    device.load_layer(0, pinned_region, rows, pages).finish()
+    device.store_pages(
+        np.zeros((3, 4096), np.uint8), np.arange(3), pages, device.mark()
+    )
+    torch.cuda.synchronize()
+    with torch.cuda.stream(forward):
+        torch.cuda._sleep(2 * 10**9)
+    with torch.cuda.stream(schedule):
+        schedule.wait_stream(forward)
+        numbers = page_numbers(device, slots[::2].clone(), PAGE_TOKENS)
+        chosen = numbers[np.array([0, 2])]
+        mark = device.mark()
+    arrivals = [
+        device.load_layer(layer, pinned_region, rows[[0, 2]], chosen, after=mark)
+        for layer in range(NUM_LAYERS)
+    ]
+    with torch.cuda.stream(forward):
+        for arrival in arrivals:
+            arrival.order()
+        after = forward.record_event()
+    # Everything is queued, and the forward before it has not ended.
+    assert not after.query()
+    assert all(arrival.finish() > 0.0 for arrival in arrivals)
+    for row, page in ((4, 1), (2, 9)):
+        whole = pinned_region[row, : layout.page_bytes]
+        np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
+    back = np.zeros((3, 4096), np.uint8)
+    device.store_pages(back, np.arange(2), chosen, device.mark())
+    np.testing.assert_array_equal(
+        back[:2, : layout.page_bytes], pinned_region[[4, 2], : layout.page_bytes]
+    )
 
 
 if __name__ == "__main__":

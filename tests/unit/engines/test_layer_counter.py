@@ -37,16 +37,34 @@ def waits(counter, layer):
 
 def test_a_batch_without_loads_waits_for_nothing():
     """Where nothing is loaded no layer is waited for."""
-    counter = LayerCounter()
+    counter = LayerCounter(NUM_LAYERS)
     counter.wait_until(0)
     counter.add(ticket())
     counter.set_consumer(-1)
     counter.wait_until(NUM_LAYERS - 1)
 
 
+def test_a_replay_of_one_graph_waits_for_the_whole_load():
+    """SGLang's runner asks whether there is one, and waits for the last layer."""
+    counter = LayerCounter(NUM_LAYERS)
+    load = ticket()
+    assert counter.consumer_index == -1
+    counter.set_consumer(counter.add(load))
+    assert counter.consumer_index == 0
+    thread, passed = waits(counter, counter.num_layers - 1)
+    for _ in range(NUM_LAYERS - 1):
+        load._copy(by_waiter=False)
+    assert not passed.wait(0.05)
+    load._copy(by_waiter=False)
+    assert passed.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+    counter.set_consumer(-1)
+    assert counter.consumer_index == -1
+
+
 def test_a_layer_is_waited_for_until_it_arrives():
     """A consumer of a batch with loads passes a layer only once it is there."""
-    counter = LayerCounter()
+    counter = LayerCounter(NUM_LAYERS)
     load = ticket()
     assert counter.add(load) == 0
     counter.set_consumer(0)
@@ -67,7 +85,7 @@ def test_on_a_device_with_streams_the_model_s_stream_waits():
     rows = np.array([0])
     segment = Segment(np.ones((1, layout.slot_bytes), np.uint8), rows, rows)
     load = LoadTicket([LoadJob(load_plan([0]), (segment,), rows)], pool, SystemClock())
-    counter = LayerCounter()
+    counter = LayerCounter(NUM_LAYERS)
     counter.set_consumer(counter.add(load))
     load._copy(by_waiter=False)
     counter.wait_until(0)
@@ -80,7 +98,7 @@ def test_on_a_device_with_streams_the_model_s_stream_waits():
 
 def test_a_failed_load_lets_everybody_go():
     """A load that broke does not leave the model waiting."""
-    counter = LayerCounter()
+    counter = LayerCounter(NUM_LAYERS)
     load = ticket()
     counter.set_consumer(counter.add(load))
     thread, passed = waits(counter, NUM_LAYERS - 1)
@@ -91,7 +109,7 @@ def test_a_failed_load_lets_everybody_go():
 
 def test_indices_grow_and_old_tickets_are_let_go():
     """Each batch gets the next index; a batch and its predecessor are kept."""
-    counter = LayerCounter()
+    counter = LayerCounter(NUM_LAYERS)
     indices = [counter.add(ticket()) for _ in range(4)]
     assert indices == [0, 1, 2, 3]
     assert counter.latest == 3

@@ -167,6 +167,7 @@ def test_every_report_says_that_cxl_is_emulated(rig, caplog):
         "emulation": "",
         "faults_struck": {},
         "detail": "CXL is emulated by plain memory",
+        "age_s": 0.0,
     }
     assert not stats["media"]["host"]["emulated"]
     assert stats["emulated"] == ["cxl"]

@@ -181,11 +181,14 @@ def test_promotions_end_together_and_their_number_is_bounded_alike():
 
 
 def test_a_load_has_landed_where_it_has_on_all_ranks():
-    """Asked of the others once; its figures are the slowest rank's."""
+    """So where it is queued on all; its figures are the slowest rank's."""
 
     def work(side):
-        ticket = SimpleNamespace(wait=lambda: side.rank == 0)
-        asked = side.transfers.landed(ticket), side.transfers.landed(ticket)
+        is_good = side.rank == 0
+        ticket = SimpleNamespace(wait=lambda: is_good, wait_queued=lambda: True)
+        asked = side.transfers.queued(ticket), side.transfers.landed(ticket)
+        ticket.wait_queued = lambda: is_good
+        asked += (side.transfers.queued(ticket),)
         host = TierId.HOST
         figures = LoadFigures(
             {host: (64, 1.0 + side.rank)},
@@ -199,7 +202,7 @@ def test_a_load_has_landed_where_it_has_on_all_ranks():
         return asked, event.landed, dict(told.moved), told.failed, told.sources
 
     host = TierId.HOST
-    expected = (False, False), False, {host: (64, 2.0)}, host, frozenset([host])
+    expected = (True, False, False), False, {host: (64, 2.0)}, host, frozenset([host])
     assert both(work) == [expected] * 2
 
 

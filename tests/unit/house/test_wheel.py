@@ -121,4 +121,4 @@ def test_the_base_dependencies_stay_light(wheel: Wheel) -> None:
     """The decisions must be usable without torch and without SGLang."""
     base = [line for line in wheel.requirements if "extra ==" not in line]
     names = {line.split(">")[0].split("=")[0].strip() for line in base}
-    assert names == {"numpy", "xxhash"}
+    assert names == {"numpy", "orjson", "xxhash"}

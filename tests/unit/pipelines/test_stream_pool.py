@@ -6,12 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_tiered.core.clock import ManualClock, SystemClock
+from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
+from sgl_tiered.pipelines.fetch import FetchTicket
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.pipelines.worker import prepare_threads
 from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.host import HostTier
@@ -34,9 +37,16 @@ class Machine:
     """A fake device with a pool on it and a loader."""
 
     def __init__(
-        self, seed=0, below=KERNEL, *, num_buffers=2, buffer_bytes=1, clock=None
+        self,
+        seed=0,
+        below=KERNEL,
+        *,
+        num_buffers=2,
+        buffer_bytes=1,
+        clock=None,
+        number=0,
     ):
-        self.device = FakeDevice(np.random.default_rng(seed))
+        self.device = FakeDevice(np.random.default_rng(seed), number)
         self.ops = FakeCopyOps(self.device, LAYOUT, NUM_PAGES)
         self.pool = StreamPool(
             self.ops,
@@ -229,6 +239,223 @@ def test_a_copy_that_cannot_be_queued_ends_after_those_before_it(pinned):
             assert "refused" in ticket.failed
             load = next(s for s in machine.device.streams if s.name == "load")
             assert not load.queue
+
+
+def queued(machine, pages):
+    """Return page numbers that work of the engine makes, which is queued."""
+    on_device = np.full(len(pages), -1, np.int64)
+
+    def take():
+        on_device[:] = pages
+
+    machine.device.engine.run(take)
+    return machine.pool.queue_pages(on_device)
+
+
+def queued_job(region, rows, pages, plan_id=1):
+    plan = load_plan(rows, plan_id=plan_id)
+    half = len(rows) // 2
+    positions = np.arange(half), np.arange(half, len(rows))
+    segments = tuple(
+        Segment(region, plan.addresses[some], some) for some in positions if len(some)
+    )
+    return LoadJob(plan, segments, pages)
+
+
+@given(
+    seed=SEEDS,
+    below=WAYS,
+    pinned=st.booleans(),
+    counts=st.tuples(*[st.integers(1, 4)] * 2),
+)
+@settings(max_examples=60)
+def test_pages_that_the_host_does_not_know_yet_get_their_bytes(
+    seed, below, pinned, counts
+):
+    """Two requests of a batch, whose slots come of work that is queued."""
+    rng = np.random.default_rng(seed)
+    region = make_pages(8, SLOT, seed % 1000)
+    rows, pages = rng.permutation(8)[: sum(counts)], rng.permutation(NUM_PAGES)
+    pages = pages[: sum(counts)]
+    parts = [slice(0, counts[0]), slice(counts[0], None)]
+    with Machine(seed, below) as machine:
+        if not pinned:
+            machine.ops.unpinned.append(region)
+        jobs = [
+            queued_job(region, rows[part], queued(machine, pages[part]), plan_id)
+            for plan_id, part in enumerate(parts)
+        ]
+        ticket = machine.loader.submit(jobs)
+        machine.forward(ticket, pages)
+        machine.device.settle()
+        assert ticket.wait(PATIENCE_S)
+        for layer, read in machine.seen:
+            assert np.array_equal(read, layer_of(region, rows, layer))
+
+
+@given(seed=SEEDS, pinned=st.booleans(), count=st.integers(1, 9))
+@settings(max_examples=40)
+def test_pages_that_the_host_does_not_know_yet_are_stored(seed, pinned, count):
+    """Chosen ones of a request's, in chunks, after the work that took them."""
+    rng = np.random.default_rng(seed)
+    wanted = rng.integers(0, 256, (LAYOUT.num_layers, NUM_PAGES, 384), np.uint8)
+    host = HostTier(SLOT, 12)
+    with Machine(seed) as machine:
+        if not pinned:
+            machine.ops.unpinned.append(host.region)
+        worker = OffloadWorker(
+            machine.pool, host, machine.completions, SystemClock(), machine.metrics
+        )
+
+        def write():
+            machine.ops.layers[:] = wanted
+
+        machine.device.engine.run(write)
+        every = rng.permutation(NUM_PAGES)
+        chosen = np.sort(rng.permutation(NUM_PAGES)[:count])
+        rows = rng.permutation(12)[:count]
+        pages = queued(machine, every)[chosen]
+        worker.submit(offload_plan(rows), pages, machine.pool.mark())
+        assert worker.drain(PATIENCE_S)
+        worker.close(PATIENCE_S)
+        (finished,) = machine.completions.drain()
+        assert finished.result.ok.all()
+        for row, page in zip(rows, every[chosen], strict=True):
+            whole = wanted[:, page].reshape(-1)
+            assert np.array_equal(host.region[row, : LAYOUT.page_bytes], whole)
+    host.close()
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_nobody_waits_for_the_numbers_of_pages(below):
+    """Behind a forward that has not run, a whole pass with loads is queued.
+
+    Where the copy engines are the better way too: they would need the numbers.
+    """
+    region = make_pages(4, SLOT, 3)
+    with Machine(below=below) as machine:
+        machine.device.going.clear()
+        for number in range(3):
+            pages = np.array([3, 4]) + 2 * number
+            numbers = queued(machine, pages)
+            ticket = machine.loader.submit([queued_job(region, [0, 1], numbers)])
+            machine.forward(ticket, pages)
+        assert machine.device.num_run == 0
+        # Who sees loads to their ends waits for the first.
+        assert set(machine.device.blocked) <= {"tiered-land-0"}
+        machine.device.going.set()
+        assert ticket.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_who_asks_whether_a_load_is_queued_waits_for_no_copy(below):
+    """It is known to be queued whole before the device has run anything of it."""
+    with Machine(below=below) as machine:
+        machine.device.going.clear()
+        ticket = machine.loader.submit([job(make_pages(2, SLOT, 3), [0, 1], [3, 4])])
+        assert ticket.wait_queued()
+        assert ticket.is_queued
+        assert machine.device.num_run == 0
+        machine.device.going.set()
+        assert ticket.wait(PATIENCE_S)
+
+
+def test_a_load_that_cannot_be_queued_is_known_to_have_failed():
+    """And nothing of it runs any more by then."""
+    with Machine(below=ENGINES) as machine:
+        machine.ops.refuse_layer = 2
+        ticket = machine.loader.submit([job(make_pages(2, SLOT, 3), [0, 1], [3, 4])])
+        assert not ticket.wait_queued()
+        assert ticket.done
+        load = next(s for s in machine.device.streams if s.name == "load")
+        assert not load.queue
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_a_fetch_behind_a_long_forward_holds_no_load_up(below):
+    """Its layer is queued; a load for a pass is queued behind it, and all land."""
+    region = make_pages(4, SLOT, 3)
+    with Machine(below=below, num_buffers=8) as machine:
+        machine.device.going.clear()
+        fetch = FetchTicket(job(region, [2, 3], [7, 8]), machine.pool, SystemClock())
+        assert machine.loader.submit_steps(fetch)
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        machine.forward(ticket, [3, 4])
+        assert machine.device.num_run == 0
+        assert not fetch.ended
+        machine.device.going.set()
+        assert machine.loader.drain(PATIENCE_S)
+        assert fetch.landed
+        for layer in range(LAYOUT.num_layers):
+            found = machine.ops.layers[layer, [7, 8]]
+            assert np.array_equal(found, layer_of(region, [2, 3], layer))
+
+
+def test_a_fetch_whose_copy_the_device_fails_at_has_failed():
+    """With the tier whose bytes it were."""
+    with Machine(below=ENGINES) as machine:
+        machine.ops.fail_layer = 1
+        fetch = FetchTicket(
+            job(make_pages(2, SLOT, 3), [0, 1], [7, 8]), machine.pool, SystemClock()
+        )
+        assert machine.loader.submit_steps(fetch)
+        assert machine.loader.drain(PATIENCE_S)
+        assert fetch.ended
+        assert not fetch.landed
+        assert "told to fail" in fetch.failed
+        assert fetch.failed_source is TierId.HOST
+
+
+def test_the_better_way_is_taken_once_the_host_knows_the_numbers():
+    """An idle device has made them by the time that the load is queued."""
+    ways = []
+    for is_idle in (True, False):
+        with Machine(below=ENGINES) as machine:
+            numbers = queued(machine, [3, 4])
+            if is_idle:
+                machine.device.settle()
+            machine.ops.engines_ms, machine.ops.kernel_ms = 1.0, 100.0
+            arrival = machine.pool.load_layer(
+                0, make_pages(2, SLOT, 3), np.arange(2), numbers
+            )
+            ways.append(arrival.finish() < 0.05)
+    assert ways == [True, False]
+
+
+@pytest.fixture
+def second_device():
+    """A machine whose device is not the one that a new thread works under."""
+    device = FakeDevice(np.random.default_rng(0), number=1)
+    prepare_threads(device.enter)
+    yield
+    prepare_threads(None)
+    FakeDevice(np.random.default_rng(0)).enter()
+
+
+@pytest.mark.usefixtures("second_device")
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_copies_are_issued_under_the_device_of_their_memory(below, pinned):
+    """By each thread that copies: those of loads and those of offloads."""
+    host = HostTier(SLOT, 4)
+    region = make_pages(2, SLOT, 3)
+    with Machine(1, below, number=1) as machine:
+        machine.device.enter()
+        if not pinned:
+            machine.ops.unpinned += [region, host.region]
+        worker = OffloadWorker(
+            machine.pool, host, machine.completions, SystemClock(), machine.metrics
+        )
+        machine.device.issued.clear()
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        worker.submit(offload_plan([1]), np.array([2]), machine.pool.mark())
+        assert ticket.wait(PATIENCE_S)
+        assert worker.drain(PATIENCE_S)
+        worker.close(PATIENCE_S)
+        threads = {name for name, _ in machine.device.issued}
+        assert threads == {"tiered-load-0", "tiered-offload-0"}
+        assert {number for _, number in machine.device.issued} == {1}
+    host.close()
 
 
 def test_a_store_that_fails_on_the_device_is_a_result():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from sgl_tiered.pool import registry_url
 from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.etcd_registry import EtcdRegistry
 from sgl_tiered.pool.layouts import KVShape, Shard
+from sgl_tiered.pool.local_registry import LocalRegistry
 from sgl_tiered.pool.membership import InstanceKind, Lease
 from sgl_tiered.pool.node import NodeConfig, PoolNode
 from sgl_tiered.pool.registry_url import LEADER, ROUTERS, local_path, open_registry
@@ -138,6 +140,44 @@ def test_a_prefix_is_found_and_fetched(start: Callable[..., PoolNode]) -> None:
     until(lambda: one.pool.is_idle and two.pool.is_idle, one, two)
 
 
+def test_a_registry_that_hangs_holds_no_owner(start: Callable[..., PoolNode]) -> None:
+    """Leases and views are other threads' business: pages go on as long as it hangs."""
+    one, two = start("one"), start("two")
+    acquainted(one, two)
+    wanted = hold(one)
+    is_open, callers = threading.Event(), set()
+
+    def held(call: Callable[..., object]) -> Callable[..., object]:
+        def wait_and_call(*args: object, **kwargs: object) -> object:
+            callers.add(threading.current_thread().name)
+            assert is_open.wait(10 * PATIENCE_S)
+            return call(*args, **kwargs)
+
+        return wait_and_call
+
+    for node in (one, two):
+        for name in ("join", "leave", "renew", "view", "watch", "drain"):
+            setattr(node._registry, name, held(getattr(node._registry, name)))
+    until(lambda: bool(callers), one, two)
+    done: list[np.ndarray] = []
+
+    def own() -> None:
+        for _ in range(100):
+            one.poll()
+            two.poll()
+            one.state()
+        done.append(fetched(one, two))
+
+    owner = threading.Thread(target=own, name="owner", daemon=True)
+    owner.start()
+    owner.join(2 * PATIENCE_S)
+    assert not is_open.is_set()
+    is_open.set()
+    assert done, "the owner waits for the registry"
+    assert (done[0] == wanted).all()
+    assert "owner" not in callers
+
+
 def test_a_node_says_how_it_is(start: Callable[..., PoolNode]) -> None:
     """As JSON values."""
     one = start("one", kind=InstanceKind.PREFILL, endpoints={"http": "x:1"})
@@ -183,7 +223,7 @@ def test_those_without_the_key_are_not_heard(
 
     until(lambda: trouble(three) != "", one, three)
     assert "does not admit our key" in trouble(three)
-    assert "this instance has none" in trouble(four)
+    assert "does not admit our key" in trouble(four)
 
 
 def test_beyond_loopback_there_must_be_keys(start: Callable[..., PoolNode]) -> None:
@@ -201,6 +241,69 @@ def test_a_name_taken_by_another_is_left_to_it(start: Callable[..., PoolNode]) -
     other.close()
     until(lambda: one.incarnation == 3 and not one.state()["trouble"], one)
     assert one.pool.incarnation == 3
+
+
+def test_two_versions_share_a_registry(
+    start: Callable[..., PoolNode], url: str
+) -> None:
+    """Those of this one work; entries of others, and odd ones, end no thread."""
+    one = start("one", ttl_s=1.0)
+    registry = open_registry(url)
+    assert isinstance(registry, LocalRegistry)
+    later = {
+        "name": "later",
+        "instance": 7,
+        "incarnation": 1,
+        "kind": "encode",
+        "endpoints": {},
+        "draining": False,
+    }
+    # As the version before this one writes it: without keys and memory.
+    former = {**later, "name": "former", "instance": 8, "kind": "prefill"}
+    former["endpoints"] = {"control": "tcp://127.0.0.1:9"}
+    odd = {**later, "name": "odd", "instance": 9, "kind": "prefill", "memory": "{"}
+    with registry._state() as state:
+        for entry in (later, former, odd):
+            state["members"][str(entry["instance"])] = entry
+            state["ends_s"][str(entry["instance"])] = 1e18
+    two = start("two", ttl_s=1.0)
+    until(
+        lambda: all(
+            {m.name for m in node.view.members} == {"one", "two", "former", "odd"}
+            for node in (one, two)
+        ),
+        one,
+        two,
+    )
+    wanted = hold(one)
+    assert (fetched(one, two) == wanted).all()
+    search = two.pool.locate(PROMPT, ids=[8, 9])
+    until(lambda: search.is_over, one, two)
+    assert search.held == {}
+    ends_s = two.pool.lease_ends_s
+    until(lambda: two.pool.lease_ends_s > ends_s, one, two)
+    assert two.incarnation == 1
+    assert two.state()["refused"]["entry"] > 0
+
+
+def test_threads_outlive_whatever_a_registry_does(
+    start: Callable[..., PoolNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted and said, and the lease is kept when the registry is well again."""
+    one = start("one", ttl_s=1.0)
+
+    def fails(*args: object) -> object:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as planted:
+        for name in ("renew", "watch", "view"):
+            planted.setattr(one._registry, name, fails)
+        before = one.incidents.counts.get("registry", 0)
+        until(lambda: one.incidents.counts.get("registry", 0) > before + 2, one)
+        assert one.state()["trouble"]
+    until(lambda: not one.state()["trouble"], one)
+    other = start("other")
+    acquainted(one, other)
 
 
 def test_the_command_sees_and_drains(

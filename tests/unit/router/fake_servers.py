@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from typing import Any
 
 import aiohttp
@@ -22,7 +23,6 @@ from aiohttp import web
 from sgl_tiered.router.config import RouterConfig, Timeouts, parse_instance
 from sgl_tiered.router.feed import FeedSource
 from sgl_tiered.router.front import Router
-from sgl_tiered.router.prompts import Tokenizer
 
 __all__ = [
     "PATIENCE_S",
@@ -147,6 +147,9 @@ class FakeServer:
         num_gone: requests whose client left while they hung.
         loads: what ``/v1/loads`` tells; None for a server without that path.
         info: what ``/server_info`` tells.
+        told: what else a path tells, as text in place of JSON.
+        redirects_to: where all questions are sent to; empty for nowhere.
+        asked: paths of the questions that came, in order.
         health: status of ``/health``.
         is_stopped: whether questions get no answer, as from a stopped process.
     """
@@ -160,6 +163,9 @@ class FakeServer:
         self.num_gone = 0
         self.loads: list[dict[str, int]] | None = None
         self.info: dict[str, Any] = {}
+        self.told: dict[str, str] = {}
+        self.redirects_to = ""
+        self.asked: list[str] = []
         self.health = 200
         self.is_stopped = False
         self.port = 0
@@ -170,7 +176,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=2**30)
         app.router.add_post("/{path:.*}", self._post)
         app.router.add_get("/{path:.*}", self._get)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
@@ -200,6 +206,12 @@ class FakeServer:
     async def _get(self, request: web.Request) -> web.StreamResponse:
         if self.is_stopped:
             await asyncio.Event().wait()
+        self.asked.append(request.path)
+        if self.redirects_to:
+            raise web.HTTPFound(self.redirects_to + request.path)
+        if request.path in self.told:
+            text = self.told[request.path]
+            return web.Response(text=text, content_type="application/json")
         if request.path == "/health":
             return web.Response(status=self.health)
         if request.path == "/v1/loads" and self.loads is not None:
@@ -313,7 +325,8 @@ def stored(
 def fast(**changes: Any) -> RouterConfig:
     """Return settings with short intervals; a name of ``Timeouts`` goes there."""
     bounds = {"connect_s": 2.0, "first_byte_s": 10.0, "idle_s": 10.0, "whole_s": 10.0}
-    bounds.update({name: changes.pop(name) for name in bounds if name in changes})
+    names = [each.name for each in fields(Timeouts)]
+    bounds.update({name: changes.pop(name) for name in names if name in changes})
     return RouterConfig(
         **{
             "port": 0,
@@ -322,6 +335,7 @@ def fast(**changes: Any) -> RouterConfig:
             "health_timeout_s": 5.0,
             "page_tokens": 4,
             "page_characters": 4,
+            "show_cached_tokens": True,
             "timeouts": Timeouts(**bounds),
             **changes,
         }
@@ -370,7 +384,6 @@ async def cluster(
     names: str = "ab",
     config: RouterConfig | None = None,
     words: dict[str, str] | None = None,
-    tokenizer: Tokenizer | None = None,
     key: str | None = None,
     given: str | None = None,
 ) -> AsyncIterator[Cluster]:
@@ -380,7 +393,6 @@ async def cluster(
         names: of the servers.
         config: of the router.
         words: per server, what stands after its URL.
-        tokenizer: of the router.
         key: that the client brings.
         given: servers that the router is told of; all by default.
     """
@@ -394,7 +406,6 @@ async def cluster(
             for s in servers
             if given is None or s.name in given
         ],
-        tokenizer,
         seed=0,
     )
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from sgl_tiered.router.config import (
 from sgl_tiered.router.feed import FeedSource
 from sgl_tiered.router.prompts import CHARACTERS, TOKENS, read_prompt
 from sgl_tiered.router.proxy import whole_events
+from sgl_tiered.router.refusals import RefusedError
 from sgl_tiered.router.tokenizers import make_tokenizer
 
 
@@ -102,6 +105,9 @@ def test_beyond_loopback_a_key_is_needed(host, expected) -> None:
     RouterConfig(host=host, api_key="k")
 
 
+ALL_FILES = ("empty", "mine", "open", "group")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -112,12 +118,27 @@ def test_beyond_loopback_a_key_is_needed(host, expected) -> None:
         ["--credits", "moon"],
         ["--max-attempts", "0"],
         ["--tokenizer", "python:no.such.module:make"],
+        ["--api-key-file", "{open}"],
+        ["--admin-api-key-file", "{open}"],
+        ["--instance-api-key-file", "{group}"],
+        ["--api-key-file", "{mine}", "--admin-api-key-file", "{mine}"],
+        ["--allow-host", "http://h"],
+        ["--max-connections", "0"],
+        ["--max-held-mb", "1"],
+        ["--readers", "0"],
     ],
 )
 def test_wrong_flags_end_in_a_sentence(arguments, tmp_path, capsys) -> None:
     """Exit code 2, and no server."""
-    (tmp_path / "empty").write_text("\n")
-    places = {name: str(tmp_path / name) for name in ("empty", "missing")}
+    for name, text, mode in (
+        ("empty", "\n", 0o600),
+        ("mine", "key", 0o400),
+        ("open", "key", 0o644),
+        ("group", "key", 0o640),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    places = {name: str(tmp_path / name) for name in (*ALL_FILES, "missing")}
     code = main(["router", *(each.format(**places) for each in arguments)])
     assert code == 2
     assert capsys.readouterr().err.startswith("sgl-tiered: --")
@@ -216,8 +237,6 @@ def letters() -> Letters:
 def test_a_tokenizer_of_the_users_own(monkeypatch) -> None:
     """A function by its module, or nothing at all."""
     assert make_tokenizer("none") is None
-    import json
-
     monkeypatch.setattr(json, "letters", letters, raising=False)
     made = make_tokenizer("python:json:letters")
     assert made is not None
@@ -238,7 +257,12 @@ def test_pairs_share_a_room_per_prompt(body, is_batch) -> None:
     """Lists for a batch, be it of one; single values otherwise."""
     config = InstanceConfig("p", "http://[::1]:5", "prefill", bootstrap_port=77)
     num = 2 if is_batch and len(next(iter(body.values()))) == 2 else 1
-    sent = with_bootstrap(body, num, config, np.random.default_rng(0))
+    prompt = read_prompt(
+        "/v1/completions" if "prompt" in body else "/generate", body, None
+    )
+    assert (prompt.is_batch, prompt.num_prompts) == (is_batch, num)
+    raw = json.dumps(body).encode() + b" \n"
+    sent = json.loads(with_bootstrap(raw, prompt, config, np.random.default_rng(0)))
     assert {name: sent[name] for name in body} == body
     if is_batch:
         assert sent["bootstrap_host"] == ["::1"] * num
@@ -247,6 +271,29 @@ def test_pairs_share_a_room_per_prompt(body, is_batch) -> None:
     else:
         assert (sent["bootstrap_host"], sent["bootstrap_port"]) == ("::1", 77)
         assert isinstance(sent["bootstrap_room"], int)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{}", b"{ }", b' {"bootstrap_room": 5, "a": [{}]} \n']
+)
+def test_rooms_stand_last_in_any_object(raw) -> None:
+    """There they win over what a client says of them."""
+    config = InstanceConfig("p", "http://h:5", "prefill")
+    prompt = read_prompt("/generate", json.loads(raw), None)
+    sent = with_bootstrap(raw, prompt, config, np.random.default_rng(0))
+    found = json.loads(sent)
+    assert found["bootstrap_host"] == "h"
+    assert found["bootstrap_room"] != 5
+    assert set(found) >= set(json.loads(raw))
+
+
+def test_more_prompts_than_rooms_are_refused() -> None:
+    """Before any is drawn."""
+    prompt = read_prompt("/generate", {"text": ["a"] * 20_000}, None)
+    config = InstanceConfig("p", "http://h:5", "prefill")
+    with pytest.raises(RefusedError, match="20000 prompts") as raised:
+        with_bootstrap(b"{}", prompt, config, np.random.default_rng(0))
+    assert raised.value.status == 413
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 
 import numpy as np
 
@@ -17,13 +18,15 @@ PAGE_BYTES = 8000
 PAGE_TOKENS = 5
 SLOTS_PER_SLAB = 8
 REST_S = 5.0
+PATIENCE_S = 20.0
+"""Upper bound of every wait: only a defect makes a test wait so long."""
 
 
 class FailingCalls(SystemCalls):
     """System calls that fail on order.
 
     Attributes:
-        read_error, write_error, allocate_error: errno to raise, 0 for none.
+        read_error, write_error, allocate_error, open_error: errno to raise, 0 for none.
         max_read_bytes, max_write_bytes: longest transfer, 0 for no limit.
     """
 
@@ -31,9 +34,16 @@ class FailingCalls(SystemCalls):
         self.read_error = 0
         self.write_error = 0
         self.allocate_error = 0
+        self.open_error = 0
         self.max_read_bytes = 0
         self.max_write_bytes = 0
         self.num_reads = 0
+
+    def open(self, path, flags, mode=0o600):
+        """Open, or fail."""
+        if self.open_error:
+            raise OSError(self.open_error, os.strerror(self.open_error))
+        return super().open(path, flags, mode)
 
     def preadv(self, fd, views, offset):
         """Read, fail, or read a part only."""
@@ -53,6 +63,73 @@ class FailingCalls(SystemCalls):
         if self.allocate_error:
             os.ftruncate(fd, offset + 3 * num_bytes // 4)
             raise OSError(self.allocate_error, os.strerror(self.allocate_error))
+        super().fallocate(fd, offset, num_bytes)
+
+
+class Gate:
+    """Holds calls up while it is shut."""
+
+    def __init__(self):
+        self._open = threading.Event()
+        self._open.set()
+        self.entered = threading.Event()
+
+    def shut(self):
+        """Hold everybody who comes from now on."""
+        self.entered.clear()
+        self._open.clear()
+
+    def open(self):
+        """Let them go."""
+        self._open.set()
+
+    @property
+    def is_open(self):
+        """Whether everybody passes."""
+        return self._open.is_set()
+
+    def passed(self):
+        """Come to the gate."""
+        if not self._open.is_set():
+            self.entered.set()
+            assert self._open.wait(10 * PATIENCE_S), "nobody opened the gate"
+
+    def hold(self, call):
+        """Return the call, held up before it is made."""
+
+        def held(*args, **kwargs):
+            self.passed()
+            return call(*args, **kwargs)
+
+        return held
+
+
+class HeldCalls(FailingCalls):
+    """System calls of which some kinds wait at a gate."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+        self.kinds = set()
+
+    def _come(self, kind):
+        if kind in self.kinds:
+            self.gate.passed()
+
+    def open(self, path, flags, mode=0o600):
+        self._come("open")
+        return super().open(path, flags, mode)
+
+    def preadv(self, fd, views, offset):
+        self._come("read")
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd, views, offset):
+        self._come("write")
+        return super().pwritev(fd, views, offset)
+
+    def fallocate(self, fd, offset, num_bytes):
+        self._come("allocate")
         super().fallocate(fd, offset, num_bytes)
 
 

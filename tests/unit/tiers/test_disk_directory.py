@@ -127,6 +127,7 @@ def test_vanished_directory_is_not_usable(path):
     for file in path.iterdir():
         file.unlink()
     path.rmdir()
+    tier.look()
     health = tier.health()
     assert not health.usable
     assert "vanished" in health.detail

@@ -8,6 +8,7 @@ from sgl_tiered.tiers.disk_io import (
     plan_extents,
     read_extent,
     read_through,
+    write_extent,
 )
 
 MIB = 1 << 20
@@ -63,6 +64,23 @@ def test_a_page_larger_than_the_limit_is_one_io():
     """The limit never splits a page."""
     extents = cut(range(2), slot_bytes=4 * MIB)
     assert [len(e.positions) for e in extents] == [1, 1]
+
+
+def test_a_write_of_no_bytes_is_an_error():
+    """The system may not say so; asking again and again would hold a thread."""
+
+    class TakesNothing(SystemCalls):
+        num_calls = 0
+
+        def pwritev(self, fd, views, offset):
+            self.num_calls += 1
+            assert self.num_calls < 10, "it asks again and again"
+            return 1 if self.num_calls == 1 else 0
+
+    calls = TakesNothing()
+    with pytest.raises(OSError, match="takes no more bytes"):
+        write_extent(calls, 0, [memoryview(bytes(4))], 0)
+    assert calls.num_calls == 2
 
 
 def test_read_stops_at_the_end_of_the_file():

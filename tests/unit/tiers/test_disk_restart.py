@@ -1,6 +1,7 @@
 """What a disk tier keeps over a restart, and what it must not serve."""
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -8,6 +9,9 @@ import threading
 import numpy as np
 import pytest
 
+from sgl_tiered.errors import TierUnavailableError
+from sgl_tiered.tiers import disk_directory
+from sgl_tiered.tiers.disk import MAX_SLABS
 from sgl_tiered.tiers.disk_format import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -17,9 +21,11 @@ from sgl_tiered.tiers.disk_format import (
 )
 from sgl_tiered.tiers.disk_format import _own_checksums as own_checksums
 from tests.unit.tiers.disk_support import (
+    PAGE_BYTES,
     PAGE_TOKENS,
     REST_S,
     SLOT_BYTES,
+    SLOTS_PER_SLAB,
     assert_holds,
     load,
     open_tier,
@@ -396,6 +402,92 @@ def test_unreadable_meta_is_discarded(path, text):
     tier = open_tier(path)
     assert recovered(tier) == {0: 5}
     tier.close()
+
+
+META = {
+    "fingerprint": "model-a",
+    "slot_bytes": SLOT_BYTES,
+    "page_bytes": PAGE_BYTES,
+    "page_tokens": PAGE_TOKENS,
+    "slots_per_slab": 8,
+    "version": 2,
+    "format": "sgl-tiered-disk",
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(META | {"slots_per_slab": "8"}),
+        json.dumps(META | {"slots_per_slab": None}),
+        json.dumps(META | {"slots_per_slab": 0}),
+        json.dumps(META | {"slots_per_slab": -8}),
+        json.dumps(META | {"slots_per_slab": 1.5}),
+        json.dumps(META | {"slots_per_slab": True}),
+        json.dumps(META | {"slots_per_slab": 10**40}),
+        json.dumps(META | {"slots_per_slab": [8]}),
+        json.dumps(META | {"fingerprint": {}}),
+        json.dumps(META | {"more": 1}),
+        '"text"',
+        "[" * 100_000,
+        '{"a":' * 50_000,
+        "1e999",
+        "9" * 5000,
+        "\\ud800",
+        " " * (1 << 20) + json.dumps(META),
+    ],
+)
+def test_a_meta_file_of_anything_is_discarded(path, text):
+    """A number that is none, or a value nested without end, is no meta of ours."""
+    fill(path, {0: 1})
+    (path / META_NAME).write_text(text)
+    tier = open_tier(path)
+    assert recovered(tier) == {}
+    assert store(tier, [0], [2]).ok.all()
+    tier.close()
+    again = open_tier(path)
+    assert recovered(again) == {0: 2}
+    again.close()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7])
+def test_a_meta_file_is_written_whole(path, monkeypatch, num_bytes):
+    """Where the system takes a few bytes at a time, as it may."""
+    real = os.write
+    monkeypatch.setattr(
+        disk_directory.os, "write", lambda fd, data: real(fd, data[:num_bytes])
+    )
+    fill(path, {3: 4})
+    tier = open_tier(path)
+    assert recovered(tier) == {3: 4}
+    tier.close()
+
+
+def test_a_meta_file_that_is_not_taken_refuses_the_tier(path, monkeypatch):
+    """A disk that takes no byte and tells no error does not hold the start for ever."""
+    monkeypatch.setattr(disk_directory.os, "write", lambda fd, data: 0)
+    with pytest.raises(TierUnavailableError, match="takes no bytes"):
+        open_tier(path)
+
+
+def test_a_tier_that_has_grown_far_gets_larger_slabs(path, caplog):
+    """Small slabs are kept up to a number of descriptors, and given up beyond."""
+    fill(path, {0: 1})
+    most = disk_directory.MAX_KEPT_SLABS * SLOTS_PER_SLAB
+    tier = open_tier(path, num_slots=most)
+    assert recovered(tier) == {0: 1}
+    tier.close()
+    grown = 2 * most
+    tier = open_tier(path, num_slots=grown, slab_bytes=SLOT_BYTES)
+    assert recovered(tier) == {}
+    assert "the tier has grown" in caplog.text
+    slabs = grown // tier._access.volume.meta.slots_per_slab
+    assert slabs <= MAX_SLABS
+    assert store(tier, [0, grown - 1], [5, 6]).ok.all()
+    tier.close()
+    again = open_tier(path, num_slots=grown)
+    assert recovered(again) == {0: 5, grown - 1: 6}
+    again.close()
 
 
 def test_smaller_and_larger_again(path):

@@ -198,6 +198,8 @@ def test_all_directories_gone_is_not_usable(paths):
     tier = open_striped(paths)
     for path in paths:
         shutil.rmtree(path)
+    for each in tier._tiers:
+        each.look()
     assert not tier.health().usable
     assert not store(tier, [0, 2, 4], [1, 2, 3]).ok.any()
     tier.close()

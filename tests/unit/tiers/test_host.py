@@ -1,5 +1,9 @@
 """The host tier's memory: sizes, pinning, pre-faulting."""
 
+import subprocess
+import sys
+import threading
+
 import numpy as np
 import pytest
 
@@ -16,6 +20,35 @@ def test_more_than_the_machine_has_is_refused():
         HostTier(4096, 2 * available // 4096)
     assert str(caught.value).count(".\n") == 0
     assert caught.value.setting == "host size"
+
+
+def test_memory_that_cannot_be_mapped_is_refused():
+    """A limit of the process is met with one sentence, and not with a traceback."""
+    code = (
+        "import resource; from sgl_tiered.tiers.memory import MemoryRegion;"
+        "from sgl_tiered.errors import ConfigError;"
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096;"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
+        "try: MemoryRegion(1 << 10, 1 << 20)\n"
+        "except ConfigError as error: print(error)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "1.00 GiB cannot be mapped (Cannot allocate memory)" in told.stdout
+    assert "ulimit -v" in told.stdout
+
+
+def test_memory_that_cannot_be_locked_is_refused():
+    """A start that is refused leaves neither a thread nor a pin behind."""
+
+    def refuse(address, num_bytes):
+        raise ConfigError("--size", "cannot be pinned", "raise ulimit -l")
+
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="cannot be pinned"):
+        HostTier(4096, 10, register=refuse)
+    assert set(threading.enumerate()) == before
 
 
 @pytest.mark.parametrize(("slot_bytes", "num_slots"), [(0, 1), (5000, 1), (4096, 0)])

@@ -9,13 +9,14 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from sgl_tiered_workloads.traces.base import TraceError
 
@@ -183,8 +184,8 @@ def json_rows(path: Path) -> Iterator[Row]:
     for number, line in text_lines(path):
         empty = False
         try:
-            fields = json.loads(line)
-        except json.JSONDecodeError as error:
+            fields = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
             raise TraceError(
                 path,
                 number,
@@ -259,8 +260,8 @@ def json_document(path: Path) -> Any:
         TraceError: it is not JSON.
     """
     try:
-        return json.loads(read_bytes(path).decode("utf-8"))
-    except json.JSONDecodeError as error:
+        return orjson.loads(read_bytes(path).decode("utf-8"))
+    except orjson.JSONDecodeError as error:
         raise TraceError(
             path,
             error.lineno,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sgl_tiered.core.ids import Representation
@@ -20,9 +19,11 @@ from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
+from sgl_tiered.engines.sglang.loading_pass import LoadingPass
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.step_times import StepTimes
 from sgl_tiered.engines.sglang.tokens import device_pages
+from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 
 __all__ = ["LayeredRadixCache", "LayeredRuntime", "driver_of"]
 
@@ -77,22 +78,24 @@ class LayeredRuntime(TieredRuntime):
         if self._decoders is not None:
             self._decoders.forget(rid)
 
-    def offload(self, plan: OffloadPlan, device_pages: npt.NDArray[np.int64]) -> bool:
+    def offload(self, plan: OffloadPlan, device_pages: PageNumbers) -> bool:
         """Queue an offload, its pages kept where they are until it has ended."""
-        self.layers.begin_store(plan.plan_id, device_pages, plan.representations)
+        numbers = host_numbers(device_pages)
+        self.layers.begin_store(plan.plan_id, numbers, plan.representations)
         if super().offload(plan, device_pages):
             return True
         self.layers.end_store(plan.plan_id)
         return False
 
-    def pump(self) -> list[int]:
-        """Take the ends of transfers; return the offload plans that have ended."""
+    def pump(self) -> None:
+        """Take the ends of transfers, and start what follows from them."""
         if self.sources is not None:
             self.sources.collect()
-        ended = super().pump()
-        for plan_id in ended:
-            self.layers.end_store(plan_id)
-        return ended
+        super().pump()
+
+    def _end_offload(self, plan_id: int) -> None:
+        self.layers.end_store(plan_id)
+        super()._end_offload(plan_id)
 
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what was decided for a request that ends, and what its layers did."""
@@ -185,7 +188,8 @@ class LayeredRadixCache(TieredRadixCache):
     def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
         """Offload pages as what they are kept as."""
         if self.has_kinds and num_tokens >= self.page_size:
-            pages = device_pages(self, req, np.arange(num_tokens // self.page_size))
+            every = np.arange(num_tokens // self.page_size)
+            pages = host_numbers(device_pages(self, req, every))
             self._kinds, self._leave = self.page_kinds(pages)
         try:
             super()._offload(req, state, num_tokens)
@@ -197,6 +201,11 @@ class LayeredRadixCache(TieredRadixCache):
         consumer = super().ready_to_load_host_cache()
         self._layers.close_loads()
         return consumer
+
+    def _has_come(self, loading: LoadingPass, *, may_run: bool) -> bool:
+        """Wait for the end of a load: the mover knows nothing of its stream."""
+        del may_run
+        return super()._has_come(loading, may_run=False)
 
     def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
         """End the loads of the batch; return requests that ended with an error."""

@@ -18,11 +18,13 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sgl_tiered.core.plans import OffloadPlan
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.coordinator import RequestState
+from sgl_tiered.engines.sglang.loading_pass import LoadingPass
 from sgl_tiered.engines.sglang.lossy import is_lossy_key
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.sparse.parts import SparseParts
 from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
 from sgl_tiered.engines.sglang.tokens import device_pages, plain_tokens
+from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 
 __all__ = ["SparseRadixCache", "SparseRuntime"]
 
@@ -196,37 +198,37 @@ class SparseRadixCache(TieredRadixCache):
         self._chosen.pop(rid, None)
         self._fresh.pop(rid, None)
 
-    def finish_external_linker_loads(self, reqs: list[Any]) -> list[Any]:
-        """End the loads of the batch that just ran, and tell of those that landed."""
-        in_flight, was_repaired = self._in_flight, self._repaired
-        failed = super().finish_external_linker_loads(reqs)
-        for req in in_flight:
-            load = self._chosen.pop(req.rid, None)
-            if load is not None and not failed and not was_repaired:
-                every = load.with_earlier(self._landed.get(req.rid))
-                self._landed[req.rid] = every
-                runtime: Any = self.tiered
-                runtime.note_sparse(req.rid, load, every)
-        return failed
-
     def repair_loads(self, runner: Any, batch: Any) -> bool:
         """Compute what broken loads failed to bring: all of it, in all layers."""
-        if self._ticket is None or self._repaired:
+        loading = self._launching
+        if loading is None or loading.is_repaired:
             return False
-        if not self.tiered.transfers.landed(self._ticket):
+        if not self._has_come(loading, may_run=batch.enable_overlap):
             table = self.req_to_token_pool.req_to_token
-            for index, req in enumerate(batch.reqs):
-                begin, end = self._spans.get(req.rid, (0, 0))
-                end = min(end, batch.prefix_lens[index])
-                if begin >= end:
-                    continue
+            for span in loading.missing(batch):
+                req = batch.reqs[span.index]
                 row = table[req.kv.req_pool_idx]
-                num_tokens = batch.prefix_lens[index] + batch.extend_lens[index]
+                num_tokens = (
+                    batch.prefix_lens[span.index] + batch.extend_lens[span.index]
+                )
                 self._forget_pass(req, row[:num_tokens])
-                if not self._make_whole(row[begin : end : self.page_size]):
+                if not self._make_whole(row[span.begin : span.end : self.page_size]):
                     # Then the batch's requests end with an error.
                     return False
         return super().repair_loads(runner, batch)
+
+    def _end_pass(self, loading: LoadingPass) -> list[Any]:
+        """Settle loads, and tell of those that landed."""
+        failed = super()._end_pass(loading)
+        for ended in loading.loads:
+            rid = ended.req.rid
+            load = self._chosen.pop(rid, None)
+            if load is not None and loading.has_come:
+                every = load.with_earlier(self._landed.get(rid))
+                self._landed[rid] = every
+                runtime: Any = self.tiered
+                runtime.note_sparse(rid, load, every)
+        return failed
 
     def _forget_pass(self, req: Any, slots: torch.Tensor) -> None:
         """Forget what a pass read that ran over slots without their content.
@@ -262,11 +264,12 @@ class SparseRadixCache(TieredRadixCache):
         super().reset()
 
     def submit_offload(
-        self, plan: OffloadPlan, device_pages: Int64s, node: Any
+        self, plan: OffloadPlan, device_pages: PageNumbers, node: Any
     ) -> bool:
         """Settle what is stored of the pages, then queue the copy as before."""
         if self._judged is not None:
-            self._rows.choose_stored(plan, self._judged, device_pages)
+            numbers = host_numbers(device_pages)
+            self._rows.choose_stored(plan, self._judged, numbers)
         return super().submit_offload(plan, device_pages, node)
 
     # -- Private ---------------------------------------------------------------
@@ -385,4 +388,5 @@ class SparseRadixCache(TieredRadixCache):
 
     def _pages(self, req: Any, num_tokens: int) -> Int64s:
         """Return the device pages of a request's leading tokens."""
-        return device_pages(self, req, np.arange(num_tokens // self.page_size))
+        every = np.arange(num_tokens // self.page_size)
+        return host_numbers(device_pages(self, req, every))

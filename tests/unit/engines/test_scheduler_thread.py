@@ -1,0 +1,224 @@
+"""The scheduler's thread waits for no disk, whatever that does.
+
+Each kind of call to the disk is held up, the scheduler makes steps while it is, and
+only then the call goes on.
+"""
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang import runtime as runtime_module
+from sgl_tiered.tiers import disk_access, disk_directory
+from tests.unit.engines.scheduler_thread_support import (
+    DISK_SLOTS,
+    PATIENCE_S,
+    Scheduler,
+    ThreadGuard,
+    make_runtime,
+    replace_by_a_copy,
+)
+from tests.unit.tiers.disk_support import Gate, HeldCalls
+
+NUM_STEPS = 60
+"""More than the queues of the pipelines hold."""
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def calls(gate):
+    return HeldCalls(gate)
+
+
+@pytest.fixture
+def runtime(folder, calls, gate):
+    runtime = make_runtime(folder, calls)
+    yield runtime
+    gate.open()
+    runtime.close(runtime.pump)
+
+
+def warm_up(scheduler):
+    """Fill host and disk, so that every step evicts, forgets, writes and reads."""
+    cache = scheduler.runtime.cache
+
+    def is_warm():
+        stats = cache.stats
+        return stats.pages_evicted[TierId.DISK] and stats.pages_loaded[TierId.DISK]
+
+    scheduler.run(lambda: scheduler.until(is_warm))
+
+
+def is_used_again(scheduler):
+    """Make steps until pages are written to the disk again, and read from it."""
+    stats = scheduler.runtime.cache.stats
+    stored, loaded = stats.pages_stored[TierId.DISK], stats.pages_loaded[TierId.DISK]
+
+    def is_used():
+        stats = scheduler.runtime.cache.stats
+        return (
+            stats.pages_stored[TierId.DISK] > stored
+            and stats.pages_loaded[TierId.DISK] > loaded
+        )
+
+    scheduler.run(lambda: scheduler.until(is_used))
+
+
+def test_the_thread_makes_no_call_that_may_wait(runtime):
+    """Over a played workload, with state and metrics asked for, a drop and a reset."""
+    scheduler = Scheduler(runtime)
+    warm_up(scheduler)
+    with ThreadGuard() as guard:
+
+        def work():
+            guard.watch_this_thread()
+            scheduler.steps(NUM_STEPS)
+            runtime.drop(TierId.DISK)
+            scheduler.steps(NUM_STEPS)
+            scheduler.let_go()
+            runtime.drain()
+            runtime.pump()
+            runtime.reset()
+            return scheduler.steps(NUM_STEPS)
+
+        scheduler.run(work)
+        assert guard.seen == []
+        # It would have been seen.
+        scheduler.run(lambda: (guard.watch_this_thread(), runtime.parts.disk.look()))
+        assert any("disk_directory.py:vanished" in each for each in guard.seen)
+
+
+@pytest.mark.parametrize(
+    "kind", ["stat", "read", "write", "allocate", "open", "fsync", "scan"]
+)
+def test_steps_are_made_while_the_disk_is_held(
+    runtime, calls, gate, folder, monkeypatch, kind
+):
+    """Held in each kind of call, opening afresh and its scan of the index included."""
+    monkeypatch.setattr(disk_access, "LOOK_S", 0.01)
+    scheduler = Scheduler(runtime)
+    if kind == "allocate":
+        scheduler.run(lambda: scheduler.steps(2))
+    else:
+        warm_up(scheduler)
+    real_os = os
+
+    class HeldOs:
+        stat = staticmethod(gate.hold(os.stat)) if kind == "stat" else os.stat
+        fsync = staticmethod(gate.hold(os.fsync)) if kind == "fsync" else os.fsync
+
+        def __getattr__(self, name):
+            return getattr(real_os, name)
+
+    monkeypatch.setattr(disk_directory, "os", HeldOs())
+    if kind in ("open", "fsync", "scan"):
+        replace_by_a_copy(folder)
+    if kind == "fsync":
+        (folder / "tiered-meta.json").unlink()
+    calls.kinds = {"read" if kind == "scan" else kind}
+    gate.shut()
+    scheduler.run(lambda: scheduler.until(gate.entered.is_set))
+    before = scheduler.num_steps
+    scheduler.run(lambda: scheduler.steps(NUM_STEPS))
+    assert scheduler.num_steps == before + NUM_STEPS
+    assert not gate.is_open, "it was not held all the while"
+    gate.open()
+    calls.kinds = set()
+    scheduler.run(lambda: scheduler.steps(NUM_STEPS))
+    is_used_again(scheduler)
+    scheduler.run(lambda: (runtime.drain(), runtime.pump()))
+    runtime.cache.check()
+
+
+def test_several_faults_at_once(runtime, calls, gate, folder):
+    """No descriptors, a full disk and a read that hangs: steps go on and come right."""
+    scheduler = Scheduler(runtime)
+    warm_up(scheduler)
+
+    def fails_by(name):
+        counted = runtime.metrics_snapshot()["counters"]
+        return f"disk_errors_{name}" in counted
+
+    calls.kinds = {"read"}
+    gate.shut()
+    scheduler.run(lambda: scheduler.until(gate.entered.is_set))
+    calls.write_error = errno.ENOSPC
+    scheduler.run(lambda: scheduler.until(lambda: fails_by("ENOSPC")))
+    calls.open_error = errno.EMFILE
+    replace_by_a_copy(folder)
+    scheduler.run(lambda: scheduler.steps(NUM_STEPS))
+    assert not gate.is_open
+    gate.open()
+    scheduler.run(lambda: scheduler.until(lambda: fails_by("EMFILE")))
+    calls.kinds = set()
+    calls.write_error = calls.open_error = 0
+    is_used_again(scheduler)
+    runtime.drain()
+    runtime.pump()
+    runtime.cache.check()
+
+
+def test_metrics_are_published_once_a_second(runtime, monkeypatch):
+    """However many passes there are; the first one at once."""
+    now = [100.0]
+    monkeypatch.setattr(runtime.parts.clock, "now", lambda: now[0], raising=False)
+    published = []
+    runtime.publish = published.append
+    for _ in range(10):
+        runtime.between_passes()
+    assert len(published) == 1
+    now[0] += 0.5
+    runtime.between_passes()
+    assert len(published) == 1
+    now[0] += 0.5
+    runtime.between_passes()
+    assert len(published) == 2
+    assert published[1]["occupancy"]["disk"]["capacity"] < DISK_SLOTS
+
+
+def test_a_copy_from_the_device_that_hangs_is_waited_for_in_bounded_time(
+    runtime, monkeypatch
+):
+    """A drain gives it up, with a counter; its pages come right when it ends."""
+    monkeypatch.setattr(runtime_module, "_DRAIN_TIMEOUT_S", 0.01)
+    pool = runtime.parts.device
+    pool.store_gate.clear()
+    scheduler = Scheduler(runtime)
+    scheduler.run(lambda: scheduler.steps(3))
+    assert pool.store_started.acquire(timeout=PATIENCE_S)
+    scheduler.run(lambda: (runtime.drain(), runtime.pump()))
+    assert runtime.metrics_snapshot()["counters"]["drains_given_up"] >= 1
+    scheduler.let_go()
+    runtime.reset()
+    pool.store_gate.set()
+    monkeypatch.undo()
+    assert runtime.parts.offloader.drain(PATIENCE_S)
+    runtime.pump()
+    runtime.cache.check()
+    # A reset forgets what was under way: nothing of it is found.
+    digest = runtime.namespace(None, None)
+    tokens = np.arange(8, dtype=np.int32)
+    assert runtime.cache.lookup(digest, tokens, 0).num_found == 0
+    assert runtime.cache.occupancy(TierId.HOST).used_slots == 0
+
+
+def test_a_closing_tier_does_not_wait_for_its_watcher(runtime, gate, monkeypatch):
+    """The thread that looks may hang; it is nobody's to wait for."""
+    watchers = [t for t in threading.enumerate() if t.name == "tiered-disk-watch"]
+    assert watchers
+    assert all(thread.daemon for thread in watchers)
