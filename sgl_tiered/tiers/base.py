@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import FoundPages, PageRecords, TransferResult
 
-__all__ = ["MemoryTier", "Tier", "TierHealth", "TierIO"]
+__all__ = ["KeptTier", "MemoryTier", "Tier", "TierHealth", "TierIO"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +110,19 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Finish running I/O and release everything; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class KeptTier(Tier, Protocol):
+    """A tier whose pages outlive the process, marked with what they belong to."""
+
+    def relabel(self, fingerprint: str) -> None:
+        """Mark the tier with another fingerprint, in the background.
+
+        Everything in it has been forgotten: the next process finds what is stored from
+        now on, if it asks for this fingerprint.
+        """
         ...
 
 

@@ -10,8 +10,9 @@ Files of one directory:
 
 A record is written after its payload and names the payload's checksum, and whether that
 is KV or activations. It carries its own slot number and checksum, so that a torn or
-misplaced record is no record. Version 2 added what the payload holds, version 3 made
-the records' own checksum one that is computed for many at once.
+misplaced record is no record. Version 2 added what the payload holds. Since version 3
+fingerprints and namespaces name weights by all of their bytes, and adapters by theirs,
+and the records' own checksum is one that is computed for many at once.
 """
 
 from __future__ import annotations
@@ -99,12 +100,22 @@ class DiskMeta:
         texts = isinstance(meta.fingerprint, str) and meta.format == FORMAT_NAME
         return meta if whole and texts else None
 
-    def difference(self, other: DiskMeta) -> str:
-        """Return the first field that differs, with both values; empty if none."""
+    def unlike(self, other: DiskMeta) -> str:
+        """Return why what ``other`` describes is of no use here; empty if it is."""
+        if other.version != self.version:
+            return (
+                f"it was written in format {other.version}, and this version of "
+                f"sgl-tiered reads format {self.version} only"
+            )
         theirs = asdict(other)
         for name, value in asdict(self).items():
-            if value != theirs[name]:
+            if name != "fingerprint" and value != theirs[name]:
                 return f"{name} is {theirs[name]!r}, not {value!r}"
+        if other.fingerprint != self.fingerprint:
+            return (
+                "it belongs to other weights, or to a model that is served otherwise "
+                f"(fingerprint {other.fingerprint!r}, not {self.fingerprint!r})"
+            )
         return ""
 
 

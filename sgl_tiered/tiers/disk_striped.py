@@ -23,7 +23,7 @@ import numpy.typing as npt
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import FoundPages, TransferResult
-from sgl_tiered.tiers.base import Tier, TierHealth, TierIO
+from sgl_tiered.tiers.base import KeptTier, Tier, TierHealth, TierIO
 from sgl_tiered.tiers.checks import check_io
 from sgl_tiered.tiers.disk import DiskTier
 
@@ -153,6 +153,12 @@ class StripedTier:
             mine = local[numbers == number]
             if len(mine):
                 tier.forget(mine)
+
+    def relabel(self, fingerprint: str) -> None:
+        """Mark all tiers with another fingerprint, in the background."""
+        for tier in self._tiers:
+            if isinstance(tier, KeptTier):
+                tier.relabel(fingerprint)
 
     def health(self) -> TierHealth:
         """Return usable while one of them is; the detail names those that are not."""

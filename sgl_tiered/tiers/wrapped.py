@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import FoundPages, TransferResult
-from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
+from sgl_tiered.tiers.base import KeptTier, MemoryTier, Tier, TierHealth, TierIO
 
 __all__ = ["WrappedMemory", "WrappedTier"]
 
@@ -52,6 +52,11 @@ class WrappedTier:
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Drop what is kept beside these slots."""
         self.inner.forget(addresses)
+
+    def relabel(self, fingerprint: str) -> None:
+        """Mark the tier with another fingerprint, if it is one that is kept."""
+        if isinstance(self.inner, KeptTier):
+            self.inner.relabel(fingerprint)
 
     def health(self) -> TierHealth:
         """Return whether the tier can be used now."""

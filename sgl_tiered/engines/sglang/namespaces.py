@@ -88,6 +88,13 @@ class NamedSpaces:
             self._sweep(0)
             self._swept = (len(self._digests), self._num_gone())
 
+    def forget_adapter(self, lora_id: str) -> None:
+        """Forget the names with an adapter, whose contents may be others now."""
+        for names in [names for names in self._digests if names[0].endswith(lora_id)]:
+            digest = self._digests.pop(names)
+            self._names.pop(digest, None)
+            self._new.pop(digest, None)
+
     def clear(self) -> None:
         """Forget every name: digests have changed."""
         self._digests.clear()

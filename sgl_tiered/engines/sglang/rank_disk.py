@@ -22,7 +22,7 @@ from sgl_tiered.tiers.base import Tier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.emulator import Emulator
 
-__all__ = ["DiskAdoption", "open_disk"]
+__all__ = ["DiskAdoption", "disk_fingerprint", "open_disk"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,7 @@ def open_disk(
     if not config.disk_paths:
         return None
     rank, num_ranks = agreement.rank, agreement.num_ranks
-    if agreement.is_shared:
-        # Each rank keeps its own heads' part of a page.
-        namespace = replace(namespace, shard=f"{rank}/{num_ranks}")
+    # One folder has one user.
     paths = [rank_folder(path, rank, num_ranks) for path in config.disk_paths]
     disk = open_disk_tier(
         paths,
@@ -70,12 +68,26 @@ def open_disk(
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
         max_bytes=config.disk_bytes,
-        fingerprint=namespace.digest().hex(),
+        fingerprint=disk_fingerprint(namespace, agreement),
         num_threads=config.disk_threads,
         io=config.disk_io,
         calls=emulator.calls(TierId.DISK),
     )
     return emulator.wrap(disk)
+
+
+def disk_fingerprint(namespace: Namespace, agreement: Agreement) -> str:
+    """Return what a folder of this rank's is marked with.
+
+    Args:
+        namespace: of all ranks, without adapter and salt.
+        agreement: between the ranks.
+    """
+    if agreement.is_shared:
+        # Each rank keeps its own heads' part of a page.
+        shard = f"{agreement.rank}/{agreement.num_ranks}"
+        namespace = replace(namespace, shard=shard)
+    return namespace.digest().hex()
 
 
 class DiskAdoption:

@@ -29,6 +29,7 @@ from sgl_tiered.core.plans import (
     TransferResult,
 )
 from sgl_tiered.cost.model import CostModel
+from sgl_tiered.engines.sglang.adapters import Adapters
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
@@ -40,10 +41,11 @@ from sgl_tiered.engines.sglang.namespaces import (
     NamedSpaces,
     is_too_long,
 )
-from sgl_tiered.engines.sglang.rank_disk import DiskAdoption
+from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, disk_fingerprint
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.transfers import make_transfers
+from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 from sgl_tiered.metrics.registry import MetricsRegistry
@@ -63,7 +65,7 @@ from sgl_tiered.pipelines.page_numbers import PageNumbers
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
-from sgl_tiered.tiers.base import MemoryTier, Tier
+from sgl_tiered.tiers.base import KeptTier, MemoryTier, Tier
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.emulator import Emulator
 
@@ -90,7 +92,7 @@ class Parts:
 
     config: TieredConfig
     namespace: Namespace
-    fingerprint: Callable[[], str]
+    weights: WeightsIdentity
     clock: Clock
     cost: CostModel
     cache: TieredCache
@@ -113,6 +115,7 @@ class Parts:
     promoter: PromoteWorker | None = None
     agreement: Agreement | None = None
     adoption: DiskAdoption | None = None
+    adapters: Adapters | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -185,6 +188,10 @@ class TieredRuntime:
             parts.cache.has_pages, lambda: parts.cache.num_namespaces_gone
         )
         self._told_of_names = False
+        self.weights = parts.weights
+        self.adapters = parts.adapters or Adapters(None, self.agreement)
+        # Called when the same tokens have come to mean other pages.
+        self.on_renewed: Callable[[], None] = lambda: None
         # Of loads, one per tier; of offloads.
         self._breakers = {
             tier.tier_id: CircuitBreaker(parts.clock) for tier in parts.tiers
@@ -264,13 +271,29 @@ class TieredRuntime:
         """Say whether there is such a tier below the device."""
         return any(t.tier_id is tier for t in self.parts.tiers)
 
-    def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes:
-        """Return the digest for an adapter and a tenant; cached."""
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes | None:
+        """Return the digest for an adapter and a tenant; cached.
+
+        None while it is not known what the device's KV was computed by: then nothing is
+        to be found or kept below it.
+
+        Args:
+            extra_key: SGLang's: what the sender gave, and the adapter's id.
+            cache_salt: the tenant's.
+        """
+        if not self.weights.settled:
+            return None
         names = (extra_key or "", cache_salt or "")
         digest = self.namespaces.get(names)
         if digest is None:
+            parted = self.adapters.parted(names[0])
+            if parted is None:
+                return None
             namespace = replace(
-                self.parts.namespace, lora=names[0], cache_salt=names[1]
+                self.parts.namespace,
+                extra_key=parted[0],
+                lora=parted[1],
+                cache_salt=names[1],
             )
             digest = self.cache.open_namespace(namespace)
             self.namespaces.add(names, digest)
@@ -347,6 +370,8 @@ class TieredRuntime:
                     self._note_load(event)
                 case _:
                     raise AssertionError(f"unknown completion {event!r}")
+        if self.weights.poll():
+            self._renew()
         self._let_rest()
         self._demote()
         self._forget_on_disk()
@@ -474,23 +499,27 @@ class TieredRuntime:
         No copy from or to the device may run. An I/O of the disk may: it ends into
         nothing.
         """
+        self.forget_plans()
         self.coordinator.release_all()
-        if self.prefetcher is not None:
-            self.prefetcher.cancel_all()
-        self._waits.clear()
         self.explainer.reset()
-        if self.lookahead is not None:
-            self.lookahead.clear()
-        # The weights may have changed, which is why SGLang resets.
-        parts = self.parts
-        parts.namespace = replace(
-            parts.namespace, model_fingerprint=parts.fingerprint()
-        )
-        if parts.adoption is not None:
-            parts.adoption.discard()
+        if self.parts.adoption is not None:
+            self.parts.adoption.discard()
         self.cache.reset()
         self.namespaces.clear()
         self._forget_on_disk()
+        self.weights.emptied()
+
+    def forget_plans(self) -> None:
+        """Forget what was found and begun for requests that wait.
+
+        Loads that have started go on: they end in pages of the device.
+        """
+        self.coordinator.release_waiting()
+        if self.prefetcher is not None:
+            self.prefetcher.cancel_all()
+        self._waits.clear()
+        if self.lookahead is not None:
+            self.lookahead.clear()
 
     def close(self, pump: Callable[[], None]) -> None:
         """Write out what is still to be written, in bounded time, then close."""
@@ -498,6 +527,7 @@ class TieredRuntime:
             return
         self._closed = True
         self.agreement.leave()
+        self.weights.close()
         parts = self.parts
         give_up_at_s = parts.clock.now() + _CLOSE_TIMEOUT_S
         while self._num_demoting and parts.clock.now() < give_up_at_s:
@@ -540,6 +570,7 @@ class TieredRuntime:
             "cost": parts.cost.snapshot(),
             "probe": parts.probe,
             "served": parts.served,
+            "weights": self.weights.stats(),
             **({} if parts.lengths is None else {"lengths": parts.lengths.stats()}),
             "queue_lookahead": 0 if parts.lookahead is None else len(parts.lookahead),
             "namespaces": self.cache.num_namespaces,
@@ -684,6 +715,21 @@ class TieredRuntime:
             self._forget_on_disk()
             self._num_demoting += 1
             self.parts.demoters[plan.source, plan.target].submit(plan)
+
+    def _renew(self) -> None:
+        """Forget all pages of the weights before; those now are known, and others."""
+        parts = self.parts
+        assert self.weights.value is not None
+        parts.namespace = replace(parts.namespace, model_fingerprint=self.weights.value)
+        if parts.adoption is not None:
+            parts.adoption.discard()
+        self.cache.reset()
+        self.namespaces.clear()
+        self.explainer.namespaces.clear()
+        self._forget_on_disk()
+        if isinstance(parts.disk, KeptTier):
+            parts.disk.relabel(disk_fingerprint(parts.namespace, self.agreement))
+        self.on_renewed()
 
     def _forget_on_disk(self) -> None:
         if self.parts.disk is not None:

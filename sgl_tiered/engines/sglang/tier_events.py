@@ -136,6 +136,7 @@ class TierEvents:
         self._names = _EventNames(runtime, params, page_size)
         self._names.refresh()
         self._watch = runtime.cache.watch_copies(self._names)
+        runtime.on_renewed = self._names.forget
 
     def take(self) -> list[Any]:
         """Return the events since the last call, as many as one step may tell."""
