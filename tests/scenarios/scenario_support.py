@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import pytest
 from sgl_tiered_workloads.gate import Spread, check_equality
 from sgl_tiered_workloads.records import RequestRecord
-from sgl_tiered_workloads.server import SglangServer
+from sgl_tiered_workloads.server import ServerSpec, ServerStartError, SglangServer
 from sgl_tiered_workloads.sessions import random_tokens
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 from sgl_tiered_workloads.usage import usage_of
@@ -38,6 +39,7 @@ __all__ = [
     "record",
     "same",
     "same_tokens",
+    "start_plain",
 ]
 
 PAGE = 16
@@ -71,6 +73,18 @@ def body(
         "top_logprobs_num": TOP_LOGPROBS,
         **fields,
     }
+
+
+def start_plain(servers: Any, spec: ServerSpec) -> SglangServer:
+    """Return a plain server, or skip with what SGLang said while it did not start."""
+    try:
+        server: SglangServer = servers.get(spec)
+    except ServerStartError as error:
+        lines = [line for line in error.log_tail.splitlines() if "Error" in line]
+        if not lines:
+            raise
+        pytest.skip(f"plain SGLang does not start so on this machine: {lines[-1]}")
+    return server
 
 
 def at_once(server: SglangServer, bodies: Sequence[dict[str, Any]]) -> list[Any]:
@@ -203,6 +217,7 @@ class Live:
 
     def __init__(self, server: SglangServer, request: dict[str, Any]) -> None:
         self.event: dict[str, Any] = {}
+        self.error: OSError | None = None
         self._begun = threading.Event()
         self._done = threading.Event()
         data = json.dumps({**request, "stream": True}).encode()
@@ -218,6 +233,9 @@ class Live:
                     if line.startswith(b"data: {"):
                         self.event = json.loads(line[6:])
                         self._begun.set()
+        except OSError as error:
+            # SGLang answers some aborts with an HTTP error.
+            self.error = error
         finally:
             self._begun.set()
             self._done.set()

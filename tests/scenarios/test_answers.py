@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
-from tests.e2e.e2e_support import PATIENCE_S, edge, pinned, settle, stats
+from tests.e2e.e2e_support import PATIENCE_S, edge, pinned, settle, stats, wait_until
 from tests.scenarios.scenario_support import (
     PAGE,
     PLAIN_POOL,
@@ -127,6 +127,8 @@ def started(servers, model, plain, tmp_path_factory):
         "--tiered-load-policy=always",
         "--tiered-disk-admission=all",
         "--tiered-staging-size=8MB",
+        # So long that an abort falls into a read.
+        "--tiered-emulate=disk:latency=0.5",
     )
     device = Device(model, 4096, PAGE, FLAGS)
     yield servers.restart(tiered_spec(device, tiers, "answers", flags))
@@ -261,6 +263,7 @@ def test_abort_in_a_disk_read(server, plain):
     server.post("/generate", body(tokens, 1))
     forget(server, "disk")
     lives = [Live(server, body(tokens, MANY, rid=f"crowd{n}")) for n in range(3)]
+    wait_until(lambda: pinned(stats(server)) > 0, "the read has begun")
     server.post("/abort_request", {"rid": "crowd0"})
     server.post("/abort_request", {"rid": "crowd2"})
     answer = lives[1].join()
@@ -268,6 +271,7 @@ def test_abort_in_a_disk_read(server, plain):
     same([tokens], [plain[long_answer]], [answer])
     for live in (lives[0], lives[2]):
         live.join()
+        assert live.num_tokens == 0
     assert pinned(settle(server)) == 0
 
 

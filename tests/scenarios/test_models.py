@@ -9,7 +9,6 @@ import shutil
 
 import numpy as np
 import pytest
-from sgl_tiered_workloads.server import ServerStartError
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
 from tests.e2e.e2e_support import edge, pinned, settle, stats
@@ -21,6 +20,7 @@ from tests.scenarios.scenario_support import (
     forget,
     prompt,
     same,
+    start_plain,
 )
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
@@ -53,17 +53,6 @@ def reward_model(model, tmp_path_factory):
     weights["score.weight"] = head.to(torch.bfloat16)
     save_file(weights, path, metadata={"format": "pt"})
     return folder
-
-
-def start_plain(servers, spec):
-    """Return a plain server, or skip with what SGLang said while it did not start."""
-    try:
-        return servers.get(spec)
-    except ServerStartError as error:
-        lines = [line for line in error.log_tail.splitlines() if "Error" in line]
-        if not lines:
-            raise
-        pytest.skip(f"plain SGLang does not start so on this machine: {lines[-1]}")
 
 
 def specs(model, name, flags, disk):
