@@ -8,6 +8,7 @@ hold is its owner's to check.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -40,12 +41,17 @@ class JsonFile:
         """Return what a file holds, unchecked.
 
         Raises:
-            ConfigError: it cannot be read, is too large or no JSON.
+            ConfigError: it cannot be read, is too large or no JSON, such as a number
+                without end, which could not be written again.
         """
         try:
             if path.stat().st_size > self.max_bytes:
                 raise self.wrong(f"{path} is larger than any {self.what}")
-            found: object = json.loads(path.read_text(encoding="utf-8"))
+            found: object = json.loads(
+                path.read_text(encoding="utf-8"),
+                parse_float=_finite,
+                parse_constant=_finite,
+            )
         except OSError as error:
             raise ConfigError(
                 self.what,
@@ -97,3 +103,10 @@ class JsonFile:
     def wrong(self, problem: str) -> ConfigError:
         """Return the error that says so, and how to get a right one."""
         return ConfigError(self.what, problem, f"write a new one with {self.command}")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of JSON")
+    return number

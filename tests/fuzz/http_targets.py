@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -231,7 +232,7 @@ class RouterInstances(Target):
         demand(found.url.startswith(("http://", "https://")), "no address")
         demand(0 < len(found.name) and found.name.isascii(), "no name")
         for source in found.sources:
-            for address in (source.events, source.replay):
+            for address in (source.endpoint, source.replay_endpoint):
                 demand(
                     address is None or address.startswith(("tcp://", "ipc://")),
                     f"{address!r} is no endpoint",
@@ -301,8 +302,10 @@ class TieredBodies(Target):
 
     def __enter__(self) -> TieredBodies:
         """Put the routes on an application."""
-        from fastapi import FastAPI
-        from sglang.srt.entrypoints import http_server
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of SGLang's own
+            from fastapi import FastAPI
+            from sglang.srt.entrypoints import http_server
 
         from sgl_tiered.engines.sglang import http
         from sgl_tiered.engines.sglang.config import FAULT_ENV
