@@ -8,13 +8,14 @@ hold is its owner's to check.
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from sgl_tiered.errors import ConfigError
 
@@ -41,24 +42,21 @@ class JsonFile:
         """Return what a file holds, unchecked.
 
         Raises:
-            ConfigError: it cannot be read, is too large or no JSON, such as a number
-                without end, which could not be written again.
+            ConfigError: it cannot be read, is too large or no JSON: a number without end
+                and half a surrogate are none.
         """
         try:
             if path.stat().st_size > self.max_bytes:
                 raise self.wrong(f"{path} is larger than any {self.what}")
-            found: object = json.loads(
-                path.read_text(encoding="utf-8"),
-                parse_float=_finite,
-                parse_constant=_finite,
-            )
+            # Stricter than ``json``: what it reads can be written again.
+            found: object = orjson.loads(path.read_bytes())
         except OSError as error:
             raise ConfigError(
                 self.what,
                 f"{path} cannot be read ({error.strerror})",
                 f"give the path of a file that {self.command} wrote",
             ) from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             if isinstance(error, ConfigError):
                 raise
             raise self.wrong(f"{path} is not JSON") from None
@@ -103,10 +101,3 @@ class JsonFile:
     def wrong(self, problem: str) -> ConfigError:
         """Return the error that says so, and how to get a right one."""
         return ConfigError(self.what, problem, f"write a new one with {self.command}")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no number of JSON")
-    return number

@@ -13,6 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sgl_tiered_workloads.traces import files as trace_files
+from sgl_tiered_workloads.traces.azure import read_azure
+from sgl_tiered_workloads.traces.base import Trace, TraceError
+from sgl_tiered_workloads.traces.lengths import (
+    read_arxiv_lengths,
+    read_sharegpt_lengths,
+)
+from sgl_tiered_workloads.traces.mooncake import read_mooncake
+from sgl_tiered_workloads.traces.servegen import read_servegen
+from sgl_tiered_workloads.traces.sharegpt import read_sharegpt_texts
+from sgl_tiered_workloads.traces.weka import read_weka
 
 from sgl_tiered.core import json_file
 from sgl_tiered.core.plans import PageRecords
@@ -36,17 +47,6 @@ from sgl_tiered.tiers.disk_format import (
 )
 from sgl_tiered.tiers.disk_io import SystemCalls
 from sgl_tiered.tiers.disk_records import RecordBook
-from sgl_tiered_workloads.traces import files as trace_files
-from sgl_tiered_workloads.traces.azure import read_azure
-from sgl_tiered_workloads.traces.base import Trace, TraceError
-from sgl_tiered_workloads.traces.lengths import (
-    read_arxiv_lengths,
-    read_sharegpt_lengths,
-)
-from sgl_tiered_workloads.traces.mooncake import read_mooncake
-from sgl_tiered_workloads.traces.servegen import read_servegen
-from sgl_tiered_workloads.traces.sharegpt import read_sharegpt_texts
-from sgl_tiered_workloads.traces.weka import read_weka
 from tests.fuzz.kit import (
     Fault,
     Rng,
@@ -324,7 +324,7 @@ class Configs(_InFolder):
     def inputs(self, rng: Rng) -> Iterator[tuple[str, Any]]:
         """Flags and files that are nearly right."""
         while True:
-            kind = int(rng.integers(5))
+            kind = int(rng.integers(8))
             if kind == 0:
                 yield "spec", _toml(mutated(rng, self.spec))
             elif kind == 1:
@@ -334,7 +334,10 @@ class Configs(_InFolder):
             elif kind == 3:
                 yield "file", _toml(mutated(rng, self.right))
             else:
-                values = mutated(rng, self.right)
+                values = mutated(rng, self.right, num=1)
+                if rng.random() < 0.5:
+                    name = pick(rng, ("disk_threads", "seed", "order", "load_policy"))
+                    values = {name: pick(rng, (0, -1, 257, 2**40, "moon", 1.5, True))}
                 if isinstance(values, dict):
                     yield "flags", {k: v for k, v in values.items() if k in NAMES}
 
@@ -406,7 +409,11 @@ def _value(value: Any) -> str:
     if value is None:
         return "1979-05-27"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_value(v)}" for k, v in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(k)} = {_value(v)}" for k, v in value.items())
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(_value(each) for each in value) + "]"
     return json.dumps(value)
@@ -493,10 +500,8 @@ class Traces(_InFolder):
             ),
         ),
         Fault(
-            "lines need not be objects",
-            lambda patch: patch.setattr(
-                trace_files.Row, "_present", lambda row, name: row.fields.get(name, 0)
-            ),
+            "numbers have no end",
+            lambda patch: patch.setattr(trace_files, "_MAX_INTEGER", 10**6000),
         ),
     )
     json_lines: dict[str, list[Any]] = {
@@ -563,7 +568,9 @@ class Traces(_InFolder):
             elif name == "texts":
                 raw = as_json(self.texts if is_mangled else mutated(rng, self.texts))
             elif name == "servegen":
-                rates = "\n".join(self._cells(rng, self.rates)).encode("utf-8", "replace")
+                rates = "\n".join(self._cells(rng, self.rates)).encode(
+                    "utf-8", "replace"
+                )
                 raw = as_json(mutated(rng, self.lengths))
                 if is_mangled:
                     rates, raw = mangled(rng, rates), mangled(rng, raw)

@@ -61,7 +61,9 @@ class RouterBodies(Target):
         ),
         Fault(
             "a body need not be an object",
-            lambda patch: patch.setattr(reading, "isinstance", _anything, raising=False),
+            lambda patch: patch.setattr(
+                reading, "isinstance", _anything, raising=False
+            ),
         ),
     )
     right: tuple[dict[str, Any], ...] = (
@@ -230,7 +232,7 @@ class RouterInstances(Target):
         demand(port is None or 0 <= port < 65536, "no port")
         demand(0 < found.bootstrap_port < 65536, "no bootstrap port")
         demand(found.url.startswith(("http://", "https://")), "no address")
-        demand(0 < len(found.name) and found.name.isascii(), "no name")
+        demand(len(found.name) > 0 and found.name.isascii(), "no name")
         for source in found.sources:
             for address in (source.endpoint, source.replay_endpoint):
                 demand(
@@ -298,7 +300,15 @@ class TieredBodies(Target):
         ("POST", "/tiered/faults", {"emulate": "disk:fault=error@0.5"}),
         ("POST", "/tiered/load-policy", {"policy": "auto"}),
     )
-    origins = (None, None, None, "http://here:30000", "https://elsewhere", "null", "http://[")
+    origins = (
+        None,
+        None,
+        None,
+        "http://here:30000",
+        "https://elsewhere",
+        "null",
+        "http://[",
+    )
 
     def __enter__(self) -> TieredBodies:
         """Put the routes on an application."""
@@ -340,6 +350,9 @@ class TieredBodies(Target):
             values = mutated(rng, values, num=int(rng.integers(3)))
             if not isinstance(values, dict):
                 values = {}
+            if values and rng.random() < 0.3:
+                odd = (-1, 0, 10**6, 10**6 + 1, 2**31, 2**63, 10**29, 10**31, "", "nan")
+                values[pick(rng, list(values))] = pick(rng, odd)
             query = "&".join(
                 f"{quote(_text(k), errors='replace')}={quote(_text(v), errors='replace')}"
                 for k, v in values.items()

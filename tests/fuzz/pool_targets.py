@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -70,7 +71,9 @@ class WireMessages(Target):
     faults = (
         Fault(
             "addresses are not looked at",
-            lambda patch: patch.setattr(messages, "_demand_addresses", lambda raw: None),
+            lambda patch: patch.setattr(
+                messages, "_demand_addresses", lambda raw: None
+            ),
         ),
         Fault(
             "numbers have no bounds",
@@ -99,6 +102,12 @@ class WireMessages(Target):
         )
         while True:
             for message in drawn(strategy, rng) * _TIMES:
+                if rng.random() < 0.4:
+                    right = [wire.VERSION, 1, 0, [60.0, 0, 0.0], _right(rng)]
+                    changed = mutated(rng, right, num=int(rng.integers(2)))
+                    with contextlib.suppress(OverflowError, UnicodeEncodeError):
+                        yield msgspec.msgpack.encode(changed)
+                    continue
                 envelope = [wire.VERSION, 1, 0, [60.0, 0, 0.0], message]
                 kind = int(rng.integers(4))
                 if kind <= 1:
@@ -280,9 +289,7 @@ class RegistryEntries(Target):
             )
         self._path.write_bytes(value)
         try:
-            registry = LocalRegistry(
-                self._path, clock=self._clock, incidents=incidents
-            )
+            registry = LocalRegistry(self._path, clock=self._clock, incidents=incidents)
         except ConfigError as error:
             demand(is_sentence(str(error)), f"no sentence: {error}")
             return False
@@ -339,9 +346,45 @@ class RegistryEntries(Target):
         return True
 
 
+def _right(rng: Rng) -> dict[str, Any]:
+    """Return an envelope with nothing wrong in it."""
+    words = rng.integers(0, 2**63, 2).astype("<u8").tobytes()
+    prompt = {"namespace": b"a", "tokens": bytes(16), "first_page": 1}
+    body = pick(
+        rng,
+        (
+            {"message": "AskBlocks", "num_blocks": 2, "type": 1, **prompt},
+            {"message": "FreeBlocks", "addresses": words},
+            {
+                "message": "Finish",
+                "addresses": words,
+                "type": 1,
+                "private": b"",
+                "insert": True,
+                "sums": words,
+                **prompt,
+            },
+            {"message": "AskHeld", **prompt},
+            {"message": "AskPages", "addresses": words, "timeout_s": 1.0, **prompt},
+            {"message": "AskDone", "incarnation": 1},
+            {"message": "Cancel", "request": 3, "addresses": words},
+            {"message": "Answer", "num_pages": 2, "sums": words, "media": [[1, 2]]},
+        ),
+    )
+    return {
+        "message": "Envelope",
+        "sender": [2, 1],
+        "receiver": [0, 1],
+        "request": 9,
+        "settled": 2,
+        "body": body,
+        "nonce": 7,
+    }
+
+
 def _memory() -> str:
-    from tests.property.pool_world import Node, World
     from sgl_tiered.core.ids import TierId
+    from tests.property.pool_world import Node, World
 
     world = World()
     node: Node = world.start(0, {TierId.DEVICE: 3, TierId.HOST: 2})
