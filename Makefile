@@ -67,6 +67,11 @@ test-full: install ## everything; PART=fast, e2e, cluster, faults or scenarios f
 test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest
 	@bash scripts/test-cxl.sh "$(VENV)" $(ARGS)
 
+.PHONY: fuzz
+fuzz: install ## odd inputs at every door, and planted faults (20 minutes)
+	@$(SAY) fuzz "10,000 inputs per target; last line is one JSON object"
+	@exec $(PY) -m tests.fuzz $(ARGS)
+
 .PHONY: lint
 lint: install ## ruff, mypy --strict and the import contracts
 	@bash scripts/lint.sh "$(VENV)"

@@ -32,6 +32,7 @@ KINDS = (PREFILL, DECODE, COLOCATED)
 AUTO = "auto"
 DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's ``--disaggregation-bootstrap-port``."""
+_MAX_DIGITS = 5
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,128}")
 
 
@@ -232,9 +233,16 @@ def parse_instance(text: str, setting: str = "--instance") -> InstanceConfig:
         ConfigError: a part is wrong; says which.
     """
     url, *parts = [part.strip() for part in text.split(",")]
-    split = urlsplit(url)
-    if split.scheme not in ("http", "https") or not split.hostname:
-        raise ConfigError(setting, f"{url!r} is no address", "write http://HOST:PORT")
+    try:
+        split = urlsplit(url)
+        is_address = split.scheme in ("http", "https") and bool(split.hostname)
+        is_address = is_address and split.port != 0
+    except ValueError:  # half an IPv6 address, or a port that is none
+        is_address = False
+    if not is_address:
+        raise ConfigError(
+            setting, f"{url[:200]!r} is no address", "write http://HOST:PORT"
+        )
     if split.path.strip("/") or split.query or split.username:
         raise ConfigError(
             setting, f"{url!r} has more than host and port", "write http://HOST:PORT"
@@ -268,8 +276,10 @@ def parse_instance(text: str, setting: str = "--instance") -> InstanceConfig:
     if not _NAME.fullmatch(name):
         raise ConfigError(setting, f"name {name!r}", "use letters, digits and . _ : -")
     port = fields.get("bootstrap", str(DEFAULT_BOOTSTRAP_PORT))
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(setting, f"bootstrap {port!r}", "use a port")
+    # By length first: Python reads no number of thousands of digits.
+    is_port = port.isascii() and port.isdigit() and len(port) <= _MAX_DIGITS
+    if not is_port or not 0 < int(port) < 65536:
+        raise ConfigError(setting, f"bootstrap {port[:200]!r}", "use a port")
     words = [value for value, _ in events]
     topic = fields.get("topic", "")
     if words in ([], [AUTO]) or words == ["none"]:

@@ -32,6 +32,8 @@ from sgl_tiered.sim.times import DeviceTimes, times_of_profile
 __all__ = ["SimSpec", "read_spec"]
 
 GB = 1e9
+_MAX = 2**63 - 1
+"""Of any number, either way; not a number is more than that."""
 _DEVICE_SHARE = 0.88
 """Of the device's memory for weights and KV (SGLang's ``mem_fraction_static``)."""
 _SECTIONS = ("server", "tiers", "scheduler", "workload", "params", "slo")
@@ -135,9 +137,12 @@ class SimSpec:
                     f"the key {name!r} is not known",
                     f"use one of {', '.join(kinds)}",
                 )
-            if kinds[name] == "float" and type(value) is int:
+            if kinds[name] == "float" and type(value) is int and abs(value) <= _MAX:
                 value = float(value)
-            if type(value).__name__ != kinds[name]:
+            is_number = type(value) in (int, float)
+            if type(value).__name__ != kinds[name] or (
+                is_number and not abs(value) <= _MAX
+            ):
                 raise ConfigError(
                     f"spec.{name}", f"{value!r} is no {kinds[name]}", "correct it"
                 )
@@ -295,7 +300,7 @@ def read_spec(path: Path) -> SimSpec:
         raise ConfigError(
             "spec", f"{path} cannot be read ({error.strerror})", "give another path"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError("spec", f"{path}: {error}", "correct the file") from None
     values: dict[str, Any] = {}
     for section, content in raw.items():
@@ -306,7 +311,12 @@ def read_spec(path: Path) -> SimSpec:
                 f"use {', '.join(_SECTIONS)}",
             )
         if section == "params":
-            content = {"params": json.dumps(content)}
+            try:
+                content = {"params": json.dumps(content)}
+            except (TypeError, ValueError):  # a date; a number of too many digits
+                raise ConfigError(
+                    "spec.params", "has a value that is not of JSON", "correct it"
+                ) from None
         values.update(content)
     return SimSpec().with_values(values)
 

@@ -32,6 +32,8 @@ def read_azure(path: Path) -> Trace:
     for serial, row in enumerate(csv_rows(path, _COLUMNS)):
         moment = _moment(row)
         first = moment if first is None else first
+        if (moment.tzinfo is None) != (first.tzinfo is None):
+            raise row.wrong("only some timestamps have a zone", "give all one or none")
         arrival_s = (moment - first).total_seconds()
         if requests and arrival_s < requests[-1].arrival_s:
             raise row.wrong("the timestamp goes back", "sort the trace by TIMESTAMP")

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_MAX_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,10 @@ class Row:
         return TraceError(self.path, self.line, problem, remedy)
 
     def integer(self, name: str, minimum: int) -> int:
-        """Return a whole number of at least ``minimum``.
+        """Return a whole number of at least ``minimum`` that 64 bits hold.
 
         Raises:
-            TraceError: the field is absent, not a whole number, or smaller.
+            TraceError: the field is absent, not a whole number, or out of range.
         """
         value = self._present(name)
         if isinstance(value, str):
@@ -69,8 +70,9 @@ class Row:
                 raise self._typed(name, "a whole number", value) from None
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._typed(name, "a whole number", value)
-        if value < minimum:
-            raise self._typed(name, f"at least {minimum}", value)
+        if not minimum <= value <= _MAX_INTEGER:
+            wanted = f"at least {minimum}" if value < minimum else "below 2^63"
+            raise self._typed(name, wanted, value)
         return value
 
     def number(self, name: str, minimum: float = 0.0) -> float:
@@ -209,7 +211,7 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """
     lines = text_lines(path)
     _, first = next(lines, (0, ""))
-    header = next(csv.reader([first]), [])
+    header = _cells(path, 1, first)
     missing = [column for column in columns if column not in header]
     if missing:
         raise TraceError(
@@ -221,7 +223,7 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     empty = True
     for number, line in lines:
         empty = False
-        values = next(csv.reader([line]))
+        values = _cells(path, number, line)
         if len(values) != len(header):
             raise TraceError(
                 path,
@@ -232,6 +234,15 @@ def csv_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         yield Row(path, number, dict(zip(header, values, strict=True)))
     if empty:
         raise TraceError(path, None, "no rows below the header", "give a whole file")
+
+
+def _cells(path: Path, number: int, line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise TraceError(
+            path, number, f"not CSV ({error})", "repair or remove that line"
+        ) from None
 
 
 def json_list(path: Path) -> list[Row]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import tarfile
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ Float64s = npt.NDArray[np.float64]
 
 _MEMBER = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)$")
 _FAMILIES = ("Gamma", "Weibull")
+_MAX_NUMBER = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,13 @@ def _members(path: Path) -> dict[tuple[int, str], bytes]:
 def _rates(path: Path, number: int, content: bytes) -> tuple[RateWindow, ...]:
     name = f"chunk-{number}-trace.csv"
     windows: list[RateWindow] = []
-    for line, values in enumerate(csv.reader(io.StringIO(content.decode())), 1):
+    try:
+        lines = list(csv.reader(io.StringIO(content.decode())))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(
+            path, None, f"{name} is not CSV ({error})", "unpack the archive again"
+        ) from None
+    for line, values in enumerate(lines, 1):
         try:
             start, rate, cv, family, shape, _ = values
             window = RateWindow(
@@ -162,6 +170,10 @@ def _rates(path: Path, number: int, content: bytes) -> tuple[RateWindow, ...]:
             )
         except ValueError:
             window = None
+        else:
+            numbers = (window.start_s, window.rate_per_s, window.cv, window.shape)
+            if not all(map(math.isfinite, numbers)) or window.rate_per_s < 0:
+                window = None
         active = window is not None and window.rate_per_s > 0
         if window is None or (
             active and not (window.family in _FAMILIES and window.shape > 0)
@@ -189,7 +201,7 @@ def _lengths(
         windows = [
             _window(float(start), histograms) for start, histograms in table.items()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TraceError(
             path,
             None,
@@ -208,6 +220,8 @@ def _lengths(
 
 
 def _window(start_s: float, histograms: Mapping[str, Any]) -> LengthWindow | None:
+    if not math.isfinite(start_s):
+        raise ValueError("a window begins at no time")
     inputs = _numbers(histograms["input_tokens"])
     outputs = _numbers(histograms["output_tokens"])
     if inputs.size == 0 or outputs.size == 0:
@@ -223,6 +237,9 @@ def _numbers(text: str) -> Float64s:
 
 
 def _histogram(numbers: Float64s) -> tuple[Int64s, Float64s]:
+    # Not a number fails every comparison.
+    if not (np.abs(numbers) < _MAX_NUMBER).all():
+        raise ValueError("a histogram has a number without end")
     values, share = numbers[:, 0].astype(np.int64), numbers[:, 1]
     if values.min() < 0 or share.min() < 0 or not share.sum() > 0:
         raise ValueError("a histogram has a negative entry, or none")

@@ -21,6 +21,9 @@ from sgl_tiered_workloads.traces.files import Row, json_rows
 __all__ = ["read_weka"]
 
 _NO_IDS: Int64s = np.empty(0, dtype=np.int64)
+_MAX_ID = 1 << 62
+_MAX_RUN = 1 << 24
+"""Blocks of one run: longer than any prompt, and short enough for an array."""
 
 
 def read_weka(path: Path, *, max_prompt_tokens: int | None = None) -> Trace:
@@ -124,11 +127,14 @@ class _Conversation:
         runs = []
         for run in row.items("new"):
             whole = isinstance(run, list) and [type(n) for n in run] == [int, int]
-            if not whole or run[0] < 0 or run[1] < 1:
+            if not whole or not 0 <= run[0] < _MAX_ID or not 1 <= run[1] <= _MAX_RUN:
                 raise row.wrong(
-                    f"'new' has the run {run!r}", "runs are [first id, count >= 1]"
+                    f"'new' has the run {repr(run)[:60]}",
+                    "runs are [first id, count >= 1]",
                 )
             first = self._base + run[0]
+            if first >= _MAX_ID:
+                raise row.wrong("its ids are too large", "count ids from 0")
             runs.append(np.arange(first, first + run[1], dtype=np.int64))
             self.first_free_id = max(self.first_free_id, first + run[1])
         return runs

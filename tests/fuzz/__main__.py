@@ -1,0 +1,107 @@
+"""``python -m tests.fuzz``: all targets and planted faults; ends with one JSON object.
+
+The exit code is 0 only if no input ended in a crash or in something wrong, every target
+has taken some inputs and refused others, and every planted fault was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tests.fuzz.kit import find_fault, run_target
+from tests.fuzz.targets import TARGETS
+
+ROOT = Path(__file__).parents[2]
+MIN_TARGETS = 9
+MIN_INPUTS = 10_000
+
+
+def source_hash() -> str:
+    """Return what names the source that was run: sha256 over the package's files."""
+    digest = hashlib.sha256()
+    folders = ("sgl_tiered", "workloads/sgl_tiered_workloads", "tests/fuzz")
+    for folder in folders:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(ROOT)).encode() + b"\0")
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def run_one(name: str, num: int, number: int) -> dict[str, Any]:
+    """Run one target and its planted faults, in a process of its own."""
+    logging.disable(logging.CRITICAL)
+    started = time.monotonic()
+    tally = run_target(TARGETS[name](), num, number)
+    planted = {
+        fault.name: find_fault(TARGETS[name](), fault, num, number)
+        for fault in TARGETS[name].faults
+    }
+    return {
+        "target": name,
+        "inputs": tally.inputs,
+        "accepted": tally.accepted,
+        "refused": tally.refused,
+        "crashes": tally.crashes,
+        "wrong": tally.wrong,
+        "planted": planted,
+        "seconds": round(time.monotonic() - started, 1),
+        "findings": tally.findings,
+    }
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(prog="make fuzz")
+    parser.add_argument("--inputs", type=int, default=MIN_INPUTS, help="per target")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS))
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    names = args.targets or list(TARGETS)
+    told = []
+    with ProcessPoolExecutor(
+        args.processes, mp_context=get_context("spawn"), max_tasks_per_child=1
+    ) as workers:
+        runs = [workers.submit(run_one, name, args.inputs, args.seed) for name in names]
+        for each in runs:
+            told.append(each.result())
+            print(json.dumps(told[-1]), flush=True)
+    planted = [num for one in told for num in one["planted"].values()]
+    summary = {
+        "targets": len(told),
+        "inputs_per_target_min": min(one["inputs"] for one in told),
+        "inputs": sum(one["inputs"] for one in told),
+        "planted": len(planted),
+        "planted_found": sum(num > 0 for num in planted),
+        "crashes": sum(one["crashes"] for one in told),
+        "wrong": sum(one["wrong"] for one in told),
+        "one_sided": [
+            one["target"] for one in told if not (one["accepted"] and one["refused"])
+        ],
+        "seed": args.seed,
+        "source": source_hash(),
+    }
+    is_whole = args.targets is not None or (
+        summary["targets"] >= MIN_TARGETS
+        and (args.inputs < MIN_INPUTS or summary["inputs_per_target_min"] >= MIN_INPUTS)
+    )
+    is_right = (
+        not summary["crashes"] + summary["wrong"] + len(summary["one_sided"])
+        and summary["planted_found"] == summary["planted"]
+        and all(one["planted"] for one in told)
+    )
+    print(json.dumps(summary), flush=True)
+    return 0 if is_whole and is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
