@@ -45,7 +45,7 @@ from multiprocessing import (
     util,
 )
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["main"]
 
@@ -214,13 +214,15 @@ def _use_spares(spares: list[_Spare]) -> None:
             return _SparePopen(new, spares.pop(0))
         return popen_spawn_posix.Popen(new)
 
-    context.SpawnProcess._Popen = staticmethod(start)  # type: ignore[attr-defined]
+    spawned: Any = context.SpawnProcess
+    spawned._Popen = staticmethod(start)
 
 
 class _SparePopen(popen_spawn_posix.Popen):
     """A process that a spare becomes. Descriptors are passed as a fork server does."""
 
-    DupFd = popen_forkserver._DupFd  # type: ignore[attr-defined]
+    DupFd = cast(Any, popen_forkserver)._DupFd
+    _fds: list[int]
 
     def __init__(self, new: Any, spare: _Spare) -> None:
         self._spare = spare
@@ -247,7 +249,8 @@ class _SparePopen(popen_spawn_posix.Popen):
         os.sched_setaffinity(self.pid, os.sched_getaffinity(0))
         state = pickle.dumps((dict(os.environ), os.getcwd()))
         files = [as_file(state), as_file(packed.getvalue())]
-        fds = [*files, resource_tracker.getfd(), *self._fds]
+        tracker = cast(int, resource_tracker.getfd())
+        fds = [*files, tracker, *self._fds]
         socket.send_fds(self._spare.socket, [b"start"], fds)
         for fd in files:
             os.close(fd)
@@ -270,10 +273,10 @@ def _work(connection: socket.socket, fds: list[int]) -> None:
         environment, cwd = pickle.load(file)
     _set_environment(environment)
     os.chdir(cwd)
-    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
-    forkserver._forkserver._inherited_fds = passed  # type: ignore[attr-defined]
+    cast(Any, resource_tracker)._resource_tracker._fd = tracker
+    cast(Any, forkserver)._forkserver._inherited_fds = passed
     # It is readable when the parent has ended, like the pipe of the original.
-    sys.exit(spawn._main(packed, connection.fileno()))  # type: ignore[attr-defined]
+    sys.exit(cast(Any, spawn)._main(packed, connection.fileno()))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -85,9 +85,16 @@ def _take_ends(scheduler: Any) -> None:
 
 
 def _sleep(original: Any, scheduler: Any) -> None:
-    """Sleep until a request comes, unless a transfer's end is to be taken before."""
+    """Sleep until a request comes, unless there is something to do before.
+
+    That is, pages of a former server to adopt, or a transfer's end to be taken.
+    """
     runtime = _tiered(scheduler.tree_cache)
-    if runtime is None or scheduler.idle_sleeper is None or not runtime.is_moving:
+    if runtime is None or scheduler.idle_sleeper is None:
+        original(scheduler)
+    elif runtime.is_adopting:
+        return
+    elif not runtime.is_moving:
         original(scheduler)
     else:
         runtime.completions.wait(_NAP_S)

@@ -130,10 +130,10 @@ class TieredRadixCache(LendingRadixCache):
 
     def waiting_request(self, rid: str) -> tuple[RequestState, int] | None:
         """Return a request's state and how many of its pages are on the device now."""
-        state = self.tiered.coordinator.state(rid)
-        key = self._keys.get(rid)
-        if state is None or key is None:
+        state = self._current(rid)
+        if state is None:
             return None
+        key = self._keys[rid]
         on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
         return state, on_device // self.page_size
 
@@ -142,6 +142,8 @@ class TieredRadixCache(LendingRadixCache):
 
         Where nothing runs or waits it will be looked at right away, and may be split.
         """
+        if not self.tiered.weights.settled:
+            self.tiered.metrics.add("requests_weights_unsettled")
         if not self.tiered.reads_at_arrival or self.tiered.engine_free():
             return
         found = self.waiting_request(request.rid)
@@ -336,7 +338,7 @@ class TieredRadixCache(LendingRadixCache):
 
     def split_end(self, req: Any) -> int | None:
         """Return after which token the first pass over a split prompt should end."""
-        state = self.tiered.coordinator.state(req.rid)
+        state = self._current(req.rid)
         page = None if state is None else self.tiered.coordinator.chunk_end(state)
         return None if page is None else page * self.page_size
 
@@ -352,7 +354,7 @@ class TieredRadixCache(LendingRadixCache):
         state = coordinator.state(req.rid)
         if state is None or coordinator.chunk_end(state) is None:
             return 0
-        if req.prefix_len % self.page_size:
+        if req.prefix_len % self.page_size or self._current(req.rid) is None:
             coordinator.settle(state, landed=False)
             return 0
         resume = coordinator.resume(state, req.prefix_len // self.page_size)
@@ -523,13 +525,36 @@ class TieredRadixCache(LendingRadixCache):
     def reset(self) -> None:
         """Forget every page in every tier, disk included.
 
-        SGLang resets the cache when weights change; pages of the old weights must not
-        be found again, so no tier is spared.
+        That is what a flush asks for, so no tier is spared.
         """
         if self._tiered is not None:
+            self.forget_plans()
             self._quiesce()
             self._tiered.reset()
         super().reset()
+
+    # -- Changes of the weights, see ``weights.py`` -----------------------------
+
+    def weights_changing(self) -> None:
+        """Note that SGLang is about to touch the weights.
+
+        What is being copied from the device was computed by those of before, and goes
+        on; nothing of theirs may come to the device any more, and what was put off is
+        not copied later.
+        """
+        self.end_fetches()
+        self.forget_plans()
+        if self._ahead is not None:
+            self._ahead.clear()
+        self.tiered.weights.changing()
+
+    def weights_changed(self) -> None:
+        """Note that the weights are as they will be computed with from now on."""
+        self.tiered.weights.changed(device_is_empty=self._is_device_empty)
+
+    def forget_plans(self) -> None:
+        """Forget what was found and begun for requests, here and at peers."""
+        self.tiered.forget_plans()
 
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
@@ -537,6 +562,8 @@ class TieredRadixCache(LendingRadixCache):
         self.take_ends()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
+            if self._is_device_empty:
+                self.tiered.weights.emptied()
         else:
             self.tiered.drop(tier)
             self._note_dropped()
@@ -574,6 +601,21 @@ class TieredRadixCache(LendingRadixCache):
 
     # -- Private ---------------------------------------------------------------
 
+    @property
+    def _is_device_empty(self) -> bool:
+        """Whether no slot of the device is in use, by the tree or by a request."""
+        allocator = self.token_to_kv_pool_allocator
+        num_tokens = allocator.size // self.page_size * self.page_size
+        return bool(allocator.available_size() >= num_tokens)
+
+    def _current(self, rid: str) -> RequestState | None:
+        """Return what is known of a request; None where that is of other weights."""
+        state, key = self.tiered.coordinator.state(rid), self._keys.get(rid)
+        if state is None or key is None:
+            return None
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        return state if state.digest == digest else None
+
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
         """Note the prompt of ``req``; None where the tiers cannot serve it.
 
@@ -584,6 +626,8 @@ class TieredRadixCache(LendingRadixCache):
             return None
         if req.positional_embed_overrides is not None:
             # Equal ids do not make such prompts equal.
+            return None
+        if not self.tiered.can_name(req):
             return None
         coordinator = self.tiered.coordinator
         state = coordinator.state(req.rid)
@@ -604,6 +648,10 @@ class TieredRadixCache(LendingRadixCache):
             return state
         tokens = plain_tokens(key.token_ids, limit)
         if tokens is None:
+            return None
+        if digest is None:
+            if state is not None and not state.started:
+                coordinator.release(req.rid)
             return None
         self._keys[req.rid] = RadixKey(
             key.token_ids, key.extra_key, limit=limit, cache_salt=key.cache_salt
@@ -635,7 +683,12 @@ class TieredRadixCache(LendingRadixCache):
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if tokens is None or kept_exact(req, self.tiered.config):
             return
+        if not self.tiered.can_name(req):
+            return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        if digest is None:
+            self.tiered.metrics.add("offloads_weights_unsettled")
+            return
         seen_pages = 0
         if state is not None:
             seen_pages, state.num_offloaded = state.num_offloaded, num_pages

@@ -183,6 +183,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         if state is not None and state.plan is not None:
             self.settle(state, landed=False)
 
+    def release_waiting(self) -> None:
+        """Forget every request whose load has not begun; a load goes on to its end."""
+        for rid, state in list(self._states.items()):
+            if not state.started:
+                self.release(rid)
+
     def release_all(self) -> None:
         """Forget every request (the cache is being reset)."""
         for rid in list(self._states):

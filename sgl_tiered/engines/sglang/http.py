@@ -215,9 +215,7 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
             SetInternalStateReq(server_args={LOAD_POLICY_KNOB: number})
         )
         if not all(done):
-            raise refused(
-                409, "busy", "Requests are running; try again when idle."
-            )
+            raise refused(409, "busy", "Requests are running; try again when idle.")
         return {"load_policy": policy}
 
     # One place for all: none can be added without its guard and its level.

@@ -306,10 +306,37 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
-        "memory given back",
+        "changes of weights",
         _SRT + "managers.scheduler_components.weight_updater."
         "SchedulerWeightUpdaterManager",
-        attributes=("release_memory_occupation",),
+        attributes=(
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "begin_weight_update",
+            "end_weight_update",
+            "release_memory_occupation",
+            "resume_memory_occupation",
+            "check_weights",
+            "offload_tags",
+            "scheduler",
+            "_session",
+        ),
+    ),
+    Seam(
+        "adapters that come and go",
+        _SCHEDULER,
+        attributes=(
+            "load_lora_adapter",
+            "load_lora_adapter_from_tensors",
+            "unload_lora_adapter",
+        ),
+    ),
+    Seam(
+        "an adapter's tensors",
+        _SRT + "lora.lora.LoRAAdapter",
+        attributes=("initialize_weights", "initialize_weights_from_tensors"),
     ),
     Seam(
         "beam search",

@@ -74,7 +74,7 @@ def test_restart_round_trip(paths):
     assert store(tier, list(PAGES), list(PAGES.values())).ok.all()
     tier.close()
     tier = open_striped(paths)
-    assert len(tier.recover()) == 1
+    assert len(list(tier.recover())) == 1
     assert_holds(tier, PAGES)
     tier.close()
 
@@ -198,6 +198,8 @@ def test_all_directories_gone_is_not_usable(paths):
     tier = open_striped(paths)
     for path in paths:
         shutil.rmtree(path)
+    for each in tier._tiers:
+        each.look()
     assert not tier.health().usable
     assert not store(tier, [0, 2, 4], [1, 2, 3]).ok.any()
     tier.close()
