@@ -70,6 +70,8 @@ def test_what_we_override_exists(symbols):
         "drop",
         "has_pending_cache_operations",
         "finish_offloads",
+        "leave_device",
+        "take_ends",
         "submit_offload",
         "repair_loads",
         "end_passes",
