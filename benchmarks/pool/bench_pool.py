@@ -52,7 +52,7 @@ from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard, Way, batches
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool
-from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo
+from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo, as_entry
 from sgl_tiered.pool.table_store import TableStore
 from sgl_tiered.pool.transfer import Rank, Transfer
 from sgl_tiered.transport.base import TransferStatus
@@ -72,9 +72,6 @@ LOADS = {"low": 4.0, "high": 0.5}
 """Time of a prefill over that of sending it by request on discrete pages."""
 TIMEOUT_S = 120.0
 _REST_S = 5e-3
-VIEW = View(
-    1, tuple(Member(f"bench-{n}", n, 1, InstanceKind.COLOCATED) for n in range(2))
-)
 
 
 @dataclass
@@ -152,6 +149,18 @@ def make_sides(transport: str, *, discrete: bool) -> tuple[Side, Side]:
 
     wire = Wire()
     sides += [make_side(wire, n, transport, pause, discrete=discrete) for n in range(2)]
+    members = tuple(
+        Member(
+            f"bench-{n}",
+            n,
+            1,
+            InstanceKind.COLOCATED,
+            memory=as_entry(side.pool.info),
+        )
+        for n, side in enumerate(sides)
+    )
+    for side in sides:
+        side.pool.see(View(1, members))
     return sides[0], sides[1]
 
 
@@ -183,7 +192,6 @@ def make_side(
     rank = Rank(0, opened, {})
     channel = Channel(wire, instance)
     pool = MemPool(store, 1, info, [rank], channel, clock, pause=pause)
-    pool.see(VIEW)
     return Side(pool, opened, region, form)
 
 

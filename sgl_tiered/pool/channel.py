@@ -2,32 +2,36 @@
 
 What comes is taken by the endpoint's own thread, and waits here for the one that owns
 the pool; what goes is handed to the network at once. Endpoint and public key of a peer
-stand in its entry in the view. An endpoint that another process has taken over is of no
-harm: messages name the incarnation that they are for, and the pool refuses others.
+stand in its entry in the view, and nothing is heard that does not come under the key of
+a member (``guard.py``). An endpoint that another process has taken over is of no harm:
+it has another key, and messages name the incarnation that they are for.
+
+Every process has a key pair: that of a file, beyond one machine, else one of its own
+that is made at the start, and that whoever may write to the registry may publish.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.pool.guard import CONTROL, CONTROL_KEY, Guard
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.messages import Envelope
 from sgl_tiered.transport.control import ControlServer, Request
 from sgl_tiered.transport.courier import Courier
-from sgl_tiered.transport.keys import Keyring
+from sgl_tiered.transport.incidents import Incidents
+from sgl_tiered.transport.keys import Keyring, is_loopback, new_keys
 from sgl_tiered.transport.messages import MessageSet
 
 __all__ = ["CONTROL", "CONTROL_KEY", "MESSAGES", "ControlChannel"]
 
-CONTROL = "control"
-"""Name of the endpoint in a member's entry."""
-CONTROL_KEY = "control_key"
-"""Name of its public key there; without one it speaks in clear, on loopback."""
 MESSAGES = MessageSet(Envelope, max_bytes=16 << 20)
 _MAX_INBOX = 8192
+_MAX_INBOX_BYTES = 64 << 20
 """Messages that wait here. More come only while the owner does nothing for long; what
 is dropped then is sent again by who asked."""
 _LOG = logging.getLogger(__name__)
@@ -39,8 +43,9 @@ class ControlChannel:
     Args:
         host: address of this machine that others reach it by.
         port: its port; 0 for a free one.
-        keyring: keys; None only on loopback.
+        keyring: keys; None only on loopback: then a pair is made for this process.
         wake: called after a message has come; must not wait.
+        incidents: counts what is refused.
 
     Raises:
         ConfigError: no keys, and the host is not on loopback.
@@ -48,32 +53,49 @@ class ControlChannel:
     """
 
     def __init__(
-        self, host: str, port: int, keyring: Keyring | None, wake: Callable[[], None]
+        self,
+        host: str,
+        port: int,
+        keyring: Keyring | None,
+        wake: Callable[[], None],
+        incidents: Incidents | None = None,
     ) -> None:
-        keys = None if keyring is None else keyring.keys
-        admitted = frozenset[str]() if keyring is None else keyring.admitted
+        where = f"[{host}]" if ":" in host else host
+        endpoint = f"tcp://{where}:{port or '*'}"
+        if keyring is None and not is_loopback(endpoint):
+            raise ConfigError(
+                f"control endpoint {endpoint}",
+                "it can be reached from other machines and has no keys",
+                "give it a key file, or bind it to 127.0.0.1",
+            )
+        keys = new_keys() if keyring is None else keyring.keys
+        admitted = None if keyring is None else keyring.admitted
+        self._incidents = incidents or Incidents()
+        self._guard = Guard(self._incidents)
         self._wake = wake
-        self._inbox: deque[Envelope] = deque(maxlen=_MAX_INBOX)
+        self._lock = threading.Lock()
+        self._inbox: deque[tuple[Envelope, str]] = deque()
+        self._inbox_bytes = 0
         self._peers: dict[int, tuple[str, str]] = {}
         self._courier = Courier(MESSAGES, keys=keys, admitted=admitted)
-        where = f"[{host}]" if ":" in host else host
         try:
             self._server = ControlServer(
-                f"tcp://{where}:{port or '*'}",
+                endpoint,
                 MESSAGES,
                 self._put,
                 keys=keys,
                 admitted=admitted,
+                hears=self._guard.hears,
+                incidents=self._incidents,
             )
         except BaseException:
             self._courier.close()
             raise
-        self.endpoints = {CONTROL: self._server.endpoint}
-        if keys is not None:
-            self.endpoints[CONTROL_KEY] = keys.public
+        self.endpoints = {CONTROL: self._server.endpoint, CONTROL_KEY: keys.public}
 
     def see(self, view: View) -> None:
         """Learn who is where; connections to those who have left are closed."""
+        self._guard.see(view)
         self._peers = {
             member.instance: (
                 member.endpoints[CONTROL],
@@ -88,17 +110,18 @@ class ControlChannel:
         """Send, without waiting and without a promise."""
         peer = self._peers.get(message.receiver[0])
         if peer is not None:
-            refusal = self._courier.send(*peer, message)
+            refusal = self._courier.send(*peer, self._guard.stamp(message))
             if refusal:
                 _LOG.debug("instance %d: %s", message.receiver[0], refusal)
 
     def take(self) -> list[Envelope]:
-        """Return what has arrived since the last call."""
-        found: list[Envelope] = []
-        with suppress(IndexError):
-            while True:
-                found.append(self._inbox.popleft())
-        return found
+        """Return what has arrived since the last call, of whom it says that it is."""
+        if not self._inbox:
+            return []
+        with self._lock:
+            taken, self._inbox = self._inbox, deque()
+            self._inbox_bytes = 0
+        return [each for each, key in taken if self._guard.admits(each, key)]
 
     def troubles(self) -> dict[str, str]:
         """Return what is known to be wrong with a peer's endpoint, by endpoint."""
@@ -112,6 +135,16 @@ class ControlChannel:
     def _put(self, request: Request) -> None:
         """Take a message, on the thread of the endpoint."""
         request.drop()
-        if isinstance(request.message, Envelope):
-            self._inbox.append(request.message)
-            self._wake()
+        if not isinstance(request.message, Envelope):
+            return
+        with self._lock:
+            is_full = (
+                len(self._inbox) >= _MAX_INBOX
+                or self._inbox_bytes + request.num_bytes > _MAX_INBOX_BYTES
+            )
+            if not is_full:
+                self._inbox.append((request.message, request.sender))
+                self._inbox_bytes += request.num_bytes
+        if is_full:
+            self._incidents.note("inbox-full", "too many messages wait to be handled")
+        self._wake()

@@ -1,4 +1,4 @@
-"""Times of a pool, and what it has under way."""
+"""Times of a pool, what it takes, and what it has under way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PoolConfig", "PoolUsage"]
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """Times of a pool, in seconds.
+    """Times of a pool, in seconds, and what it takes.
 
     Attributes:
         timeout_s: of a transfer or a remote allocation, unless the call says another.
@@ -20,12 +20,15 @@ class PoolConfig:
             port began to refuse; longer than what it had handed to the network lives,
             so the same as the transport's.
         locate_s: how long ``locate`` waits for answers.
+        keeps_arrivals: whether somebody calls ``take_arrivals``; else only what enters
+            the index is taken from others.
     """
 
     timeout_s: float = 10.0
     retry_s: float = 0.5
     grace_s: float = DEFAULT_GRACE_S
     locate_s: float = 0.25
+    keeps_arrivals: bool = True
 
 
 @dataclass(frozen=True, slots=True)

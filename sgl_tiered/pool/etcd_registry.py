@@ -21,6 +21,7 @@ import httpx
 
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.errors import ConfigError, TransportUnavailableError
+from sgl_tiered.pool.etcd_access import EtcdAccess
 from sgl_tiered.pool.membership import (
     InstanceKind,
     Lease,
@@ -31,17 +32,30 @@ from sgl_tiered.pool.membership import (
     first_free_id,
     incarnation_after,
     member_fields,
-    member_from,
+    members_from,
 )
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["EtcdRegistry"]
 
 _LOG = logging.getLogger(__name__)
 _MIN_TTL_S = 2
 """etcd grants no shorter lease."""
-_NO_ANSWER = (httpx.HTTPError, ValueError, KeyError)
-"""What a request ends with that etcd did not answer, or not in its words."""
+_NO_ANSWER = (
+    httpx.HTTPError,
+    httpx.StreamError,
+    httpx.InvalidURL,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a request ends with that etcd did not answer, or not in its words: what it says
+is JSON of any shape until it is read."""
 _MAX_TRIES = 20
+_REST_S = 0.2
 
 
 class EtcdRegistry:
@@ -54,7 +68,9 @@ class EtcdRegistry:
         ttl_s: seconds from one renewal of a lease to its end, at least 2.
         timeout_s: for one request.
         clock: for ``watch``.
-        client: makes the requests, with its own settings (TLS, users).
+        client: makes the requests, with its own settings.
+        access: certificates and a user, where etcd wants them.
+        incidents: counts what went wrong, and entries that are passed over.
 
     Raises:
         ConfigError: the pool's name or the time cannot be used.
@@ -68,6 +84,8 @@ class EtcdRegistry:
         timeout_s: float = 2.0,
         clock: Clock | None = None,
         client: httpx.Client | None = None,
+        access: EtcdAccess | None = None,
+        incidents: Incidents | None = None,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         check_name(pool)
@@ -81,7 +99,11 @@ class EtcdRegistry:
         self._ttl_s = math.ceil(ttl_s)
         self._timeout_s = timeout_s
         self._clock = clock or SystemClock()
-        self._client = client or httpx.Client(timeout=timeout_s)
+        self._incidents = incidents or Incidents(f"etcd at {urls[0]}")
+        access = access or EtcdAccess()
+        self._client = client or httpx.Client(
+            timeout=timeout_s, verify=access.context or True, auth=access.auth
+        )
         self._pause = pause
         self._last_view = View(0)
 
@@ -112,26 +134,16 @@ class EtcdRegistry:
             answer = self._post("lease/keepalive", {"ID": lease.token})
             return int(answer["result"].get("TTL", 0)) > 0
         except _NO_ANSWER as error:
-            _LOG.warning("a lease could not be renewed: %s", error)
+            self._incidents.note("registry", f"a lease was not renewed: {_told(error)}")
             return False
 
     def drain(self, lease: Lease) -> bool:
         """Mark the instance as draining; False if its lease is over."""
-        key = f"members/{lease.instance}"
-        try:
-            found = self._get(key)
-            if found is None:
-                return False
-            fields = json.loads(found["value"])
-            if fields["incarnation"] != lease.incarnation:
-                return False
-            same = _compare(self._key(key), "MOD", found["mod_revision"])
-            # The entry's own lease: who drains may be somebody else.
-            token = fields.get("lease", lease.token)
-            put = self._put(key, json.dumps({**fields, "draining": True}), token)
-            return self._transact([same], [put])
-        except _NO_ANSWER:
-            return False
+        return self._change(lease, {"draining": True})
+
+    def publish(self, lease: Lease, memory: str) -> bool:
+        """Say how an instance's memory is reached; False if its lease is over."""
+        return self._change(lease, {"memory": memory})
 
     def leave(self, lease: Lease) -> None:
         """End a lease; nothing if it is over."""
@@ -145,7 +157,7 @@ class EtcdRegistry:
         """Return the members now; the last one known if there is no answer."""
         found = self.look()
         if found is None:
-            _LOG.warning("etcd at %s did not say who is there", self._url)
+            self._incidents.note("registry", "it did not say who is there")
             return self._last_view
         self._last_view = found
         return found
@@ -154,11 +166,10 @@ class EtcdRegistry:
         """Return the members now; None if there is no answer."""
         try:
             found, revision = self._list("members/")
-            members = [member_from(json.loads(each["value"])) for each in found]
         except _NO_ANSWER:
             return None
-        members.sort(key=lambda member: member.instance)
-        return View(revision, tuple(members))
+        entries = {each["key"].rsplit("/", 1)[1]: _json(each) for each in found}
+        return View(revision, members_from(entries, self._incidents))
 
     def watch(self, version: int, timeout_s: float) -> View | None:
         """Wait for a view newer than ``version``; None if none came in time."""
@@ -175,11 +186,13 @@ class EtcdRegistry:
             try:
                 if self._hear(request, left_s):
                     return self.view()
+                # It has ended the watch without a word, and might again.
+                self._pause(min(left_s, _REST_S))
             except httpx.TimeoutException:
                 continue
             except _NO_ANSWER as error:
                 self._turn()
-                _LOG.warning("a watch of etcd has ended: %s", error)
+                self._incidents.note("registry", f"a watch has ended: {_told(error)}")
                 self._pause(min(left_s, self._timeout_s))
         return None
 
@@ -253,6 +266,27 @@ class EtcdRegistry:
         """Let go of connections; leases go on until they end."""
         self._client.close()
 
+    def _change(self, lease: Lease, change: Mapping[str, Any]) -> bool:
+        """Change fields of a member's entry; False if its lease is over."""
+        key = f"members/{lease.instance}"
+        try:
+            for _ in range(_MAX_TRIES):
+                found = self._get(key)
+                if found is None:
+                    return False
+                fields = json.loads(found["value"])
+                if fields["incarnation"] != lease.incarnation:
+                    return False
+                same = _compare(self._key(key), "MOD", found["mod_revision"])
+                # The entry's own lease: who drains may be somebody else.
+                token = fields.get("lease", lease.token)
+                put = self._put(key, json.dumps({**fields, **change}), token)
+                if self._transact([same], [put]):
+                    return True
+        except _NO_ANSWER:
+            pass
+        return False
+
     def _try_to_join(
         self, name: str, kind: InstanceKind, endpoints: Mapping[str, str]
     ) -> Lease | None:
@@ -261,7 +295,8 @@ class EtcdRegistry:
         found = self._get(key)
         if found is None:
             taken, _ = self._list("ids/")
-            numbers = {int(each["key"].rsplit("/", 1)[1]) for each in taken}
+            names = (each["key"].rsplit("/", 1)[1] for each in taken)
+            numbers = {int(name) for name in names if name.isdecimal()}
             instance, incarnation = first_free_id(numbers), 1
             id_key = f"ids/{instance}"
             same = [
@@ -343,7 +378,9 @@ class EtcdRegistry:
         except httpx.HTTPError:
             self._turn()
             raise
-        found: dict[str, Any] = answer.json()
+        found = answer.json()
+        if not isinstance(found, dict):
+            raise TypeError(f"the answer to {path} is a {type(found).__name__}")
         return found
 
     def _turn(self) -> None:
@@ -369,6 +406,18 @@ def _decoded(entry: Mapping[str, str]) -> dict[str, str]:
         "value": base64.b64decode(entry.get("value", "")).decode(),
         "mod_revision": entry["mod_revision"],
     }
+
+
+def _json(entry: Mapping[str, str]) -> Any:
+    """Return the value of an entry; its text where it is no JSON."""
+    try:
+        return json.loads(entry["value"])
+    except (ValueError, RecursionError):
+        return entry["value"]
+
+
+def _told(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _end_of(prefix: str) -> str:

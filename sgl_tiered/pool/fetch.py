@@ -1,7 +1,8 @@
 """Pages that another instance holds, brought here: the receiver's side, and hints.
 
 The receiver lends blocks of its own to the holder, which writes the pages to them and
-says what each sums to; the receiver sums up what arrived before anybody may use it. A
+says what each sums to; the receiver sums up what arrived before anybody may use it
+(and marks the blocks before it lends them, so that no sum fits what did not arrive). A
 loan is over when the holder has answered that all was written, or, after a failure, has
 answered a ``Cancel``: then nothing of it writes any more; and where its incarnation or
 ours is over, when its ``Fence`` has passed. Until then the blocks are held, whatever
@@ -33,6 +34,8 @@ from sgl_tiered.transport.base import TransferStatus
 
 __all__ = ["Fetch", "Fetches", "Held", "Search"]
 
+_MEDIA = frozenset(TierId)
+"""Those that this version knows."""
 _GONE_WRONG = "the bytes that arrived are not those that were sent"
 
 
@@ -88,7 +91,7 @@ class Search:
             self._open.remove(request)
             answer = request.answer
             if answer is not None and not answer.refusal:
-                media = {TierId(medium): num for medium, num in answer.media}
+                media = {TierId(m): num for m, num in answer.media if m in _MEDIA}
                 self.held[request.peer[0]] = Held(
                     answer.num_pages, media, answer.read_s
                 )
@@ -102,7 +105,7 @@ class Fetch:
         addresses: uint64 [n], the blocks that they are written to.
         error: why it failed, in one clause; else empty.
         num_blocks: of the first so many blocks the bytes are right, once it is DONE;
-            the others are untouched.
+            the others hold nothing of use.
         num_read, read_s: blocks that the holder read from its disk first, and how long
             that took.
         status: RUNNING, or how it ended. Whoever owns the blocks may free them at any
@@ -210,6 +213,7 @@ class Fetches:
     ) -> None:
         """Lend the blocks, and ask for the pages."""
         self._store.hold(fetch.addresses)
+        self._sums.mark(fetch.addresses)
         self._lent.update(fetch.addresses.tolist())
         fetch.request = requests.ask(fetch.peer, body, timeout_s)
         self._running.append(fetch)
@@ -281,8 +285,8 @@ class Fetches:
             loan.cancel = requests.cancel(request)
         self._loans.append(loan)
 
-    def _compare(self, fetch: Fetch, sums: UInt64s) -> None:
-        if (sums == fetch.expected).all():
+    def _compare(self, fetch: Fetch, sums: UInt64s | None) -> None:
+        if sums is not None and (sums == fetch.expected).all():
             if fetch.status is TransferStatus.RUNNING:
                 fetch.num_blocks = len(sums)
                 fetch.status = TransferStatus.DONE

@@ -14,6 +14,7 @@ sent by one of them. A piece is a range of bytes: offset here, offset there, len
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -26,6 +27,9 @@ from sgl_tiered.errors import ConfigError
 from sgl_tiered.transport.base import Pieces
 
 __all__ = ["KVShape", "MemoryForm", "Shard", "Share", "Way", "batches", "shares"]
+
+_MAX_BYTES = 1 << 48
+"""Of a page, and from one part of memory to the next: more than any machine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,11 @@ class KVShape:
     num_heads: int
     head_bytes: int
     page_tokens: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_layers, self.num_heads, self.head_bytes, self.page_tokens)
+        if min(sizes) < 1 or 2 * math.prod(sizes) > _MAX_BYTES:
+            raise ValueError(f"no page has {sizes} layers, heads, bytes and tokens")
 
     def check_same(self, other: KVShape, instance: int) -> None:
         """Raise ConfigError unless pages can be exchanged with an instance."""
@@ -75,6 +84,11 @@ class Shard:
     num_layers: int
     first_head: int
     num_heads: int
+
+    def __post_init__(self) -> None:
+        is_part = min(self.num_layers, self.num_heads) >= 1
+        if not is_part or min(self.first_layer, self.first_head) < 0:
+            raise ValueError("a rank holds no part of a page")
 
     @staticmethod
     def split(shape: KVShape, tp: int, pp: int) -> tuple[Shard, ...]:
@@ -125,6 +139,29 @@ class MemoryForm:
     layer_stride: int
     value_offset: int
     token_stride: int
+
+    def __post_init__(self) -> None:
+        strides = (self.slot_stride, self.layer_stride, self.token_stride)
+        if not min(*strides, self.value_offset) >= 0 or self.slot_stride < 1:
+            raise ValueError("pages lie backwards")
+        if max(*strides, self.value_offset) > _MAX_BYTES:
+            raise ValueError(f"a stride is longer than {_MAX_BYTES} bytes")
+
+    def refusal(self, shape: KVShape, num_bytes: int) -> str:
+        """Return why pages cannot lie so in a region; else an empty text."""
+        shard = self.shard
+        if (
+            shard.first_layer + shard.num_layers > shape.num_layers
+            or shard.first_head + shard.num_heads > shape.num_heads
+        ):
+            return "a rank holds more than there is"
+        extent = (
+            (shard.num_layers - 1) * self.layer_stride
+            + self.value_offset
+            + (shape.page_tokens - 1) * self.token_stride
+            + shard.num_heads * shape.head_bytes
+        )
+        return "" if extent <= num_bytes else "a page is longer than its region"
 
     @staticmethod
     def aggregated(shape: KVShape, shard: Shard, row_bytes: int = 0) -> MemoryForm:
@@ -177,7 +214,10 @@ def shares(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Share]:
     """Return what goes from which rank to which, so that every target gets all once.
 
     Of source ranks that hold the same heads, targets take turns: each sends about as
-    much as the others. Every target's layers and heads must be held by some source.
+    much as the others.
+
+    Raises:
+        ValueError: a target's layers and heads are held by no source, or in parts.
     """
     found = []
     for number, target in enumerate(targets):
@@ -198,10 +238,12 @@ def shares(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[Share]:
             )
             if wanted[layers, heads].all():
                 continue
-            assert not wanted[layers, heads].any(), "ranks that hold parts of others'"
+            if wanted[layers, heads].any():
+                raise ValueError("ranks hold parts of what others hold")
             wanted[layers, heads] = True
             found.append(Share(source, number, part))
-        assert wanted.all(), f"nobody holds all of what rank {number} needs"
+        if not wanted.all():
+            raise ValueError(f"nobody holds all of what rank {number} needs")
     return found
 
 

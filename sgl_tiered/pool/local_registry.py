@@ -12,15 +12,20 @@ import contextlib
 import copy
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from sgl_tiered.core.addresses import MAX_INSTANCE
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.json_file import JsonFile
 from sgl_tiered.errors import ConfigError, TieredError, TransportUnavailableError
 from sgl_tiered.pool.membership import (
+    MAX_INCARNATION,
     InstanceKind,
     Lease,
     Member,
@@ -30,16 +35,40 @@ from sgl_tiered.pool.membership import (
     first_free_id,
     incarnation_after,
     member_fields,
-    member_from,
+    members_from,
 )
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["LocalRegistry"]
 
 _FILE = JsonFile("pool registry", "sgl-tiered pool up", 1, 64 << 20)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_Number = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,5}$")]
 _LOOK_S = 0.05
 """Between two looks of ``watch``; a look is 0.1 ms."""
 _State = dict[str, Any]
+
+
+class _Name(msgspec.Struct):
+    """The id of a name, and how often it has started."""
+
+    instance: Annotated[int, msgspec.Meta(ge=0, le=MAX_INSTANCE)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0, le=MAX_INCARNATION)]
+
+
+class _Fields(msgspec.Struct):
+    """What the file must hold; what a member's entry does, ``members_from`` says.
+
+    Further fields are those of later versions, and are kept.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    boot: str
+    names: dict[str, _Name]
+    members: dict[_Number, Any]
+    ends_s: dict[_Number, Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]]
+    leaders: dict[str, tuple[int, int]]
+    notes: dict[str, tuple[str, int]]
 
 
 class LocalRegistry:
@@ -50,6 +79,7 @@ class LocalRegistry:
         ttl_s: seconds from one renewal of a lease to its end.
         clock: one that all processes of the machine share.
         pause: waits so many seconds.
+        incidents: counts entries that are passed over.
 
     Raises:
         ConfigError: the file is there and is none of ours.
@@ -62,12 +92,15 @@ class LocalRegistry:
         ttl_s: float = 3.0,
         clock: Clock | None = None,
         pause: Callable[[float], None] = time.sleep,
+        incidents: Incidents | None = None,
     ) -> None:
+        self._incidents = incidents or Incidents(f"pool registry {path}")
         self._path = path
         self._ttl_s = ttl_s
         self._clock = clock or SystemClock()
         self._pause = pause
         self._last_view = View(0)
+        self._demand_own_folder()
         self.view()
 
     def join(
@@ -107,6 +140,14 @@ class LocalRegistry:
                 return True
         return False
 
+    def publish(self, lease: Lease, memory: str) -> bool:
+        """Say how an instance's memory is reached; False if its lease is over."""
+        with contextlib.suppress(OSError), self._state() as state:
+            if self._holds(state, lease):
+                state["members"][str(lease.instance)]["memory"] = memory
+                return True
+        return False
+
     def leave(self, lease: Lease) -> None:
         """End a lease; nothing if it is over."""
         with contextlib.suppress(OSError), self._state() as state:
@@ -121,11 +162,8 @@ class LocalRegistry:
     def look(self) -> View | None:
         """Return the members now; None if the file cannot be used."""
         with contextlib.suppress(OSError), self._state() as state:
-            members = sorted(
-                (member_from(fields) for fields in state["members"].values()),
-                key=lambda member: member.instance,
-            )
-            return View(state["version"], tuple(members))
+            members = members_from(state["members"], self._incidents)
+            return View(state["version"], members)
         return None
 
     def watch(self, version: int, timeout_s: float) -> View | None:
@@ -158,7 +196,9 @@ class LocalRegistry:
         with contextlib.suppress(OSError), self._state() as state:
             found = state["leaders"].get(role)
             if found is not None:
-                return member_from(state["members"][str(found[0])])
+                number = str(found[0])
+                fields = {number: state["members"].get(number)}
+                return next(iter(members_from(fields, self._incidents)), None)
         return None
 
     def notes(self) -> Mapping[str, Note] | None:
@@ -188,6 +228,24 @@ class LocalRegistry:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+    def _demand_own_folder(self) -> None:
+        """Raise ConfigError if other users may put another file into its place."""
+        try:
+            found = self._path.parent.stat()
+        except OSError:
+            # The first use says so.
+            return
+        is_sticky = found.st_mode & stat.S_ISVTX
+        if found.st_mode & 0o022 and not is_sticky:
+            raise self._of_others(f"others may write to its folder {self._path.parent}")
+
+    def _of_others(self, problem: str) -> ConfigError:
+        return ConfigError(
+            "pool registry",
+            f"whoever writes to {self._path} says where KV is sent, and {problem}",
+            "keep it in a folder of this user's alone",
+        )
 
     def _has_changed(self, version: int, now_s: float) -> bool:
         """Return whether there is something newer, or a lease that is over.
@@ -238,19 +296,23 @@ class LocalRegistry:
             "leaders": {},
             "notes": {},
         }
-        if not self._path.exists():
+        try:
+            found_stat = self._path.stat()
+        except FileNotFoundError:
             return state
+        if found_stat.st_uid != os.getuid() or found_stat.st_mode & 0o022:
+            raise self._of_others("it is not this user's alone")
         found = _FILE.fields(_FILE.read(self._path))
         found["version"] = found.pop("view_version", None)
         found.setdefault("notes", {})  # most files have none, and say nothing of them
-        if {k: type(v) for k, v in found.items()} != {
-            k: type(v) for k, v in state.items()
-        }:
+        try:
+            msgspec.convert(found, _Fields)
+        except msgspec.ValidationError as error:
             raise ConfigError(
                 "pool registry",
-                f"{self._path} is not one",
+                f"{self._path} is not one ({error})",
                 "give another path, or remove the file",
-            )
+            ) from None
         if found["boot"] != boot:
             found.update(
                 boot=boot,
@@ -291,4 +353,7 @@ class LocalRegistry:
 
     def _holds(self, state: _State, lease: Lease) -> bool:
         fields = state["members"].get(str(lease.instance))
-        return fields is not None and fields["incarnation"] == lease.incarnation
+        # Those of a later version may be anything.
+        return isinstance(fields, dict) and fields.get("incarnation") == (
+            lease.incarnation
+        )

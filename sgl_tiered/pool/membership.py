@@ -14,8 +14,11 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+import msgspec
+
 from sgl_tiered.core.addresses import MAX_INSTANCE
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = [
     "InstanceKind",
@@ -30,6 +33,7 @@ __all__ = [
     "incarnation_after",
     "member_fields",
     "member_from",
+    "members_from",
 ]
 
 MAX_INCARNATION = (1 << 32) - 1
@@ -72,6 +76,8 @@ class Member:
         kind: what it does.
         endpoints: address by purpose, such as ``http`` or ``control``.
         draining: it takes no new requests and will leave.
+        memory: how its memory is reached, as ``messages.as_entry`` writes it; empty
+            before it has said so.
     """
 
     name: str
@@ -80,6 +86,7 @@ class Member:
     kind: InstanceKind
     endpoints: Mapping[str, str] = field(default_factory=dict)
     draining: bool = False
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,10 @@ class Registry(Protocol):
 
     def drain(self, lease: Lease) -> bool:
         """Mark the instance as draining; False if its lease is over."""
+        ...
+
+    def publish(self, lease: Lease, memory: str) -> bool:
+        """Say how an instance's memory is reached; False if its lease is over."""
         ...
 
     def leave(self, lease: Lease) -> None:
@@ -250,19 +261,43 @@ def member_fields(member: Member) -> dict[str, Any]:
 
 
 def member_from(fields: Mapping[str, Any]) -> Member:
-    """Return a member from JSON values.
+    """Return a member from JSON values; further fields are those of later versions.
 
     Raises:
         ValueError: they do not describe one.
     """
     try:
-        return Member(
-            str(fields["name"]),
-            int(fields["instance"]),
-            int(fields["incarnation"]),
-            InstanceKind(fields["kind"]),
-            {str(k): str(v) for k, v in dict(fields["endpoints"]).items()},
-            bool(fields["draining"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        member = msgspec.convert(fields, Member)
+        check_name(member.name)
+    except (msgspec.ValidationError, ConfigError) as error:
         raise ValueError(f"no member: {error}") from None
+    if not 0 <= member.instance <= MAX_INSTANCE:
+        raise ValueError(f"no member: its id is {member.instance}")
+    if not 1 <= member.incarnation <= MAX_INCARNATION:
+        raise ValueError(f"no member: its incarnation is {member.incarnation}")
+    return member
+
+
+def members_from(
+    entries: Mapping[str, Any], incidents: Incidents
+) -> tuple[Member, ...]:
+    """Return the members of a registry's entries, by id, ascending.
+
+    One that is none that we know, as a later version may write it, is left out and
+    counted; it stays in the registry as it is.
+
+    Args:
+        entries: JSON values by the id that they stand under.
+        incidents: counts those.
+    """
+    found = []
+    for number, fields in entries.items():
+        try:
+            member = member_from(fields)
+            if str(member.instance) != number:
+                raise ValueError(f"it is that of instance {member.instance}")
+        except ValueError as error:
+            incidents.note("entry", f"the entry of instance {number}: {error}")
+        else:
+            found.append(member)
+    return tuple(sorted(found, key=lambda member: member.instance))

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import numpy.typing as npt
 
@@ -23,6 +24,7 @@ from sgl_tiered.pool.base import BlockStore, BlockType, Inserted, allocator
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
 from sgl_tiered.pool.config import PoolConfig, PoolUsage
 from sgl_tiered.pool.disk_reads import DiskReads
+from sgl_tiered.pool.entries import Entries
 from sgl_tiered.pool.facts import Facts
 from sgl_tiered.pool.fences import Fences, Words
 from sgl_tiered.pool.fetch import Fetch, Fetches, Search
@@ -30,11 +32,13 @@ from sgl_tiered.pool.guests import Guests
 from sgl_tiered.pool.layouts import MemoryForm, Way
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.messages import (
+    MAX_TIMEOUT_S,
     Answer,
     AskBlocks,
     AskHeld,
     AskPages,
     Channel,
+    Envelope,
     Finish,
     Incarnation,
     PoolInfo,
@@ -48,6 +52,7 @@ from sgl_tiered.pool.sender import Sender
 from sgl_tiered.pool.serving import Servings
 from sgl_tiered.pool.sums import SumsOf
 from sgl_tiered.pool.transfer import Job, Rank, Transfer
+from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.release import ReleaseWatch
 
 __all__ = ["MemPool", "PoolConfig", "PoolUsage"]
@@ -76,8 +81,11 @@ class MemPool:
         facts: what this rank and the others tell each other; None where this process
             moves the bytes of all ranks. With several, no call may wait.
         watch: looks for processes of peers that are gone; None for one of its own.
+        incidents: counts what of others is refused, and what fails here.
 
     Attributes:
+        info: how this instance is built.
+        incidents: as given, or its own.
         lease_ends_s: until when this instance may write to others; any thread may
             set it.
     """
@@ -97,14 +105,17 @@ class MemPool:
         reads: DiskReads | None = None,
         facts: Facts | None = None,
         watch: ReleaseWatch | None = None,
+        incidents: Incidents | None = None,
     ) -> None:
+        self.incidents = incidents or Incidents()
+        self._entries = Entries(self.incidents)
         self._facts = facts = facts or Facts()
         self._store = store
         self._instance = store.instance
         # By type; what every decode step calls should look nothing up.
         self._allocators = [allocator(store, type) for type in BlockType]
         self._me: Incarnation = (store.instance, incarnation)
-        self._info = info
+        self.info = self._info = info
         self._channel = channel
         self._clock = clock
         self._config = config or PoolConfig()
@@ -112,7 +123,9 @@ class MemPool:
         self._view = View(0)
         grace_s = self._config.grace_s
         self._watch = watch or ReleaseWatch(clock, after_death_s=grace_s)
-        self._requests = Requests(self._me, channel, clock, self._config.retry_s)
+        self._requests = Requests(
+            self._me, channel, clock, self._config.retry_s, self.incidents
+        )
         self._fences = Fences(self._me, self._requests, self._watch, clock, facts)
         self._guests = Guests(store, self._fences)
         self._sender = Sender(
@@ -124,6 +137,8 @@ class MemPool:
             self._may_write,
             self._pump,
             facts,
+            self._entries,
+            self.incidents,
         )
         memories: dict[int, tuple[UInt8s, MemoryForm]] = {}
         # Who moves the bytes of several ranks sums up none: each has a part.
@@ -150,10 +165,23 @@ class MemPool:
             self._servings,
             sums,
             words,
+            self._entries,
+            self.incidents,
             reads,
+            keeps_arrivals=self._config.keeps_arrivals,
         )
         self._searches: list[Search] = []
         self._num_searches = 0
+        # What ``poll`` does after messages, in this order.
+        self._steps: tuple[Callable[[], None], ...] = (
+            self._requests.poll,
+            lambda: self._sender.advance(self._view.has),
+            self._receiver.advance,
+            self._fences.poll,
+            lambda: self._fetches.advance(self._requests, self._view.has),
+            self._search,
+            self._guests.poll,
+        )
         self.lease_ends_s = math.inf
 
     @property
@@ -203,15 +231,15 @@ class MemPool:
         peer = self._peer(id)
         if peer is None:
             return None
-        body = AskBlocks(size, type, self._info.shape)
+        body = AskBlocks(size, type)
         request = self._requests.ask(peer, body, self._config.timeout_s)
         while request.answer is None:
             self._pump()
         answer: Answer = request.answer
-        if answer.refusal or answer.info is None:
+        if answer.refusal:
             return None
         addresses = from_wire(answer.addresses)
-        self._sender.own(peer, addresses, answer.info)
+        self._sender.own(peer, addresses)
         return addresses
 
     def free_mem(self, addrList: UInt64s) -> str:  # noqa: N803 - the paper's name
@@ -447,8 +475,7 @@ class MemPool:
             namespace,
             tokens_to_wire(tokenList),
             first_page,
-            self._info,
-            wait_s,
+            min(max(wait_s, 0.0), MAX_TIMEOUT_S),
         )
         self._fetches.begin(fetch, self._requests, body, wait_s)
         return fetch
@@ -458,30 +485,24 @@ class MemPool:
     def see(self, view: View) -> None:
         """Act on a new view: what concerns incarnations that are over, ends now."""
         former, self._view = self._view, view
+        self._entries.see(view)
         self._fences.see(view)
         self._receiver.see(view)
         for member in former.members:
             peer = (member.instance, member.incarnation)
             if not view.has(*peer):
                 self._lose(peer)
+        self._entries.forget(view)
 
     def poll(self) -> None:
-        """Take messages, move transfers along, free what can be freed."""
+        """Take messages, move transfers along, free what can be freed.
+
+        Whatever others have said, nothing is raised: what fails is counted.
+        """
         for envelope in self._channel.take():
-            if isinstance(envelope.body, Answer):
-                if envelope.receiver == self._me:
-                    self._requests.take(envelope)
-            else:
-                self._receiver.handle(envelope)
-        self._requests.poll()
-        self._sender.advance(self._view.has)
-        self._receiver.advance()
-        self._fences.poll()
-        self._fetches.advance(self._requests, self._view.has)
-        for search in self._searches:
-            search.advance()
-        self._searches = [search for search in self._searches if not search.is_over]
-        self._guests.poll()
+            self._guarded(partial(self._take, envelope))
+        for step in self._steps:
+            self._guarded(step)
 
     def begin_anew(self, incarnation: int) -> None:
         """Go on as a new incarnation, as the lease of the last one is over.
@@ -533,6 +554,23 @@ class MemPool:
     def _peer(self, instance: int) -> Incarnation | None:
         member = self._view.member(instance)
         return None if member is None else (instance, member.incarnation)
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - the owner's thread has to live on
+            self.incidents.note("failed", f"{type(error).__name__} in a poll", error)
+
+    def _take(self, envelope: Envelope) -> None:
+        if not isinstance(envelope.body, Answer):
+            self._receiver.handle(envelope)
+        elif envelope.receiver == self._me:
+            self._requests.take(envelope)
+
+    def _search(self) -> None:
+        for search in self._searches:
+            search.advance()
+        self._searches = [search for search in self._searches if not search.is_over]
 
     def _pump(self) -> None:
         assert self._facts.num_ranks == 1, "ranks that wait in a call would part"

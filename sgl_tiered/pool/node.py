@@ -46,10 +46,18 @@ from sgl_tiered.pool.membership import (
     member_fields,
 )
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
-from sgl_tiered.pool.messages import Channel, Envelope, Place, PoolInfo, RankInfo
+from sgl_tiered.pool.messages import (
+    Channel,
+    Envelope,
+    Place,
+    PoolInfo,
+    RankInfo,
+    as_entry,
+)
 from sgl_tiered.pool.registry_url import open_registry
 from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.transport.base import Transport
+from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.keys import load_keyring
 from sgl_tiered.transport.process import Process
 from sgl_tiered.transport.release import ReleaseWatch
@@ -78,7 +86,8 @@ class NodeConfig:
         host: address of this machine that others reach it by; off loopback, keys are
             needed.
         port: of the control endpoint; 0 for a free one.
-        keys: folder with ``pool.key`` and perhaps ``admitted``.
+        keys: folder with ``pool.key`` and perhaps ``admitted``; None on loopback, where
+            a pair is made for this process.
         endpoints: further addresses for the entry in the registry, such as ``http``.
         ttl_s: seconds from one renewal of the lease to its end.
         pool: times of its pool; the grace time is the transport's.
@@ -139,6 +148,7 @@ def make_pool(
     wake: Callable[[], None],
     reads: DiskReads | None,
     crew: Crew | None,
+    incidents: Incidents,
 ) -> MemPool:
     """Return the pool of an instance, or of one of its ranks; see ``MemPool``.
 
@@ -153,6 +163,7 @@ def make_pool(
         config: times.
         pause, executor, wake, reads: as for ``MemPool``.
         crew: the ranks; None where there is one.
+        incidents: counts what is refused.
 
     Raises:
         TransportUnavailableError: the memory cannot be used; or another rank's.
@@ -183,6 +194,7 @@ def make_pool(
         reads=reads,
         watch=watch,
         facts=None if crew is None else crew.facts,
+        incidents=incidents,
     )
 
 
@@ -199,6 +211,8 @@ class PoolNode:
         make_reads: what brings pages of a store's disk to memory for peers, if any.
         crew: the ranks, where there are several.
         clock: one that all processes of the machine share.
+        tell: takes the kind of whatever is refused or goes wrong, for metrics; any
+            thread calls it.
 
     Attributes:
         pool: the calls; None of them after ``close``.
@@ -221,7 +235,10 @@ class PoolNode:
         make_reads: Callable[[BlockStore], DiskReads] | None = None,
         clock: Clock | None = None,
         crew: Crew | None = None,
+        tell: Callable[[str], None] = lambda kind: None,
     ) -> None:
+        self.incidents = Incidents(f"pool {config.registry}", tell)
+        self._memory = ""
         self._config = config
         self._crew = crew
         self._view = View(0)
@@ -232,17 +249,21 @@ class PoolNode:
         self._closing = threading.Event()
         self._is_closed = False
         self._trouble = ""
+        self._published: Lease | None = None
         self._next_view: View | None = None
         self._threads: list[threading.Thread] = []
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._event)
             keyring = None if config.keys is None else load_keyring(config.keys)
             self._registry: Registry = open_registry(
-                config.registry, ttl_s=config.ttl_s, clock=self._clock
+                config.registry,
+                ttl_s=config.ttl_s,
+                clock=self._clock,
+                incidents=self.incidents,
             )
             undo.callback(self._registry.close)
             self._channel = ControlChannel(
-                config.host, config.port, keyring, self._wake
+                config.host, config.port, keyring, self._wake, self.incidents
             )
             undo.callback(self._channel.close)
             self._sums = ThreadPoolExecutor(1, "tiered-pool-sums", give_way)
@@ -263,6 +284,8 @@ class PoolNode:
             rank, num_ranks = (0, 1) if crew is None else (crew.rank, crew.num_ranks)
             made = memories or (lambda s: store_memories(s, shape, rank, num_ranks))
             self.pool = self._make_pool(shape, made(self.store))
+            self._memory = as_entry(self.pool.info)
+            self._publish(self._held)
             view = self._registry.view()
             if crew is None:
                 self._see(view)
@@ -368,9 +391,10 @@ class PoolNode:
             "draining": own is not None and own.draining,
             "trouble": self._trouble,
             "version": self._view.version,
+            "refused": self.incidents.counts,
             "members": [
                 {
-                    **member_fields(member),
+                    **{k: v for k, v in member_fields(member).items() if k != "memory"},
                     "trouble": troubles.get(member.endpoints.get("control", ""), ""),
                 }
                 for member in self._view.members
@@ -416,6 +440,7 @@ class PoolNode:
             wake=self._wake,
             reads=self._reads,
             crew=self._crew,
+            incidents=self.incidents,
         )
         if self._crew is None:
             pool.lease_ends_s = self._lease_ends_s
@@ -472,7 +497,15 @@ class PoolNode:
         before_s = self._clock.now()
         lease = self._registry.join(config.name, config.kind, endpoints)
         self._lease_ends_s = before_s + lease.ttl_s
+        if self._memory:
+            self._publish(lease)
         return lease
+
+    def _publish(self, lease: Lease) -> None:
+        """Say how this instance's memory is reached, if the registry answers."""
+        self._published = None
+        if self._registry.publish(lease, self._memory):
+            self._published = lease
 
     def _keep_lease(self) -> None:
         """Renew the lease, and wake the owner while it has something under way."""
@@ -481,7 +514,11 @@ class PoolNode:
         while not self._closing.wait(_TICK_S):
             now_s = self._clock.now()
             if now_s >= renew_s:
-                self._renew()
+                try:
+                    self._renew()
+                except Exception as error:  # noqa: BLE001 - the thread has to live on
+                    self._say("the lease could not be renewed, see the log")
+                    self.incidents.note("registry", "the lease", error)
                 renew_s = self._clock.now() + self._held.ttl_s / _RENEWALS
             pool = getattr(self, "pool", None)
             if pool is None or pool.is_idle:
@@ -494,6 +531,8 @@ class PoolNode:
         before_s = self._clock.now()
         try:
             if self._registry.renew(self._held):
+                if self._memory and self._published is not self._held:
+                    self._publish(self._held)
                 self._lease_ends_s = before_s + self._held.ttl_s
                 self._say("")
                 pool: MemPool | None = getattr(self, "pool", None)
@@ -536,7 +575,8 @@ class PoolNode:
 
     def _say(self, trouble: str) -> None:
         if trouble and trouble != self._trouble:
-            _LOG.warning("%s is not in its pool: %s", self._config.name, trouble)
+            text = f"{self._config.name} is not in its pool: {trouble}"
+            self.incidents.note("lease", text)
         self._trouble = trouble
 
     def _watch(self, version: int) -> None:
@@ -548,8 +588,13 @@ class PoolNode:
                     # A registry that has forgotten everything counts from the start.
                     view = self._registry.view()
                     view = view if view.version < version else None
-            except (TieredError, OSError) as error:
-                _LOG.debug("the registry cannot be watched: %s", error)
+            except Exception as error:  # noqa: BLE001 - the thread has to live on
+                is_known = isinstance(error, TieredError | OSError)
+                self.incidents.note(
+                    "registry",
+                    f"it cannot be watched: {error}",
+                    None if is_known else error,
+                )
                 self._closing.wait(_WATCH_S)
                 continue
             if view is not None:

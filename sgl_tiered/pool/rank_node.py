@@ -20,6 +20,7 @@ from sgl_tiered.pool.layouts import KVShape
 from sgl_tiered.pool.membership import Lease, View
 from sgl_tiered.pool.node import NodeMemory, make_pool, store_memories
 from sgl_tiered.transport.base import Transport
+from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.process import Process
 
 __all__ = ["RankNode"]
@@ -85,6 +86,7 @@ class RankNode:
                 wake=lambda: None,
                 reads=reads,
                 crew=crew,
+                incidents=Incidents("pool"),
             )
             self._undo = undo.pop_all()
 

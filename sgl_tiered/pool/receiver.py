@@ -1,9 +1,11 @@
 """What an instance does for requests of others: allocate, free, finish, cancel.
 
 A request is carried out once: what was answered is kept until the sender says that it
-asks no more about it, or is gone. Requests from an incarnation that is over, or for one
-of ours that is, are refused; those of an instance that the view does not show yet are
-dropped, and come again. What takes its time is answered when it is done.
+asks no more about it, or is gone. Of a sender that never says so a few thousand are
+kept, and what it asks then is dropped, as if it was lost on its way. Requests from an
+incarnation that is over, or for one of ours that is, are refused; those of an instance
+that the view does not show yet are dropped, and come again. What takes its time is
+answered when it is done.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.base import BlockStore, BlockType, allocator
 from sgl_tiered.pool.disk_reads import DiskReads
+from sgl_tiered.pool.entries import Entries
 from sgl_tiered.pool.fences import Words
 from sgl_tiered.pool.guests import Guests
-from sgl_tiered.pool.layouts import KVShape
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.messages import (
+    MAX_TIMEOUT_S,
     Answer,
     AskBlocks,
     AskDone,
@@ -43,14 +46,21 @@ from sgl_tiered.pool.messages import (
 )
 from sgl_tiered.pool.serving import Servings
 from sgl_tiered.pool.sums import Sums, SumsOf
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["Arrival", "Receiver"]
 
 _LOG = logging.getLogger(__name__)
 _NOT_YOURS = "these blocks are not, or no longer, the sender's"
 _SPOILED = Answer("the bytes that arrived are not those that were sent")
-_OVER = Answer("over")
-"""Stands for the answer to a request that nobody waits for any more."""
+_FAILED = Answer("the request has failed here")
+_MAX_KEPT = 4096
+"""Answers to one sender that it may still ask for again: it asks several times a second
+for those that it lacks, and says so with the next request when it has them."""
+_MAX_CHECKS = 64
+"""Arrivals that are summed up at once."""
+_MAX_ARRIVALS = 4096
+"""Arrivals that nobody has taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +79,21 @@ class Arrival:
     addresses: UInt64s
     private: bytes
     num_inserted: int
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A request that may come again.
+
+    Attributes:
+        nonce: of the request, for its answer.
+        answer: None while it is being carried out.
+        num_lent: blocks that were allocated for it.
+    """
+
+    nonce: int
+    answer: Answer | None = None
+    num_lent: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +124,11 @@ class Receiver:
         servings: what others fetch from here.
         sums: sums up what has arrived, where the sender says what it sums to.
         words: answers who asks whether something of ours still writes there.
+        entries: how the others are built.
+        incidents: counts what is dropped.
         reads: what the disk is read for others; None where the blocks are all there is.
+        keeps_arrivals: whether somebody takes ``arrivals``; else only what enters the
+            index is taken over.
     """
 
     def __init__(
@@ -112,8 +141,15 @@ class Receiver:
         servings: Servings,
         sums: SumsOf,
         words: Words,
+        entries: Entries,
+        incidents: Incidents,
         reads: DiskReads | None = None,
+        *,
+        keeps_arrivals: bool = True,
     ) -> None:
+        self._entries = entries
+        self._incidents = incidents
+        self._keeps_arrivals = keeps_arrivals
         self._reads = reads
         self._me = me
         self._store = store
@@ -127,8 +163,7 @@ class Receiver:
         self._checks: list[_Check] = []
         self._view = View(0)
         self._is_draining = False
-        # None: it is being carried out.
-        self._answers: dict[Incarnation, dict[int, Answer | None]] = {}
+        self._answers: dict[Incarnation, dict[int, _Kept]] = {}
         self._settled: dict[Incarnation, int] = {}
         self.arrivals: list[Arrival] = []
 
@@ -162,25 +197,44 @@ class Receiver:
         if envelope.receiver[1] > self._me[1]:
             # We have the lease, and are not told yet; the request comes again.
             return
+        if isinstance(envelope.body, AskBlocks | AskPages) and not member.memory:
+            # Its entry says it soon; the request comes again.
+            return
         if envelope.receiver != self._me:
             text = f"instance {self._me[0]} has started anew meanwhile"
             self._answer(envelope, Answer(text))
             return
         kept = self._answers.setdefault(sender, {})
         # A request may be late or doubled on its way: what it says is old then.
-        settled = max(envelope.settled, self._settled.get(sender, 0))
+        former = self._settled.get(sender, 0)
+        settled = max(envelope.settled, former)
         self._settled[sender] = settled
-        for number in [n for n in kept if n < settled]:
-            del kept[number]
+        if settled > former:
+            for number in [n for n in kept if n < settled]:
+                del kept[number]
         if envelope.request < settled:
             return
-        if envelope.request not in kept:
-            kept[envelope.request] = self._carry_out(
-                sender, envelope.request, envelope.body
-            )
-        answer = kept[envelope.request]
-        if answer is not None:
-            self._answer(envelope, answer)
+        known = kept.get(envelope.request)
+        if known is None:
+            if len(kept) >= _MAX_KEPT:
+                text = f"instance {sender[0]} has {len(kept)} requests open"
+                self._incidents.note("unsettled", text)
+                return
+            known = kept[envelope.request] = _Kept(envelope.nonce)
+            self._begin(sender, envelope.request, envelope.body, known)
+        if known.answer is not None:
+            self._answer(envelope, known.answer)
+
+    def _begin(
+        self, sender: Incarnation, number: int, body: Body, known: _Kept
+    ) -> None:
+        """Carry out a request that has come for the first time."""
+        try:
+            known.answer = self._carry_out(sender, number, body)
+        except Exception as error:  # noqa: BLE001 - the owner's thread has to live on
+            what = f"a {type(body).__name__} of instance {sender[0]} failed here"
+            self._incidents.note("failed", what, error)
+            known.answer = _FAILED
 
     def begin_anew(self, me: Incarnation) -> None:
         """Go on as another incarnation: nothing of before is answered any more."""
@@ -197,9 +251,11 @@ class Receiver:
         for check in [check for check in self._checks if check.sums.done()]:
             self._checks.remove(check)
             self._store.release(from_wire(check.body.addresses))
+            known = self._answers.get(check.sender, {}).get(check.number)
             # Else it was cancelled, or its sender is gone.
-            if self._answers.get(check.sender, {}).get(check.number, _OVER) is None:
-                same = to_wire(check.sums.result()) == check.body.sums
+            if known is not None and known.answer is None:
+                sums = check.sums.result()
+                same = sums is not None and to_wire(sums) == check.body.sums
                 answer = self._finish(check.sender, check.body) if same else _SPOILED
                 self._settle(check.sender, check.number, answer)
 
@@ -209,20 +265,20 @@ class Receiver:
         return len(self._checks)
 
     def _settle(self, peer: Incarnation, request: int, answer: Answer) -> None:
-        kept = self._answers.get(peer, {})
-        if request in kept:
-            kept[request] = answer
-            self._channel.send(Envelope(self._me, peer, request, 0, answer))
+        known = self._answers.get(peer, {}).get(request)
+        if known is not None:
+            known.answer = answer
+            nonce = known.nonce
+            self._channel.send(Envelope(self._me, peer, request, 0, answer, nonce))
 
     def _answer(self, envelope: Envelope, answer: Answer) -> None:
-        self._channel.send(
-            Envelope(self._me, envelope.sender, envelope.request, 0, answer)
-        )
+        to, number, nonce = envelope.sender, envelope.request, envelope.nonce
+        self._channel.send(Envelope(self._me, to, number, 0, answer, nonce))
 
     def _carry_out(self, sender: Incarnation, number: int, body: Body) -> Answer | None:
         """Do what is asked; None if it is answered later."""
         if isinstance(body, AskBlocks):
-            return self._lend(sender, body)
+            return self._lend(sender, number, body)
         if isinstance(body, AskHeld):
             return self._say(body)
         if isinstance(body, AskPages):
@@ -240,10 +296,13 @@ class Receiver:
             return self._cancel(sender, body)
         return Answer("an answer is no request")
 
-    def _refusal(self, sender: Incarnation, shape: KVShape) -> str:
+    def _refusal(self, sender: Incarnation) -> str:
         """Return why pages cannot be exchanged with a peer; else an empty text."""
+        info = self._entries.info(sender)
+        if info is None:
+            return f"the registry does not say how instance {sender[0]} is built"
         try:
-            self._info.shape.check_same(shape, sender[0])
+            self._info.shape.check_same(info.shape, sender[0])
         except ConfigError as error:
             return str(error)
         return ""
@@ -253,29 +312,34 @@ class Receiver:
         if self._reads is not None:
             held = self._reads.held(body.namespace, tokens, body.first_page)
             known = tuple((int(tier), num) for tier, num in held.media.items())
-            return Answer(num_pages=held.num_pages, media=known, read_s=held.read_s)
+            read_s = min(held.read_s, MAX_TIMEOUT_S)
+            return Answer(num_pages=held.num_pages, media=known, read_s=read_s)
         found = self._store.match(body.namespace, tokens)
         media, counts = np.unique(mediums_of(found), return_counts=True)
         by_medium = tuple(zip(media.tolist(), counts.tolist(), strict=True))
         return Answer(num_pages=len(found), media=by_medium)
 
     def _serve(self, sender: Incarnation, number: int, body: AskPages) -> Answer | None:
-        here, there = len(self._info.ranks), len(body.info.ranks)
-        if here != there:
-            # KV of other partitions is not the same to the bit, nor in sums.
-            return Answer(
-                f"instance {self._me[0]} has {here} ranks and the receiver {there}, "
-                "and pages are fetched between as many only"
-            )
-        refusal = self._refusal(sender, body.info.shape)
+        refusal = self._refusal(sender)
+        info = self._entries.info(sender)
+        if info is not None and not refusal:
+            here, there = len(self._info.ranks), len(info.ranks)
+            if here != there:
+                # KV of other partitions is not the same to the bit, nor in sums.
+                refusal = (
+                    f"instance {self._me[0]} has {here} ranks and the receiver "
+                    f"{there}, and pages are fetched between as many only"
+                )
+            else:
+                refusal = info.refusal(from_wire(body.addresses))
         if not refusal and not self._sums.is_able:
             refusal = "pages of several ranks of one process cannot be fetched"
         if refusal:
             return Answer(refusal)
         return self._servings.begin(sender, number, body)
 
-    def _lend(self, sender: Incarnation, body: AskBlocks) -> Answer:
-        refusal = self._refusal(sender, body.shape)
+    def _lend(self, sender: Incarnation, number: int, body: AskBlocks) -> Answer:
+        refusal = self._refusal(sender)
         if refusal:
             return Answer(refusal)
         if self._is_draining:
@@ -288,19 +352,26 @@ class Receiver:
             num_known = len(self._store.match(body.namespace, tokens))
             num_blocks -= min(max(num_known - body.first_page, 0), num_blocks)
             if not num_blocks:
-                return Answer(info=self._info, num_pages=num_known)
+                return Answer(num_pages=num_known)
         # Bytes cannot arrive on a disk: they land in the host, ``_finish`` moves them.
         landing = BlockType.HOST if body.type is BlockType.DISK else body.type
         addresses = self._allocators[landing](num_blocks)
         if addresses is None:
             return Answer(f"there is no room for {num_blocks} blocks")
         self._guests.lend(sender, addresses)
-        return Answer("", to_wire(addresses), 0, self._info, num_known)
+        self._answers[sender][number].num_lent = len(addresses)
+        return Answer("", to_wire(addresses), 0, num_known)
 
     def _check(self, sender: Incarnation, number: int, body: Finish) -> Answer | None:
         """Take blocks over, after they were summed up if the sender has done so."""
+        if not body.insert and not self._keeps_arrivals:
+            return Answer(f"instance {self._me[0]} takes pages for its index only")
+        if len(self.arrivals) >= _MAX_ARRIVALS:
+            return Answer(f"{_MAX_ARRIVALS} arrivals wait to be taken")
         if not body.sums:
             return self._finish(sender, body)
+        if len(self._checks) >= _MAX_CHECKS:
+            return Answer(f"{_MAX_CHECKS} arrivals are summed up already")
         addresses = from_wire(body.addresses)
         if not self._guests.has(sender, addresses):
             return Answer(_NOT_YOURS)
@@ -317,7 +388,8 @@ class Receiver:
             return Answer(_NOT_YOURS)
         self._guests.take_back(sender, addresses)
         num_inserted = 0
-        if body.insert:
+        # Without blocks it would only open a namespace.
+        if body.insert and len(addresses):
             tokens = tokens_from_wire(body.tokens)
             done = self._store.insert(
                 body.namespace, tokens, addresses, body.first_page
@@ -332,18 +404,19 @@ class Receiver:
             moved = self._store.move(addresses, TierId.DISK)
             # Without room on the disk they stay in the host.
             addresses = addresses if moved is None else moved
-        arrival = Arrival(sender, addresses, body.private, num_inserted)
-        self.arrivals.append(arrival)
+        if self._keeps_arrivals:
+            arrival = Arrival(sender, addresses, body.private, num_inserted)
+            self.arrivals.append(arrival)
         return Answer(num_inserted=num_inserted, addresses=to_wire(addresses))
 
     def _cancel(self, sender: Incarnation, body: Cancel) -> Answer:
         kept = self._answers[sender]
-        former = kept.get(body.request)
-        if former is None:
+        former = kept.setdefault(body.request, _Kept(0))
+        if former.answer is None:
             # It may come later than its cancellation.
-            kept[body.request] = Answer("it was cancelled")
-        elif former.info is not None:
-            self._guests.free(sender, from_wire(former.addresses))
+            former.answer = Answer("it was cancelled")
+        elif former.num_lent:
+            self._guests.free(sender, from_wire(former.answer.addresses))
         self._guests.free(sender, from_wire(body.addresses))
         return Answer()
 

@@ -19,7 +19,9 @@ from sgl_tiered.pool.messages import (
     Envelope,
     Finish,
     Incarnation,
+    misfit,
 )
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["NO_ANSWER", "Request", "Requests"]
 
@@ -57,11 +59,18 @@ class Requests:
         channel: carries them.
         clock: for deadlines.
         retry_s: pause before a request is sent again.
+        incidents: counts answers that are none.
     """
 
     def __init__(
-        self, me: Incarnation, channel: Channel, clock: Clock, retry_s: float
+        self,
+        me: Incarnation,
+        channel: Channel,
+        clock: Clock,
+        retry_s: float,
+        incidents: Incidents,
     ) -> None:
+        self._incidents = incidents
         self._me = me
         self._channel = channel
         self._clock = clock
@@ -124,6 +133,12 @@ class Requests:
             return
         # A later incarnation of the peer can only refuse.
         if request.peer == envelope.sender or envelope.body.refusal:
+            wrong = misfit(envelope.body, request.body, request.peer)
+            if wrong:
+                text = f"the answer of instance {request.peer[0]} is wrong: {wrong}"
+                self._incidents.note("answer", text)
+                self.give_up(request, text)
+                return
             del self._under_way[request.number]
             request.answer = envelope.body
 

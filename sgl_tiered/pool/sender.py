@@ -14,10 +14,12 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.block_slots import NO_ADDRESSES
+from sgl_tiered.pool.entries import Entries
 from sgl_tiered.pool.facts import Fact, Facts
 from sgl_tiered.pool.messages import FreeBlocks, Incarnation, PoolInfo, to_wire
 from sgl_tiered.pool.requests import Requests
 from sgl_tiered.pool.transfer import Ending, Job, Rank, Step, Transfer
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["Sender"]
 
@@ -37,6 +39,8 @@ class Sender:
         may_write: whether this instance's own lease holds.
         pump: moves everything along once, and waits a moment.
         facts: what ranks tell each other of what they send.
+        entries: how the others are built.
+        incidents: counts what fails here.
     """
 
     def __init__(
@@ -49,8 +53,12 @@ class Sender:
         may_write: Callable[[], bool],
         pump: Callable[[], None],
         facts: Facts,
+        entries: Entries,
+        incidents: Incidents,
     ) -> None:
         self._facts = facts
+        self._entries = entries
+        self._incidents = incidents
         self._is_there: IsThere = lambda *peer: True
         self._store = store
         self._info = info
@@ -59,7 +67,6 @@ class Sender:
         self._clock = clock
         self._may_write = may_write
         self._pump = pump
-        self._infos: dict[Incarnation, PoolInfo] = {}
         self._transfers: list[Transfer] = []
         # With each, whether all ranks have found that nothing touches its blocks.
         self._endings: list[tuple[Transfer, Ending, Fact]] = []
@@ -80,9 +87,8 @@ class Sender:
 
     # Blocks of ours at others.
 
-    def own(self, peer: Incarnation, addresses: UInt64s, info: PoolInfo) -> None:
-        """Note that blocks at a peer are ours, and how it is built."""
-        self._infos[peer] = info
+    def own(self, peer: Incarnation, addresses: UInt64s) -> None:
+        """Note that blocks at a peer are ours."""
         self._at_others.setdefault(peer, set()).update(addresses.tolist())
 
     def refusal_there(
@@ -124,13 +130,13 @@ class Sender:
             staged = job.sources
         if refusal:
             job = replace(job, targets=NO_ADDRESSES)
-            transfer = self._transfer(job, None)
+            transfer = self._transfer(job)
             transfer.fail(refusal)
             return transfer
         if staged is not job.sources:
             job, sources = replace(job, sources=staged), job.sources
-            return self.launch(job, sources, self._infos.get(job.peer))
-        return self.launch(job, staged, self._infos.get(job.peer))
+            return self.launch(job, sources)
+        return self.launch(job, staged)
 
     def in_memory(self, sources: UInt64s) -> UInt64s | None:
         """Return these blocks, with copies in the host of those that lie on a disk."""
@@ -146,14 +152,9 @@ class Sender:
         staged[away] = copies
         return staged
 
-    def launch(
-        self, job: Job, sources: UInt64s, peer_info: PoolInfo | None
-    ) -> Transfer:
+    def launch(self, job: Job, sources: UInt64s) -> Transfer:
         """Begin a transfer whose blocks are these, or copies of them."""
-        if peer_info is not None:
-            # With it the connections are found again when the peer is gone.
-            self._infos[job.peer] = peer_info
-        transfer = self._transfer(job, peer_info)
+        transfer = self._transfer(job)
         self._store.hold(job.sources)
         if job.sources is not sources:
             # Copies of ours: free as soon as nothing reads them.
@@ -168,7 +169,11 @@ class Sender:
             if not self._may_write():
                 self._stop_writing()
             for transfer in self._transfers:
-                transfer.advance()
+                try:
+                    transfer.advance()
+                except Exception as error:  # noqa: BLE001 - others have to go on
+                    self._incidents.note("failed", "a transfer failed here", error)
+                    transfer.fail("it failed here")
             self._end_transfers()
         if self._endings:
             self._settle_endings()
@@ -181,7 +186,8 @@ class Sender:
             if transfer.job.peer == peer:
                 transfer.fail(reason)
         self._at_others.pop(peer, None)
-        info = self._infos.pop(peer, None)
+        # The connections are found by it when the peer is gone.
+        info = self._entries.info(peer)
         for other in () if info is None else info.ranks:
             for rank in self._ranks:
                 connection = rank.peers.pop(other.address, None)
@@ -194,11 +200,10 @@ class Sender:
             transfer.fail(reason)
         self._stop_writing()
         self._end_transfers()
-        self._infos.clear()
         self._at_others.clear()
         self._to_free.clear()
 
-    def _transfer(self, job: Job, peer_info: PoolInfo | None) -> Transfer:
+    def _transfer(self, job: Job) -> Transfer:
         return Transfer(
             job,
             self._info,
@@ -208,7 +213,7 @@ class Sender:
             self._may_write,
             self._pump,
             self._facts,
-            peer_info,
+            partial(self._entries.info, job.peer),
         )
 
     def _stop_writing(self) -> None:

@@ -17,10 +17,10 @@ from sgl_tiered.pool.base import BlockStore, BlockType
 from sgl_tiered.pool.disk_reads import DiskRead, DiskReads
 from sgl_tiered.pool.layouts import Way
 from sgl_tiered.pool.messages import (
+    MAX_TIMEOUT_S,
     Answer,
     AskPages,
     Incarnation,
-    PoolInfo,
     from_wire,
     to_wire,
     tokens_from_wire,
@@ -69,6 +69,7 @@ class _Serving:
         sums: of them; None once taken note of.
         answered: the request has been.
         cancels: numbers of requests that want to know when nothing is written.
+        found: the sums, once they are there; None where they cannot be made.
     """
 
     peer: Incarnation
@@ -80,7 +81,7 @@ class _Serving:
     read_s: float
     answered: bool = False
     cancels: list[int] = field(default_factory=list)
-    found: bytes = b""
+    found: bytes | None = None
 
 
 class Servings:
@@ -102,7 +103,7 @@ class Servings:
         store: BlockStore,
         sums: SumsOf,
         in_memory: Callable[[UInt64s], UInt64s | None],
-        launch: Callable[[Job, UInt64s, PoolInfo], Transfer],
+        launch: Callable[[Job, UInt64s], Transfer],
         timeout_s: float,
         clock: Clock,
         reads: DiskReads | None = None,
@@ -171,7 +172,7 @@ class Servings:
             None,
             max(min(body.timeout_s, self._timeout_s) - read_s, 0.0),
         )
-        transfer = self._launch(job, found, body.info)
+        transfer = self._launch(job, found)
         sums = self._sums.of(sources)
         self._under_way.append(
             _Serving(peer, number, sources, transfer, sums, num_read, read_s)
@@ -224,7 +225,8 @@ class Servings:
                 settle(*facts, refusal)
         for serving in list(self._under_way):
             if serving.sums is not None and serving.sums.done():
-                serving.found = to_wire(serving.sums.result())
+                found = serving.sums.result()
+                serving.found = None if found is None else to_wire(found)
                 serving.sums = None
                 self._store.release(serving.sources)
             transfer = serving.transfer
@@ -232,14 +234,14 @@ class Servings:
                 continue
             if not serving.answered:
                 serving.answered = True
-                answer = Answer(transfer.error)
-                if not transfer.error:
+                answer = Answer(transfer.error or "its pages cannot be summed up")
+                if not transfer.error and serving.found is not None:
                     num = len(serving.sources)
                     answer = Answer(
                         num_pages=num,
                         sums=serving.found,
                         num_read=serving.num_read,
-                        read_s=serving.read_s,
+                        read_s=min(serving.read_s, MAX_TIMEOUT_S),
                     )
                 settle(serving.peer, serving.number, answer)
             if transfer.is_settled:

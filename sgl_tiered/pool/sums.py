@@ -8,6 +8,7 @@ sides have as many ranks, which have the same parts.
 
 from __future__ import annotations
 
+import os
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -25,6 +26,9 @@ from sgl_tiered.pool.layouts import KVShape, MemoryForm
 __all__ = ["Sums", "SumsOf", "block_sums"]
 
 
+_MARK_BYTES = 16
+
+
 class Sums(Protocol):
     """Checksums under way, or there."""
 
@@ -32,8 +36,8 @@ class Sums(Protocol):
         """Return whether they are there."""
         ...
 
-    def result(self) -> UInt64s:
-        """Return them, uint64 [n]."""
+    def result(self) -> UInt64s | None:
+        """Return them, uint64 [n]; None where they could not be made."""
         ...
 
 
@@ -73,9 +77,23 @@ class SumsOf:
         """Return for each block whether its bytes can be read in place, bool [n]."""
         return np.isin(mediums_of(addresses), sorted(self._memories))
 
+    def mark(self, addresses: UInt64s) -> None:
+        """Put random bytes where each block begins; all of them are reached.
+
+        Then nobody can know what a block sums to in which nothing has arrived.
+        """
+        media, slots = mediums_of(addresses), slots_of(addresses)
+        for medium in np.unique(media).tolist():
+            memory, form = self._memories[medium]
+            length = min(_MARK_BYTES, form.shard.num_heads * self._shape.head_bytes)
+            starts = slots[media == medium] * form.slot_stride
+            marks = np.frombuffer(os.urandom(len(starts) * length), np.uint8)
+            places = starts[:, None] + np.arange(length)
+            memory.reshape(-1)[places] = marks.reshape(len(starts), length)
+
     def of(self, addresses: UInt64s) -> Sums:
         """Begin to sum blocks up; all of them are reached."""
-        own = self._of(addresses)
+        own = _Own(self._of(addresses))
         if self._facts.num_ranks == 1:
             return own
         return _Common(len(addresses), self._facts.watch(lambda: _told(own)))
@@ -100,6 +118,21 @@ class SumsOf:
         return found
 
 
+class _Own:
+    """Sums of one rank's parts."""
+
+    def __init__(self, sums: Future[UInt64s]) -> None:
+        self._sums = sums
+
+    def done(self) -> bool:
+        """Return whether they are there."""
+        return self._sums.done()
+
+    def result(self) -> UInt64s | None:
+        """Return them, uint64 [n]; None where they could not be made."""
+        return None if self._sums.exception() else self._sums.result()
+
+
 class _Common:
     """Sums of whole pages, once all ranks have told those of their parts."""
 
@@ -111,24 +144,23 @@ class _Common:
         """Return whether they are there."""
         return self._fact.is_common
 
-    def result(self) -> UInt64s:
-        """Return them, uint64 [n]; zeros where a rank could not say."""
+    def result(self) -> UInt64s | None:
+        """Return them, uint64 [n]; None where a rank could not say."""
         parts = [np.frombuffer(b64decode(one), "<u8") for one in self._fact.told]
         if any(len(part) != self._num_pages for part in parts):
-            return np.zeros(self._num_pages, np.uint64)
+            return None
         pages = np.ascontiguousarray(np.stack(parts, axis=1))
         return np.array(
             [xxhash.xxh3_64_intdigest(page.data) for page in pages], np.uint64
         )
 
 
-def _told(own: Future[UInt64s]) -> str | None:
+def _told(own: _Own) -> str | None:
     """Return what a rank tells of its sums; empty where they could not be made."""
     if not own.done():
         return None
-    if own.exception() is not None:
-        return ""
-    return b64encode(own.result().astype("<u8").tobytes()).decode()
+    sums = own.result()
+    return "" if sums is None else b64encode(sums.astype("<u8").tobytes()).decode()
 
 
 def block_sums(

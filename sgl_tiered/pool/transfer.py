@@ -166,7 +166,7 @@ class Transfer:
         may_write: whether this instance's own lease holds.
         pump: moves everything along once, and waits a moment; what ``wait`` does.
         facts: what ranks tell each other of their pushes.
-        peer_info: how the receiver is built, where ``targets`` are given.
+        peer_info: returns how the receiver is built; None where that is not known.
 
     Attributes:
         error: why it failed, in one clause; else empty.
@@ -186,7 +186,7 @@ class Transfer:
         may_write: Callable[[], bool],
         pump: Callable[[], None],
         facts: Facts,
-        peer_info: PoolInfo | None = None,
+        peer_info: Callable[[], PoolInfo | None],
     ) -> None:
         self.job = job
         self.error = ""
@@ -212,12 +212,11 @@ class Transfer:
         self._timed_out = False
         self.step = Step.ALLOCATE
         if job.targets is None:
-            ask = AskBlocks(len(job.sources), job.type, info.shape)
+            ask = AskBlocks(len(job.sources), job.type)
             if job.only_missing and job.finish is not None:
                 ask = AskBlocks(
                     len(job.sources),
                     job.type,
-                    info.shape,
                     True,
                     job.finish.namespace,
                     job.finish.tokens,
@@ -305,7 +304,6 @@ class Transfer:
                 self._refused(answer.refusal)
                 return
             self.targets = from_wire(answer.addresses)
-            self._peer_info = answer.info
             if self.job.only_missing and self.job.finish is not None:
                 num_known = max(answer.num_pages - self.job.finish.first_page, 0)
                 self.num_known = min(num_known, len(self.job.sources))
@@ -315,8 +313,8 @@ class Transfer:
         if self.targets is not None and not len(self.job.sources):
             # A message only: there is nothing to cut, so nothing to know of the peer.
             self.step = Step.TRANSMIT
-        elif self._peer_info is None or self.targets is None:
-            self.fail("the receiver did not say how it is built")
+        elif self.targets is None or (peer_info := self._peer_info()) is None:
+            self.fail("the registry does not say how the receiver is built")
         elif len(self.targets) != len(self.job.sources) - self.num_known:
             wanted = len(self.job.sources) - self.num_known
             self.fail(f"{len(self.targets)} blocks for {wanted}")
@@ -324,14 +322,13 @@ class Transfer:
             # Others may have been told that we are gone, and use the blocks again.
             self.fail("this instance's own lease is over")
         else:
-            self._start()
+            self._start(peer_info)
 
-    def _start(self) -> None:
-        assert self._peer_info is not None
+    def _start(self, peer_info: PoolInfo) -> None:
         assert self.targets is not None
         plan = plan_pushes(
             self._info,
-            self._peer_info,
+            peer_info,
             [rank.number for rank in self._ranks],
             self.job.sources[self.num_known :],
             self.targets,
@@ -345,7 +342,7 @@ class Transfer:
         try:
             for number, target, pieces in plan:
                 rank = by_number[number]
-                peer = rank.peer(self._peer_info.ranks[target].address)
+                peer = rank.peer(peer_info.ranks[target].address)
                 push = rank.transport.push(peer, pieces, timeout_s=left_s)
                 self._pushes.append((rank.transport, peer, push))
         except ValueError as error:
@@ -389,6 +386,13 @@ class Transfer:
             self.step = Step.OVER
             return
         assert targets is not None
+        sums = b""
+        if self._sums is not None:
+            found = self._sums.result()
+            if found is None:
+                self.fail("its blocks cannot be summed up")
+                return
+            sums = to_wire(found)
         body = Finish(
             to_wire(targets),
             self.job.type,
@@ -397,7 +401,7 @@ class Transfer:
             finish.namespace,
             finish.tokens,
             finish.first_page + self.num_known,
-            b"" if self._sums is None else to_wire(self._sums.result()),
+            sums,
         )
         left_s = self._deadline_s - self._clock.now()
         self._request = self._requests.ask(self.job.peer, body, left_s)
@@ -430,9 +434,16 @@ def plan_pushes(
 
     Layers come in order. A text says why the blocks cannot be reached.
     """
+    for side, blocks in ((info, sources), (peer_info, targets)):
+        if refusal := side.refusal(blocks):
+            return f"{'this' if side is info else 'the other'} instance: {refusal}"
     groups = _by_media(sources, targets)
     found: list[tuple[int, int, int, Pieces]] = []
-    for share in shares(_shards(info), _shards(peer_info)):
+    try:
+        dealt = shares(_shards(info), _shards(peer_info))
+    except ValueError as error:
+        return str(error)
+    for share in dealt:
         part = _within(share.part, layers)
         if share.source not in ranks or part is None:
             continue

@@ -43,6 +43,9 @@ Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 
+_MAX_NAME = 256
+_MAX_METADATA = 256 << 10
+
 
 class TransferStatus(IntEnum):
     """State of a transfer; all but RUNNING are final."""
@@ -67,6 +70,11 @@ class Region:
     address: int
     num_bytes: int
 
+    def __post_init__(self) -> None:
+        end = self.address + self.num_bytes
+        if self.number < 0 or self.address < 0 or self.num_bytes < 1 or end >= 1 << 63:
+            raise ValueError("a region lies outside of any memory")
+
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
@@ -85,6 +93,14 @@ class PeerAddress:
     endpoint: str
     regions: tuple[Region, ...]
     metadata: bytes = b""
+
+    def __post_init__(self) -> None:
+        if max(len(self.kind), len(self.endpoint)) > _MAX_NAME:
+            raise ValueError(f"a name has more than {_MAX_NAME} characters")
+        if len(self.metadata) > _MAX_METADATA:
+            raise ValueError(f"there are more than {_MAX_METADATA} bytes of metadata")
+        if [region.number for region in self.regions] != [*range(len(self.regions))]:
+            raise ValueError("regions are not in the order of their numbers")
 
 
 @dataclass(frozen=True, slots=True)

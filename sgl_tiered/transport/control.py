@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import math
 import os
 import threading
@@ -41,6 +40,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.errors import ConfigError, TransportUnavailableError
+from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.keys import KeyPair, is_loopback
 from sgl_tiered.transport.messages import (
     Cancelled,
@@ -56,13 +56,14 @@ __all__ = ["ControlClient", "ControlServer", "Handler", "Request", "set_limits"]
 
 R = TypeVar("R", bound=Message)
 
-_LOG = logging.getLogger(__name__)
 _HEARTBEAT_MS = 1000
 _HEARTBEAT_TIMEOUT_MS = 5000
 _RECONNECT_MS = 50
 _MAX_RECONNECT_MS = 1000
 _MAX_TAKEN_AT_ONCE = 256
 """Messages read before any is handled, so that a cancellation is seen in time."""
+_MAX_UNREAD = 128
+"""Messages of one connection that ZeroMQ keeps for us."""
 _MAX_WAITING = 4096
 """Requests that a server has taken and not answered."""
 _ZAP = "inproc://zeromq.zap.01"
@@ -77,6 +78,7 @@ class Request:
         sender: public key of who asks; empty without keys.
         expires_at_s: when who asks stops waiting, on this server's clock; it may be
             a little earlier than that, or later in a client's first request.
+        num_bytes: of the message on the wire.
         cancelled: who asked has stopped waiting.
     """
 
@@ -86,6 +88,7 @@ class Request:
     request_id: int
     route: bytes
     server: ControlServer = field(repr=False)
+    num_bytes: int = 0
     cancelled: bool = False
     answered: bool = False
 
@@ -111,7 +114,11 @@ class ControlServer:
         messages: what is spoken.
         handler: gets every request.
         keys: the server's pair; None only on loopback.
-        admitted: public keys of who may ask; the server's own always may.
+        admitted: public keys of who may ask; the server's own always may. None: who
+            has any key, as far as ``hears`` says.
+        hears: asked with the sender's key before a message is read; what it does not
+            hear is dropped, and counted as of a stranger.
+        incidents: counts what is dropped or cannot be read.
         clock: the time.
 
     Raises:
@@ -126,7 +133,9 @@ class ControlServer:
         handler: Handler,
         *,
         keys: KeyPair | None = None,
-        admitted: frozenset[str] = frozenset(),
+        admitted: frozenset[str] | None = frozenset(),
+        hears: Callable[[str], bool] = lambda key: True,
+        incidents: Incidents | None = None,
         clock: Clock | None = None,
     ) -> None:
         if keys is None and not is_loopback(endpoint):
@@ -138,7 +147,11 @@ class ControlServer:
         self._messages = messages
         self._handler = handler
         self._clock = clock or SystemClock()
-        self._admitted = admitted | ({keys.public} if keys else set())
+        self._admitted = admitted
+        if keys is not None and admitted is not None:
+            self._admitted = admitted | {keys.public}
+        self._hears = hears
+        self._incidents = incidents or Incidents("control endpoint")
         self._lock = threading.Lock()
         self._waiting: dict[tuple[bytes, int], Request] = {}
         self._outbox: collections.deque[tuple[bytes, bytes]] = collections.deque()
@@ -237,7 +250,8 @@ class ControlServer:
             self._zap.recv_multipart()
         )
         key = zmq.utils.z85.encode(credentials[0]).decode() if credentials else ""
-        known = mechanism == b"CURVE" and key in self._admitted
+        admitted = self._admitted
+        known = mechanism == b"CURVE" and (admitted is None or key in admitted)
         verdict = (b"200", b"OK", key.encode()) if known else (b"400", b"no", b"")
         self._zap.send_multipart([route, b"", version, request_id, *verdict, b""])
 
@@ -250,6 +264,12 @@ class ControlServer:
             except zmq.Again:
                 break
             if len(frames) != 2:
+                continue
+            sender = ""
+            with contextlib.suppress(zmq.ZMQError):
+                sender = str(frames[1].get("User-Id"))
+            if not self._hears(sender):
+                self._incidents.note("stranger", "a message has the key of no member")
                 continue
             route, data = frames[0].bytes, frames[1].bytes
             read = self._messages.decode(data)
@@ -264,10 +284,9 @@ class ControlServer:
                 self._cancel(key)
                 taken.pop(key, None)
                 continue
-            sender = ""
-            with contextlib.suppress(zmq.ZMQError):
-                sender = str(frames[1].get("User-Id"))
-            taken[key] = self._request(envelope, message, sender, route)
+            request = self._request(envelope, message, sender, route)
+            request.num_bytes = len(data)
+            taken[key] = request
         return list(taken.values())
 
     def _request(
@@ -287,6 +306,7 @@ class ControlServer:
 
     def _refuse(self, route: bytes, data: bytes, refusal: Refused) -> None:
         """Answer what cannot be read, if at least its request id can be."""
+        self._incidents.note(refusal.reason, refusal.detail)
         head = self._messages.head(data)
         request_id = 0 if isinstance(head, Refused) else head.request_id
         self._outbox.append((route, self._encode(request_id, refusal)))
@@ -312,7 +332,7 @@ class ControlServer:
             reply = self._handler(request)
         except Exception as error:  # noqa: BLE001 - the thread has to live on
             name = type(request.message).__name__
-            _LOG.warning("a %s request failed", name, exc_info=error)
+            self._incidents.note("failed", f"a {name} request failed", error)
             reply = Refused("failed", f"{type(error).__name__} in the handler")
         if reply is not None:
             request.reply(reply)
@@ -568,6 +588,8 @@ def set_limits(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None
     socket.ipv6 = "[" in endpoint
     # A longer message closes the connection that it comes over, before it is read.
     socket.maxmsgsize = max_bytes
+    # Per connection; more wait at the sender.
+    socket.rcvhwm = _MAX_UNREAD
     socket.heartbeat_ivl = _HEARTBEAT_MS
     socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
     socket.linger = 0

@@ -45,7 +45,8 @@ class Courier:
     Args:
         messages: what is spoken, as the servers have it.
         keys: our pair; None only for servers on loopback.
-        admitted: public keys of servers that we speak to.
+        admitted: public keys of servers that we speak to; None: any, where whoever
+            names a server vouches for its key.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Courier:
         messages: MessageSet,
         *,
         keys: KeyPair | None = None,
-        admitted: Container[str] = (),
+        admitted: Container[str] | None = (),
     ) -> None:
         self._messages = messages
         self._keys = keys
@@ -123,7 +124,13 @@ class Courier:
             return "it wants keys, and this instance has none"
         if self._keys is None and not is_loopback(endpoint):
             return "it is on another machine, and there are no keys"
-        if self._keys is not None and server_key not in self._admitted:
+        if self._keys is not None and not server_key:
+            return "it names no key: it is of an older version, or none of the pool's"
+        if (
+            self._keys is not None
+            and self._admitted is not None
+            and server_key not in self._admitted
+        ):
             return "its key is none of those admitted here"
         socket = self._context.socket(zmq.DEALER)
         set_limits(socket, endpoint, self._messages.max_bytes)
@@ -133,7 +140,11 @@ class Courier:
         if self._keys is not None:
             socket.curve_secretkey = self._keys.secret.encode()
             socket.curve_publickey = self._keys.public.encode()
-            socket.curve_serverkey = server_key.encode()
+            try:
+                socket.curve_serverkey = server_key.encode()
+            except (zmq.ZMQError, ValueError):
+                socket.close(linger=0)
+                return "what it names as its key is none"
         line = _Line(socket, socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
         try:
             socket.connect(endpoint)

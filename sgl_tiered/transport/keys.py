@@ -24,6 +24,7 @@ __all__ = [
     "load_keyring",
     "load_keys",
     "make_keys",
+    "new_keys",
 ]
 
 _Z85_CHARS = 40
@@ -49,14 +50,19 @@ class KeyPair:
         return f"KeyPair(public={self.public!r})"
 
 
+def new_keys() -> KeyPair:
+    """Make a pair that no file has: of one process."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
 def make_keys(path: Path) -> KeyPair:
     """Make a pair and write it to a new file of mode 0600.
 
     Raises:
         FileExistsError: the file exists; keys are never overwritten.
     """
-    public, secret = zmq.curve_keypair()
-    keys = KeyPair(public.decode(), secret.decode())
+    keys = new_keys()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
     with os.fdopen(descriptor, "wb") as file:

@@ -4,6 +4,10 @@ It behaves as a network does where that matters: a stopped peer makes no progres
 dead one is gone, and memory outside the registered regions is out of reach (that is
 ``BatchedTransport``'s work; the kernel here would allow it). Peers may also be threads
 of one process. Needs ``process_vm_readv``, which a sandbox may forbid.
+
+The kernel would write to any process of this user. So an address says where in its
+process a token lies, and nothing is copied from or to a process that does not have it
+there: one that an address names by mistake, or to do harm, is left alone.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +38,23 @@ Int64s = npt.NDArray[np.int64]
 
 _KIND = "loopback"
 _MAX_IN_FLIGHT = 256
+_ADDRESS_BYTES = 8
+_TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A process of this machine.
+
+    Attributes:
+        process: it.
+        where: the address of its token, in its memory.
+        token: that.
+    """
+
+    process: Process
+    where: int
+    token: bytes
 
 
 class LoopbackLibrary:
@@ -41,6 +64,7 @@ class LoopbackLibrary:
     max_in_flight = _MAX_IN_FLIGHT
 
     def __init__(self) -> None:
+        self._token = np.frombuffer(secrets.token_bytes(_TOKEN_BYTES), np.uint8)
         libc = ctypes.CDLL(None, use_errno=True)
         self._calls = {True: libc.process_vm_writev, False: libc.process_vm_readv}
         for call in self._calls.values():
@@ -57,29 +81,40 @@ class LoopbackLibrary:
     def endpoint(self) -> tuple[str, bytes]:
         """Return this process."""
         own = Process.own()
-        return f"{own.pid}:{own.started}", b""
+        where = self._token.ctypes.data.to_bytes(_ADDRESS_BYTES, "little")
+        return f"{own.pid}:{own.started}", where + self._token.tobytes()
 
     def register(self, address: int, num_bytes: int) -> None:
         """Nothing to do: the kernel finds all memory of a process."""
 
-    def connect(self, address: PeerAddress) -> Process:
-        """Return the process that an endpoint names."""
+    def connect(self, address: PeerAddress) -> _Link:
+        """Return the process that an endpoint names, and what shows that it is that."""
         pid, _, started = address.endpoint.partition(":")
-        return Process(int(pid), int(started))
+        where, token = (
+            address.metadata[:_ADDRESS_BYTES],
+            address.metadata[_ADDRESS_BYTES:],
+        )
+        if not (pid.isdecimal() and started.isdecimal()) or len(token) != _TOKEN_BYTES:
+            raise ValueError(f"{address.endpoint!r} is not an address of loopback")
+        process = Process(int(pid), int(started))
+        return _Link(process, int.from_bytes(where, "little"), token)
 
-    def reach(self, link: Process) -> str:
+    def reach(self, link: _Link) -> str:
         """Return why the process is not there."""
-        return self.gone(link)
+        why = self.gone(link)
+        if not why and not self._is_itself(link):
+            why = f"process {link.process.pid} is not the one that gave this address"
+        return why
 
-    def gone(self, link: Process) -> str:
+    def gone(self, link: _Link) -> str:
         """Return whether the process has ended."""
-        if link.state() in ("", "Z", "X"):
-            return f"process {link.pid} has ended"
+        if link.process.state() in ("", "Z", "X"):
+            return f"process {link.process.pid} has ended"
         return ""
 
     def submit(
         self,
-        link: Process,
+        link: _Link,
         is_push: bool,
         local: Int64s,
         remote: Int64s,
@@ -92,20 +127,30 @@ class LoopbackLibrary:
     def check(self, ticket: Any) -> TransferStatus:
         """Copy, unless the process is stopped."""
         link, is_push, local, remote, length = ticket
-        state = link.state()
+        state = link.process.state()
         if state in ("", "Z", "X"):
             return TransferStatus.FAILED
         if state in ("T", "t"):
             return TransferStatus.RUNNING
-        status = self._copy(link.pid, is_push, local, remote, length)
+        if not self._is_itself(link):
+            return TransferStatus.FAILED
+        status = self._copy(link.process.pid, is_push, local, remote, length)
         # A dying process still has memory for a moment.
         return TransferStatus.FAILED if self.gone(link) else status
 
-    def disconnect(self, link: Process) -> None:
+    def disconnect(self, link: _Link) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
         """Nothing to do."""
+
+    def _is_itself(self, link: _Link) -> bool:
+        """Return whether the token lies where the address says that it does."""
+        found = np.zeros(_TOKEN_BYTES, np.uint8)
+        status = self._copy(
+            link.process.pid, False, found.ctypes.data, link.where, _TOKEN_BYTES
+        )
+        return status is TransferStatus.DONE and found.tobytes() == link.token
 
     def _copy(
         self, pid: int, is_push: bool, local: int, remote: int, length: int
@@ -142,7 +187,8 @@ def open_loopback(
     """
     library = LoopbackLibrary()
     source, target = np.ones(1, np.uint8), np.zeros(1, np.uint8)
-    me = library.connect(PeerAddress(_KIND, library.endpoint()[0], ()))
+    endpoint, metadata = library.endpoint()
+    me = library.connect(PeerAddress(_KIND, endpoint, (), metadata))
     ticket = (me, True, source.ctypes.data, target.ctypes.data, 1)
     if library.check(ticket) is not TransferStatus.DONE:
         code = ctypes.get_errno() or errno.EPERM

@@ -8,6 +8,7 @@ so that any version can refuse any other in words that it understands.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Any, Union
 
@@ -33,13 +34,15 @@ __all__ = [
     "unpack_uint64s",
 ]
 
-VERSION = 1
+VERSION = 2
 """Grows with every change of a message that an older program would misread."""
 MAX_MESSAGE_BYTES = 4 << 20
 """The longest message either way: half a million addresses."""
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding ends with; the last one for values nested too deeply."""
 
 
 class Message(
@@ -52,7 +55,8 @@ class Message(
     """Base of all messages; the name of the class is what the wire says.
 
     Fields are what msgspec knows: numbers, strings, bytes, tuples, dataclasses. Arrays
-    travel as bytes (``pack_uint64s``).
+    travel as bytes (``pack_uint64s``). What else a field must be, ``__post_init__``
+    checks: a message that breaks it cannot be made, and none such can be read.
     """
 
 
@@ -111,6 +115,10 @@ class Times(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float = 0.0
     origin: int = 0
     clock_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.timeout_s) and math.isfinite(self.clock_s)):
+            raise ValueError("a time is not finite")
 
 
 class Envelope(Head, frozen=True, array_like=True):
@@ -171,7 +179,7 @@ class MessageSet:
         """Read what all versions share, or say why it cannot be read."""
         try:
             return self._head.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             return Refused("unreadable", f"no envelope: {error}")
 
     def decode(self, data: bytes) -> tuple[Envelope, Message] | Refused:
@@ -187,7 +195,7 @@ class MessageSet:
         try:
             envelope = self._envelope.decode(data)
             return envelope, self._decoder.decode(envelope.body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             return Refused("unreadable", str(error))
 
 

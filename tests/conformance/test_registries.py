@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -18,7 +19,7 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.errors import ConfigError, TransportUnavailableError
 from sgl_tiered.pool.etcd_registry import EtcdRegistry
 from sgl_tiered.pool.local_registry import LocalRegistry
-from sgl_tiered.pool.membership import InstanceKind, Registry
+from sgl_tiered.pool.membership import InstanceKind, Lease, Registry
 
 PREFILL = InstanceKind.PREFILL
 TTL_S = 2.0
@@ -32,6 +33,14 @@ class Kit:
         raise NotImplementedError
 
     def wait(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def put_entry(self, registry: Registry, instance: int, entry: object) -> None:
+        """Write an entry as another version may."""
+        raise NotImplementedError
+
+    def get_entry(self, registry: Registry, instance: int) -> object:
+        """Read one as it stands."""
         raise NotImplementedError
 
     def test_names_keep_their_id_and_count_their_starts(
@@ -154,6 +163,87 @@ class Kit:
         assert registry.renew(lease)
         assert [member.name for member in registry.view().members] == ["p0"]
 
+    def test_memory_is_published_under_a_lease(
+        self, make: Callable[[], Registry]
+    ) -> None:
+        """It is seen as a change, and only who has the lease says it."""
+        one, other = make(), make()
+        former = one.join("p0", PREFILL, {"http": "x:1"})
+        lease = one.join("p0", PREFILL, {"http": "x:1"})
+        before = other.view()
+        assert [member.memory for member in before.members] == [""]
+        assert one.publish(lease, "{}")
+        assert not one.publish(former, "else")
+        after = other.view()
+        assert after.version > before.version
+        (member,) = after.members
+        assert (member.memory, member.endpoints) == ("{}", {"http": "x:1"})
+        assert other.drain(lease)
+        assert [member.memory for member in one.view().members] == ["{}"]
+        one.leave(lease)
+        assert not one.publish(lease, "{}")
+
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            {"kind": "encode", "name": "p7", "instance": 7, "incarnation": 1},
+            {
+                "kind": "prefill",
+                "name": "p7",
+                "instance": 7,
+                "incarnation": "first",
+                "endpoints": {},
+            },
+            {
+                "kind": "prefill",
+                "name": "p6",
+                "instance": 6,
+                "incarnation": 1,
+                "endpoints": {},
+            },
+            ["later"],
+            None,
+            "text",
+            5,
+        ],
+    )
+    def test_an_entry_of_another_version_is_passed_over(
+        self, make: Callable[[], Registry], entry: object
+    ) -> None:
+        """The others are seen and work; it stays as it is."""
+        one, other = make(), make()
+        lease = one.join("p0", PREFILL, {})
+        self.put_entry(one, 7, entry)
+        for registry in (one, other):
+            assert [m.name for m in registry.view().members] == ["p0"]
+            found = registry.look()
+            assert found is not None
+            assert [m.name for m in found.members] == ["p0"]
+        assert one.renew(lease)
+        assert one.lead("scheduler", lease)
+        assert other.leader("scheduler") is not None
+        version = one.view().version
+        other.join("p1", PREFILL, {})
+        view = one.watch(version, 5.0)
+        assert view is not None
+        assert [m.name for m in view.members] == ["p0", "p1"]
+        assert self.get_entry(one, 7) == entry
+
+    def test_what_a_later_version_adds_is_kept(
+        self, make: Callable[[], Registry]
+    ) -> None:
+        """An older one reads what it knows, and does not drop the rest."""
+        one = make()
+        lease = one.join("p0", PREFILL, {})
+        entry = self.get_entry(one, lease.instance)
+        assert isinstance(entry, dict)
+        self.put_entry(one, lease.instance, {**entry, "further": [1]})
+        assert [m.name for m in one.view().members] == ["p0"]
+        assert one.drain(lease)
+        found = self.get_entry(one, lease.instance)
+        assert isinstance(found, dict)
+        assert (found["further"], found["draining"]) == ([1], True)
+
     def test_a_bad_name_is_refused(self, make: Callable[[], Registry]) -> None:
         """It would be part of keys."""
         with pytest.raises(ConfigError, match="letters"):
@@ -175,6 +265,16 @@ class TestLocalRegistry(Kit):
 
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
+
+    def put_entry(self, registry: Registry, instance: int, entry: object) -> None:
+        assert isinstance(registry, LocalRegistry)
+        with registry._state() as state:
+            state["members"][str(instance)] = entry
+            state["ends_s"][str(instance)] = self.clock.now() + 100.0
+
+    def get_entry(self, registry: Registry, instance: int) -> object:
+        assert isinstance(registry, LocalRegistry)
+        return registry._read()["members"][str(instance)]
 
     def test_a_reboot_ends_all_leases(
         self, make: Callable[[], Registry], tmp_path: Path
@@ -217,6 +317,43 @@ class TestLocalRegistry(Kit):
         assert not registry.erase("p0", 1)
         with pytest.raises(TransportUnavailableError, match="cannot be used"):
             registry.join("p0", PREFILL, {})
+
+    def test_a_file_that_others_may_change_is_refused(self, tmp_path: Path) -> None:
+        """They would say where KV is sent."""
+        path = tmp_path / "open" / "registry.json"
+        path.parent.mkdir()
+        LocalRegistry(path).join("p0", PREFILL, {})
+        path.chmod(0o622)
+        with pytest.raises(ConfigError, match="not this user's alone"):
+            LocalRegistry(path)
+        path.chmod(0o600)
+        path.parent.chmod(0o777)
+        with pytest.raises(ConfigError, match="its folder"):
+            LocalRegistry(path)
+        path.parent.chmod(0o1777)
+        assert len(LocalRegistry(path).view().members) == 1
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"names": {"p0": 5}},
+            {"members": {"five": {}}},
+            {"ends_s": {"0": "soon"}},
+            {"ends_s": {"0": float("nan")}},
+            {"leaders": {"a": [1]}},
+            {"notes": {"a": 1}},
+            {"view_version": -1},
+        ],
+    )
+    def test_a_file_of_another_shape_is_refused(
+        self, tmp_path: Path, change: dict[str, object]
+    ) -> None:
+        """In one sentence, and not by whatever reads it first."""
+        path = tmp_path / "registry.json"
+        LocalRegistry(path).join("p0", PREFILL, {})
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+        with pytest.raises(ConfigError, match="is not one"):
+            LocalRegistry(path)
 
     def test_a_foreign_file_is_refused(self, tmp_path: Path) -> None:
         """And left alone."""
@@ -289,6 +426,17 @@ class TestEtcdRegistry(Kit):
         for registry in made:
             registry.close()
 
+    def put_entry(self, registry: Registry, instance: int, entry: object) -> None:
+        assert isinstance(registry, EtcdRegistry)
+        put = registry._put(f"members/{instance}", json.dumps(entry))
+        registry._post("kv/put", put["request_put"])
+
+    def get_entry(self, registry: Registry, instance: int) -> object:
+        assert isinstance(registry, EtcdRegistry)
+        found = registry._get(f"members/{instance}")
+        assert found is not None
+        return json.loads(found["value"])
+
     def wait(self, seconds: float) -> None:
         # etcd ends leases within about half a second of their time.
         time.sleep(seconds + 0.2)
@@ -332,6 +480,63 @@ class TestWithoutEtcd:
         assert registry.notes() is None
         assert registry.note("p0", "a") is None
         assert not registry.erase("p0", 1)
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            "null",
+            "[]",
+            "5",
+            "{",
+            "{}",
+            '{"result": null, "kvs": null, "header": null, "succeeded": null}',
+            '{"result": [], "kvs": [5], "header": [], "ID": []}',
+            '{"result": {"TTL": 1e999}, "kvs": [{"key": 1}], "header": {}}',
+            '{"kvs": [{"key": "!", "value": "!"}], "header": {"revision": "x"}}',
+            "[" * 100000,
+        ],
+    )
+    def test_an_odd_answer_is_none(self, odd: str) -> None:
+        """Whatever a gateway, or what stands in its place, says: values."""
+
+        def say(request: httpx.Request) -> httpx.Response:
+            return httpx.Response(200, text=odd + "\n", request=request)
+
+        client = httpx.Client(transport=httpx.MockTransport(say))
+        clock = ManualClock()
+        registry = EtcdRegistry(
+            "http://127.0.0.1:1", client=client, clock=clock, pause=clock.advance
+        )
+        lease = Lease("p0", 0, 1, 3.0, "5")
+        with pytest.raises((TransportUnavailableError, ConfigError)):
+            registry.join("p0", PREFILL, {})
+        for call in (
+            lambda: registry.renew(lease),
+            lambda: registry.drain(lease),
+            lambda: registry.publish(lease, "{}"),
+            lambda: registry.leave(lease),
+            lambda: registry.watch(0, 1.0),
+            lambda: registry.lead("scheduler", lease),
+            lambda: registry.leader("scheduler"),
+            lambda: registry.erase("p0", 1),
+            lambda: registry.note("p0", "a"),
+        ):
+            assert not call()
+        assert not registry.notes()
+        assert registry.view().members == ()
+        registry.close()
+
+    def test_an_outage_is_told_now_and_then(
+        self, registry: EtcdRegistry, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Not with every renewal."""
+        lease = Lease("p0", 0, 1, 3.0, "5")
+        for _ in range(50):
+            assert not registry.renew(lease)
+            registry.view()
+        warnings = [r for r in caplog.records if r.levelname == "WARNING"]
+        assert len(warnings) == 1
+        assert registry._incidents.counts == {"registry": 100}
 
     def test_a_short_lease_is_refused(self) -> None:
         """etcd would silently grant a longer one."""

@@ -24,17 +24,19 @@ from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import MediumUsage
 from sgl_tiered.pool.cache_store import CacheStore
-from sgl_tiered.pool.channel import CONTROL, MESSAGES
+from sgl_tiered.pool.channel import CONTROL, CONTROL_KEY, MESSAGES
 from sgl_tiered.pool.fences import PROCESS
+from sgl_tiered.pool.guard import Guard
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
-from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo
+from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo, as_entry
 from sgl_tiered.pool.table_store import TableStore
 from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import PeerAddress, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place as Whereabouts
 from sgl_tiered.transport.knocking import Reach
 from sgl_tiered.transport.messages import Part, Times
@@ -91,6 +93,7 @@ class World:
     nodes: dict[int, Node] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
     starts: dict[int, int] = field(default_factory=dict)
+    memory_of: dict[int, str] = field(default_factory=dict)
     version: int = 0
 
     def view(self) -> View:
@@ -104,7 +107,9 @@ class World:
                 {
                     CONTROL: f"tcp://{n}:{self.starts[n]}",
                     PROCESS: f"{n}.{self.starts[n]}",
+                    CONTROL_KEY: key_of(n),
                 },
+                memory=self.memory_of[n],
             )
             for n in sorted(self.nodes)
         )
@@ -153,7 +158,7 @@ class World:
     def see(self) -> None:
         """Let everybody know who is there."""
         for node in self.nodes.values():
-            node.pool.see(self.view())
+            node.see(self.view())
 
     def end_piece(self, piece: Piece, *, arrives: bool) -> None:
         """Let a piece arrive, or not; then nothing of it moves any more."""
@@ -172,7 +177,7 @@ class World:
         for message in some:
             node = self.nodes.get(message.receiver[0])
             if node is not None:
-                node.inbox.append(message)
+                node.inbox.append((message, key_of(message.sender[0])))
 
     def advance(self, seconds: float) -> None:
         """Let time pass; pieces whose time is over have failed."""
@@ -285,7 +290,9 @@ class Node:
         self.world = world
         self.instance = instance
         self.me = (instance, incarnation)
-        self.inbox: list[Envelope] = []
+        self.inbox: list[tuple[Envelope, str]] = []
+        self.incidents = Strict()
+        self.guard = Guard(self.incidents)
         tiers = {m: RegionTier(m, Array(n)) for m, n in blocks.items()}
         self.regions = {m: tier.region for m, tier in tiers.items()}
         self.transport = BatchedTransport(
@@ -337,19 +344,26 @@ class Node:
             pause=world.pump,
             watch=self.watch,
             reads=None if self.disk is None else self.disk.reads,
+            incidents=self.incidents,
         )
-        self.pool.see(world.view())
+        world.memory_of[instance] = as_entry(info)
+        self.see(world.view())
+
+    def see(self, view: View) -> None:
+        """Learn who is there."""
+        self.guard.see(view)
+        self.pool.see(view)
 
     # The channel.
 
     def send(self, message: Envelope) -> None:
         """Hand a message to the network."""
-        self.world.messages.append(_over_the_wire(message))
+        self.world.messages.append(_over_the_wire(self.guard.stamp(message)))
 
     def take(self) -> list[Envelope]:
-        """Return what the network has brought."""
+        """Return what the network has brought, of whom it says that it is."""
         found, self.inbox = self.inbox, []
-        return found
+        return [each for each, key in found if self.guard.admits(each, key)]
 
     def poll(self) -> None:
         """Move transport and pool along."""
@@ -384,6 +398,21 @@ class Node:
     ) -> list[tuple[TierId, int, bytes]]:
         media = [TierId(m) for m in mediums_of(addresses).tolist()]
         return list(zip(media, slots_of(addresses).tolist(), pages, strict=True))
+
+
+def key_of(instance: int) -> str:
+    """Return the public key of an instance, as its connections prove it."""
+    return f"key of {instance}"
+
+
+class Strict(Incidents):
+    """Counts, but does not let anything fail in silence."""
+
+    def note(self, kind: str, detail: str, error: BaseException | None = None) -> None:
+        """Count one; what fails here is a fault of ours."""
+        super().note(kind, detail, error)
+        if error is not None:
+            raise error
 
 
 def long_name(namespace: bytes) -> bytes:

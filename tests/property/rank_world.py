@@ -24,10 +24,11 @@ from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pool.cache_store import CacheStore
 from sgl_tiered.pool.crew import Crew
 from sgl_tiered.pool.facts import Facts
+from sgl_tiered.pool.guard import Guard
 from sgl_tiered.pool.layouts import KVShape, MemoryForm, Shard
 from sgl_tiered.pool.membership import View
 from sgl_tiered.pool.mempool import MemPool
-from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo
+from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo, as_entry
 from sgl_tiered.pool.node_peers import NodePeers
 from sgl_tiered.pool.pulls import PeerPulls
 from sgl_tiered.pool.transfer import Rank
@@ -40,6 +41,7 @@ from tests.property.pool_world import (
     TRANSPORT_GRACE_S,
     Array,
     FakeLibrary,
+    Strict,
     World,
     _over_the_wire,
     content,
@@ -101,14 +103,17 @@ class Recorder:
     Attributes:
         sent: all of it.
         world: where it goes; None on other ranks than the first.
+        guard: of the node.
     """
 
     world: World | None
+    guard: Guard
     sent: list[Envelope] = field(default_factory=list)
 
     def send(self, message: Envelope) -> None:
         self.sent.append(message)
         if self.world is not None:
+            message = self.guard.stamp(message)
             self.world.messages.append(_over_the_wire(message))
 
     def take(self) -> list[Envelope]:
@@ -146,7 +151,7 @@ class OneRank:
 
     def open(self, node: RankedNode, infos: tuple[RankInfo, ...], facts: Facts) -> None:
         """Make the pool, once it is known how all ranks are built."""
-        self.recorder = Recorder(node.world if self.number == 0 else None)
+        self.recorder = Recorder(node.world if self.number == 0 else None, node.guard)
         world = node.world
         self.watch = ReleaseWatch(
             world.clock,
@@ -165,6 +170,7 @@ class OneRank:
             reads=self.disk.reads,
             watch=self.watch,
             facts=facts,
+            incidents=node.incidents,
         )
         prefill = PrefillCost(1000, 1, 1, 2000 / TOKEN_S, overhead_s=1e-6)
         self.pulls = PeerPulls(
@@ -239,7 +245,6 @@ class RankedNode:
         num_ranks: how many.
         blocks, disk: of its tiers.
         agrees: False for the negative control: ranks act on their own facts.
-        digests: namespaces that are open.
     """
 
     def __init__(
@@ -251,36 +256,37 @@ class RankedNode:
         disk: int,
         *,
         agrees: bool = True,
-        digests: tuple[bytes, ...] = (),
     ) -> None:
         self.world = world
         self.instance = instance
         self.num_ranks = num_ranks
         self.me = world.incarnations[instance]
-        self.inbox: list[Envelope] = []
+        self.inbox: list[tuple[Envelope, str]] = []
+        self.incidents = Strict()
+        self.guard = Guard(self.incidents)
         self.next_view: View | None = world.view()
         self.lease_ends_s = world.clock.now() + LEASE_S
         self.table = Table(world.clock, num_ranks)
         self.ranks = [OneRank(self, rank, blocks, disk) for rank in range(num_ranks)]
         infos = tuple(rank.info for rank in self.ranks)
         for rank in self.ranks:
-            for digest in digests:
-                rank.cache._index.open(digest)
             facts = rank.crew.facts if agrees else Alone(num_ranks)
             rank.open(self, infos, facts)
         self.ranks[0].crew.leading = self
-        # As ``World`` tells a node who is there, and that it has a new life.
-        self.pool = SimpleNamespace(see=self.note_view, begin_anew=lambda number: None)
+        # As ``World`` tells a node that it has a new life.
+        self.pool = SimpleNamespace(begin_anew=lambda number: None)
+        world.memory_of[instance] = as_entry(self.ranks[0].pool.info)
 
-    def note_view(self, view: View) -> None:
+    def see(self, view: View) -> None:
         """Rank 0 learns who is there."""
+        self.guard.see(view)
         self.next_view = view
 
     # What rank 0 has for all.
 
     def take(self) -> list[Envelope]:
         found, self.inbox = self.inbox, []
-        return found
+        return [each for each, key in found if self.guard.admits(each, key)]
 
     def take_view(self) -> View | None:
         view, self.next_view = self.next_view, None
@@ -350,5 +356,5 @@ def make_node(
     node = RankedNode(world, instance, num_ranks, blocks, disk, **how)
     world.nodes[instance] = node  # type: ignore[assignment]
     for other in world.nodes.values():
-        other.pool.see(world.view())
+        other.see(world.view())
     return node

@@ -400,7 +400,7 @@ class MemPoolMachine(RuleBasedStateMachine):
     @rule(n=NODE)
     def see(self, n: int) -> None:
         """One instance learns who is there."""
-        self.world.nodes[n].pool.see(self.world.view())
+        self.world.nodes[n].see(self.world.view())
 
     @rule(n=NODE, really=RARELY)
     def die(self, n: int, really: bool = True) -> None:
@@ -425,7 +425,7 @@ class MemPoolMachine(RuleBasedStateMachine):
         del self.world.nodes[n]
         self.world.version += 1
         for node in self.world.nodes.values():
-            node.pool.see(self.world.view())
+            node.see(self.world.view())
         for _ in range(num):
             old.poll()
         self.world.nodes[n] = old

@@ -76,8 +76,6 @@ class Instance:
         self.cache = node.cache
         assert node.disk is not None
         self.disk = node.disk
-        for digest in DIGESTS:
-            self.cache._index.open(digest)
         self.pulls = PeerPulls(
             node.store,
             NodePeers(self),
@@ -115,7 +113,7 @@ class PeerPullsMachine(RuleBasedStateMachine):
         for n in range(NUM_NODES):
             self.instances[n] = Instance(self.world.start(n, BLOCKS))
         for instance in self.instances.values():
-            instance.pool.see(self.world.view())
+            instance.node.see(self.world.view())
 
     # One instance alone.
 
@@ -322,7 +320,7 @@ class PeerPullsMachine(RuleBasedStateMachine):
     @rule(n=NODE)
     def see(self, n: int) -> None:
         """One instance learns who is there."""
-        self.instances[n].pool.see(self.world.view())
+        self.instances[n].node.see(self.world.view())
 
     @rule(n=NODE, really=RARELY)
     def die(self, n: int, really: bool) -> None:
@@ -331,7 +329,7 @@ class PeerPullsMachine(RuleBasedStateMachine):
             old = self.instances[n]
             self.requests = {r: v for r, v in self.requests.items() if v[0] is not old}
             self.instances[n] = Instance(self.world.start(n, BLOCKS))
-            self.instances[n].pool.see(self.world.view())
+            self.instances[n].node.see(self.world.view())
 
     @invariant()
     def laws(self) -> None:

@@ -118,6 +118,37 @@ def test_what_is_no_address_is_said(sides: tuple[Side, Side]) -> None:
     assert "loopback" in why
 
 
+def test_an_address_out_of_range_is_said(sides: tuple[Side, Side]) -> None:
+    """Whatever a decode instance registers or names: a clause, and nothing is sent."""
+    here, there = sides
+    right = msgspec.msgpack.decode(there.engine.address_bytes())
+    regions = right["regions"]
+    for wrong in (
+        right | {"regions": regions[1:]},
+        right | {"regions": [regions[0] | {"num_bytes": -1}]},
+        right | {"regions": [regions[0] | {"address": (1 << 63) - 1}]},
+        right | {"endpoint": "x" * 300},
+        right | {"endpoint": "1:2:3"},
+        right | {"metadata": bytes(40)[:-1]},
+        [],
+    ):
+        told = msgspec.msgpack.encode(wrong)
+        assert here.engine.connect("odd:1", told)
+    assert here.engine.connect("odd:1", b"\x91" * 100000)
+    session = there.engine.get_session_id()
+    for source, target, length in (
+        (here.bases[0], (1 << 64) - 1, 8),
+        (here.bases[0], (1 << 63) - 8, 8),
+        (here.bases[0], there.bases[0], (1 << 63) - 1),
+        (here.bases[0], there.bases[0], 0),
+        (here.bases[0], there.bases[0], -8),
+    ):
+        assert (
+            here.engine.batch_transfer_sync(session, [source], [target], [length]) == -1
+        )
+    assert not any(buffer.any() for buffer in there.buffers)
+
+
 def test_a_session_ends_in_a_number(sides: tuple[Side, Side]) -> None:
     """SGLang shares its work by what follows the last colon."""
     names = {side.engine.get_session_id() for side in sides}

@@ -19,7 +19,7 @@ from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.layouts import MemoryForm, Shard
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
-from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo
+from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo, as_entry
 from sgl_tiered.pool.programs.migration import RunningRequest
 from sgl_tiered.pool.programs.sequence_parallel import Pattern, SequenceExchange
 from sgl_tiered.pool.receiver import Arrival
@@ -56,6 +56,10 @@ class ListChannel:
         inbox.clear()
         return found
 
+    def publish(self, memory: str) -> dict[int, str]:
+        """Do nothing: who makes the instances tells each of all others."""
+        return {self._instance: memory}
+
 
 class QueueChannel:
     """Messages between processes."""
@@ -63,6 +67,7 @@ class QueueChannel:
     def __init__(self, inboxes: Sequence[Queue[Any]], instance: int) -> None:
         self._inboxes = inboxes
         self._instance = instance
+        self._early: list[Envelope] = []
 
     def send(self, message: Envelope) -> None:
         """Put a message into the receiver's inbox."""
@@ -74,7 +79,21 @@ class QueueChannel:
         with contextlib.suppress(queue.Empty):
             while True:
                 found.append(self._inboxes[self._instance].get_nowait())
-        return found
+        early, self._early = self._early, []
+        return early + found
+
+    def publish(self, memory: str) -> dict[int, str]:
+        """Tell all how this instance's memory is reached; return it of all."""
+        for inbox in self._inboxes:
+            inbox.put((self._instance, memory))
+        told: dict[int, str] = {}
+        while len(told) < len(self._inboxes):
+            one = self._inboxes[self._instance].get(timeout=FAR_S)
+            if isinstance(one, Envelope):
+                self._early.append(one)
+            else:
+                told[one[0]] = one[1]
+        return told
 
 
 class Instance:
@@ -117,12 +136,20 @@ class Instance:
             pause,
         )
         self.early: list[Arrival] = []
+        self.memory_of = channel.publish(as_entry(info))
         self.see(range(num_instances))
 
     def see(self, instances: Sequence[int]) -> None:
         """Know these members."""
         members = tuple(
-            Member(f"i{n}", n, 1, InstanceKind.COLOCATED) for n in instances
+            Member(
+                f"i{n}",
+                n,
+                1,
+                InstanceKind.COLOCATED,
+                memory=self.memory_of.get(n, ""),
+            )
+            for n in instances
         )
         self.pool.see(View(len(members), members))
 

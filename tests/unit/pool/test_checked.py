@@ -26,7 +26,7 @@ def world(request: pytest.FixtureRequest) -> World:
     for n in range(2):
         world.start(n, BLOCKS)
     for node in world.nodes.values():
-        node.pool.see(world.view())
+        node.see(world.view())
     here = world.nodes[0]
     addresses = here.pool.alloc_mem(3)
     assert addresses is not None

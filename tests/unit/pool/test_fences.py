@@ -204,7 +204,7 @@ def test_who_has_the_port_of_one_that_has_left_is_not_it(world: World) -> None:
     newcomer = view.member(2)
     assert newcomer is not None
     newcomer.endpoints["control"] = f"tcp://0:{port}"  # type: ignore[index]
-    there.pool.see(view)
+    there.see(view)
     pass_time(world, CONFIG.grace_s + 0.1)
     assert len(taken(there)) == 3
 

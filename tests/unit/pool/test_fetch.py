@@ -215,7 +215,7 @@ def test_a_draining_instance_takes_no_blocks_and_is_read_still(world: World) -> 
     view = world.view()
     members = (replace(view.members[0], draining=True), view.members[1])
     for node in world.nodes.values():
-        node.pool.see(replace(view, members=members, version=99))
+        node.see(replace(view, members=members, version=99))
     sender = world.nodes[1]
     assert sender.pool.alloc_mem(1, id=0) is None
     assert begin(world).wait() is TransferStatus.DONE

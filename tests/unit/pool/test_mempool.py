@@ -31,7 +31,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 def see(world: World) -> None:
     for node in world.nodes.values():
-        node.pool.see(world.view())
+        node.see(world.view())
 
 
 def filled(node: Node, tokens: np.ndarray = PROMPT) -> np.ndarray:
@@ -291,7 +291,7 @@ def test_late_bytes_of_a_dead_sender_hit_nobody(world: World) -> None:
     transfer = here.pool.transfer(1, filled(here))
     under_way(world, transfer)
     world.start(0, BLOCKS)
-    there.pool.see(world.view())
+    there.see(world.view())
     assert there.pool.usage().num_quarantined_blocks == 3
     assert there.pool.alloc_mem(2) is None
     world.settle(CONFIG.grace_s + 1.0)
@@ -308,7 +308,7 @@ def test_a_dead_receiver_ends_transfers_at_once(world: World) -> None:
     transfer = here.pool.transfer(1, sources)
     under_way(world, transfer)
     world.start(1, BLOCKS)
-    here.pool.see(world.view())
+    here.see(world.view())
     assert transfer.status is TransferStatus.FAILED
     assert transfer.error == "instance 1 is gone"
     assert "no longer, ours" in here.pool.free_mem(blocks)
@@ -370,7 +370,7 @@ def test_a_request_for_a_former_incarnation_is_refused(world: World) -> None:
     here = world.nodes[0]
     transfer = here.pool.transfer(1, filled(here))
     world.start(1, BLOCKS)
-    world.nodes[1].pool.see(world.view())
+    world.nodes[1].see(world.view())
     assert transfer.wait() is TransferStatus.FAILED
     assert transfer.error == "instance 1 has started anew meanwhile"
 

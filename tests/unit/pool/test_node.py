@@ -21,6 +21,7 @@ from sgl_tiered.pool import registry_url
 from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.etcd_registry import EtcdRegistry
 from sgl_tiered.pool.layouts import KVShape, Shard
+from sgl_tiered.pool.local_registry import LocalRegistry
 from sgl_tiered.pool.membership import InstanceKind, Lease
 from sgl_tiered.pool.node import NodeConfig, PoolNode
 from sgl_tiered.pool.registry_url import LEADER, ROUTERS, local_path, open_registry
@@ -100,7 +101,13 @@ def until(is_so: Callable[[], bool], *nodes: PoolNode) -> None:
 
 
 def acquainted(*nodes: PoolNode) -> None:
-    until(lambda: all(len(n.view.members) == len(nodes) for n in nodes), *nodes)
+    """Let all know all, and where their memory is."""
+    until(
+        lambda: all(
+            sum(bool(m.memory) for m in n.view.members) == len(nodes) for n in nodes
+        ),
+        *nodes,
+    )
 
 
 def hold(node: PoolNode) -> np.ndarray:
@@ -222,7 +229,7 @@ def test_those_without_the_key_are_not_heard(
 
     until(lambda: trouble(three) != "", one, three)
     assert "does not admit our key" in trouble(three)
-    assert "this instance has none" in trouble(four)
+    assert "does not admit our key" in trouble(four)
 
 
 def test_beyond_loopback_there_must_be_keys(start: Callable[..., PoolNode]) -> None:
@@ -240,6 +247,69 @@ def test_a_name_taken_by_another_is_left_to_it(start: Callable[..., PoolNode]) -
     other.close()
     until(lambda: one.incarnation == 3 and not one.state()["trouble"], one)
     assert one.pool.incarnation == 3
+
+
+def test_two_versions_share_a_registry(
+    start: Callable[..., PoolNode], url: str
+) -> None:
+    """Those of this one work; entries of others, and odd ones, end no thread."""
+    one = start("one", ttl_s=1.0)
+    registry = open_registry(url)
+    assert isinstance(registry, LocalRegistry)
+    later = {
+        "name": "later",
+        "instance": 7,
+        "incarnation": 1,
+        "kind": "encode",
+        "endpoints": {},
+        "draining": False,
+    }
+    # As the version before this one writes it: without keys and memory.
+    former = {**later, "name": "former", "instance": 8, "kind": "prefill"}
+    former["endpoints"] = {"control": "tcp://127.0.0.1:9"}
+    odd = {**later, "name": "odd", "instance": 9, "kind": "prefill", "memory": "{"}
+    with registry._state() as state:
+        for entry in (later, former, odd):
+            state["members"][str(entry["instance"])] = entry
+            state["ends_s"][str(entry["instance"])] = 1e18
+    two = start("two", ttl_s=1.0)
+    until(
+        lambda: all(
+            {m.name for m in node.view.members} == {"one", "two", "former", "odd"}
+            for node in (one, two)
+        ),
+        one,
+        two,
+    )
+    wanted = hold(one)
+    assert (fetched(one, two) == wanted).all()
+    search = two.pool.locate(PROMPT, ids=[8, 9])
+    until(lambda: search.is_over, one, two)
+    assert search.held == {}
+    ends_s = two.pool.lease_ends_s
+    until(lambda: two.pool.lease_ends_s > ends_s, one, two)
+    assert two.incarnation == 1
+    assert two.state()["refused"]["entry"] > 0
+
+
+def test_threads_outlive_whatever_a_registry_does(
+    start: Callable[..., PoolNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted and said, and the lease is kept when the registry is well again."""
+    one = start("one", ttl_s=1.0)
+
+    def fails(*args: object) -> object:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as planted:
+        for name in ("renew", "watch", "view"):
+            planted.setattr(one._registry, name, fails)
+        before = one.incidents.counts.get("registry", 0)
+        until(lambda: one.incidents.counts.get("registry", 0) > before + 2, one)
+        assert one.state()["trouble"]
+    until(lambda: not one.state()["trouble"], one)
+    other = start("other")
+    acquainted(one, other)
 
 
 def test_the_command_sees_and_drains(

@@ -9,6 +9,7 @@ import pytest
 
 from sgl_tiered.pool.layouts import Way
 from sgl_tiered.pool.mempool import PoolUsage
+from sgl_tiered.pool.messages import as_entry
 from sgl_tiered.pool.programs.migration import (
     Migration,
     RunningRequest,
@@ -43,6 +44,10 @@ class Pair:
             self.nodes.append(
                 Instance(n, num, ListChannel(inboxes, n), "loopback", self.pump_all)
             )
+        memory_of = {node.instance: as_entry(node.pool.info) for node in self.nodes}
+        for node in self.nodes:
+            node.memory_of = memory_of
+            node.see(range(num))
 
     def pump_all(self) -> None:
         """Let everybody look after his affairs."""

@@ -19,6 +19,7 @@ from sgl_tiered.errors import ConfigError, TransportUnavailableError
 from sgl_tiered.transport.control import ControlClient, ControlServer, Request
 from sgl_tiered.transport.keys import KeyPair, make_keys
 from sgl_tiered.transport.messages import (
+    VERSION,
     Message,
     MessageSet,
     Part,
@@ -206,18 +207,21 @@ def test_a_sender_that_knows_no_limit_is_cut_off(
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (MESSAGES.encode(7, Part.REQUEST, Ask("hi"), Times(1.0), version=2), "version"),
-        (msgspec.msgpack.encode([2, 7, {"other": "shape"}]), "version"),
-        (msgspec.msgpack.encode([1, 7, 0, [1.0], {"type": "Unknown"}]), "unreadable"),
+        (MESSAGES.encode(7, Part.REQUEST, Ask("hi"), Times(1.0), version=9), "version"),
+        (msgspec.msgpack.encode([9, 7, {"other": "shape"}]), "version"),
         (
-            msgspec.msgpack.encode([1, 7, 0, [1.0], {"type": "Ask", "text": 5}]),
+            msgspec.msgpack.encode([VERSION, 7, 0, [1.0], {"type": "Unknown"}]),
             "unreadable",
         ),
         (
-            msgspec.msgpack.encode([1, 7, 0, [1.0], {"type": "Ask", "evil": 5}]),
+            msgspec.msgpack.encode([VERSION, 7, 0, [1.0], {"type": "Ask", "text": 5}]),
             "unreadable",
         ),
-        (msgspec.msgpack.encode([1, 7]), "unreadable"),
+        (
+            msgspec.msgpack.encode([VERSION, 7, 0, [1.0], {"type": "Ask", "evil": 5}]),
+            "unreadable",
+        ),
+        (msgspec.msgpack.encode([VERSION, 7]), "unreadable"),
     ],
 )
 def test_what_cannot_be_read_is_refused(

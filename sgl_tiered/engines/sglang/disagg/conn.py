@@ -65,7 +65,8 @@ class TieredKVManager(MooncakeKVManager):
     supports_role_switch = False
 
     def __init__(self, args: Any, mode: Any, server_args: Any, *rest: Any) -> None:
-        self._told: dict[str, bytes] = {}
+        # By session, until SGLang has read the rest of its registration.
+        self._told: OrderedDict[str, bytes] = OrderedDict()
         self._unsettled: dict[int, set[str]] = {}
         self._settling: threading.Thread | None = None
         self._unsettled_lock = threading.Lock()
@@ -146,10 +147,13 @@ class TieredKVManager(MooncakeKVManager):
 
         def noting() -> Any:
             message = receive()
-            if message and message[0] == b"None":
-                session = message[_SESSION_PART].decode("ascii")
+            if message and message[0] == b"None" and len(message) > _SESSION_PART:
+                # SGLang says what is wrong with one that is no text.
+                session = message[_SESSION_PART].decode("ascii", "replace")
                 told = message[_ADDRESS_PART : _ADDRESS_PART + 1]
                 self._told[session] = told[0] if told else b""
+                if len(self._told) > _MOST_ROOMS:
+                    self._told.popitem(last=False)
             return message
 
         return noting

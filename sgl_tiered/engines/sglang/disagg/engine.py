@@ -75,7 +75,9 @@ class _Regions:
         if not len(self.starts):
             return None
         place = np.searchsorted(self.starts, addresses, "right") - 1
-        if (place < 0).any() or (addresses + lengths > self.stops[place]).any():
+        # Not begin + length <= end: that could overflow.
+        room = self.stops[place] - lengths
+        if (place < 0).any() or (lengths < 1).any() or (addresses > room).any():
             return None
         return self.numbers[place], addresses - self.starts[place]
 
@@ -168,7 +170,7 @@ class RawEngine:
         try:
             address = msgspec.msgpack.decode(told, type=PeerAddress)
             peer = self._transport.connect(address)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             return str(error) or "the address is malformed"
         session = _Session(address, peer, _Regions.of(address.regions))
         with self._lock:
@@ -200,9 +202,12 @@ class RawEngine:
             session = self._sessions.get(session_id)
         if session is None:
             return self._failed(f"session {session_id} is not known")
-        here = np.asarray(buffers, np.int64)
-        there = np.asarray(peer_addresses, np.int64)
-        sizes = np.asarray(lengths, np.int64)
+        try:
+            here = np.asarray(buffers, np.int64)
+            there = np.asarray(peer_addresses, np.int64)
+            sizes = np.asarray(lengths, np.int64)
+        except OverflowError:
+            return self._failed("an address has more than 63 bits")
         local = self._local.find(here, sizes)
         remote = session.regions.find(there, sizes)
         if local is None or remote is None:

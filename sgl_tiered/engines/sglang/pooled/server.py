@@ -29,6 +29,7 @@ from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.completions import CompletionQueue, PromoteFinished
 from sgl_tiered.pool.base import BlockStore
 from sgl_tiered.pool.cache_store import CacheStore
+from sgl_tiered.pool.config import PoolConfig
 from sgl_tiered.pool.crew import Crew
 from sgl_tiered.pool.disk_reads import DiskReads
 from sgl_tiered.pool.membership import InstanceKind, Lease
@@ -51,6 +52,8 @@ _IDLE_WAIT_S = 0.001
 _MAX_ACTIVE_SHARE = 0.5
 """Of the host tier, that blocks of others and pulls under way may take: the rest stays
 this server's own cache, whatever peers ask for."""
+_POOL = PoolConfig(keeps_arrivals=False)
+"""A server takes pages for its cache, and nothing else."""
 _KINDS = {"prefill": InstanceKind.PREFILL, "decode": InstanceKind.DECODE}
 
 
@@ -199,6 +202,7 @@ def join_pool(
         host=settings.host,
         keys=settings.keys,
         endpoints=endpoints_of(server_args, settings.host),
+        pool=_POOL,
     )
 
     def memories(store: BlockStore) -> list[NodeMemory]:
@@ -219,6 +223,7 @@ def join_pool(
                     memories=memories,
                     make_reads=make_reads,
                     crew=crew,
+                    tell=lambda kind: parts.metrics.add(f"pool_refused_{kind}"),
                 )
             else:
                 node = RankNode(
@@ -226,6 +231,7 @@ def join_pool(
                     shape,
                     make_store,
                     transport,
+                    _POOL,
                     memories=memories,
                     make_reads=make_reads,
                 )

@@ -26,7 +26,7 @@ POOL_CHOICES: Mapping[str, tuple[str, ...]] = {
 POOL_FAULT = "peer"
 """Word of ``--tiered-fault-corrupt`` that spoils what is sent to peers."""
 _LOOPBACK = "127.0.0.1"
-_SCHEMES = ("file:", "etcd://")
+_SCHEMES = ("file:", "etcd://", "etcd+https://")
 
 
 @dataclass(frozen=True, slots=True)
