@@ -1,7 +1,7 @@
 """Many tenants and many pages, with metrics on.
 
-A real server computes some ten prompts a second here, so a test of two minutes takes
-500 salts, not 100,000; the index itself is measured with millions elsewhere.
+500 salts, not 100,000: a real server computes every prompt, and a test should end
+within two minutes. How many fit is an estimate, not measured.
 """
 
 import pytest
