@@ -116,6 +116,8 @@ class ControlChannel:
 
     def take(self) -> list[Envelope]:
         """Return what has arrived since the last call, of whom it says that it is."""
+        if not self._inbox:
+            return []
         with self._lock:
             taken, self._inbox = self._inbox, deque()
             self._inbox_bytes = 0

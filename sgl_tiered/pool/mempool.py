@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import numpy.typing as npt
 
@@ -499,7 +500,7 @@ class MemPool:
         Whatever others have said, nothing is raised: what fails is counted.
         """
         for envelope in self._channel.take():
-            self._guarded(lambda envelope=envelope: self._take(envelope))
+            self._guarded(partial(self._take, envelope))
         for step in self._steps:
             self._guarded(step)
 

@@ -36,7 +36,7 @@ _TEXTS = st.text(max_size=30)
 
 
 def _mostly(usual: st.SearchStrategy[Any], odd: st.SearchStrategy[Any]) -> Any:
-    """Values of the first, now and then of the second: who is all wrong gets nowhere."""
+    """Values of the first, now and then of the second: all wrong is soon refused."""
     return st.one_of(*[usual] * 7, odd)
 
 
@@ -143,7 +143,7 @@ def answers(
     }
     # Mostly right but for a field or two, which gets further.
     wrong = draw(st.lists(st.sampled_from(sorted(fields)), max_size=3, unique=True))
-    usual = {
+    usual: dict[str, Any] = {
         "refusal": "",
         "addresses": b"",
         "num_inserted": 0,
@@ -153,7 +153,7 @@ def answers(
         "num_read": 0,
         "read_s": 0.0,
     }
-    found = usual | {field: draw(fields[field]) for field in wrong}
+    found: dict[str, Any] = usual | {field: draw(fields[field]) for field in wrong}
     if draw(st.booleans()):
         found["num_pages"] = len(found["sums"]) // 8
     return {"message": "Answer", **found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from sgl_tiered.pool.messages import (
     AskPages,
     Body,
     Envelope,
+    Finish,
     FreeBlocks,
     PoolInfo,
     RankInfo,
@@ -314,6 +316,46 @@ def test_what_fails_here_is_counted_and_refused(
     monkeypatch.setattr(node.pool._receiver, "handle", fails)
     assert says(world, AskHeld(b"", TOKENS), 4) is None
     assert counting.counts == {"failed": 2}
+
+
+def test_who_takes_no_arrivals_gets_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a server: blocks that enter no index would be nobody's for ever."""
+    node = world.nodes[0]
+    monkeypatch.setattr(node.pool._receiver, "_keeps_arrivals", False)
+    blocks = to_wire(lent(world))
+    answer = says(world, Finish(blocks, BlockType.HOST, b""), 2)
+    assert answer is not None
+    assert "for its index only" in answer.refusal
+    inserted = Finish(blocks, BlockType.HOST, b"", True, b"", TOKENS)
+    answer = says(world, inserted, 3)
+    assert answer is not None
+    assert answer.num_inserted == 2
+    assert node.pool.take_arrivals() == []
+    assert node.pool.usage().num_guest_blocks == 0
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_pages_that_cannot_be_summed_up_are_not_used(
+    world: World, monkeypatch: pytest.MonkeyPatch, side: int
+) -> None:
+    """At neither side; no sum stands for one that could not be made."""
+    here, holder = world.nodes[0], world.nodes[1]
+    held_by(holder)
+    blocks = here.pool.alloc_mem(3, BlockType.HOST)
+    assert blocks is not None
+    sums = world.nodes[side].pool._sums
+    failed: Future[np.ndarray] = Future()
+    failed.set_exception(MemoryError("planted"))
+    monkeypatch.setattr(sums, "_of", lambda addresses: failed)
+    fetch = here.pool.fetch(1, PROMPT, blocks)
+    world.settle(20.0)
+    assert fetch.status is TransferStatus.FAILED
+    assert not here.pool.free_mem(blocks)
+    world.settle(20.0)
+    assert here.pool.is_idle
+    assert holder.pool.is_idle
 
 
 # Over real sockets.

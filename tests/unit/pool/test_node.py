@@ -101,7 +101,13 @@ def until(is_so: Callable[[], bool], *nodes: PoolNode) -> None:
 
 
 def acquainted(*nodes: PoolNode) -> None:
-    until(lambda: all(len(n.view.members) == len(nodes) for n in nodes), *nodes)
+    """Let all know all, and where their memory is."""
+    until(
+        lambda: all(
+            sum(bool(m.memory) for m in n.view.members) == len(nodes) for n in nodes
+        ),
+        *nodes,
+    )
 
 
 def hold(node: PoolNode) -> np.ndarray:

@@ -209,7 +209,10 @@ def test_a_sender_that_knows_no_limit_is_cut_off(
     [
         (MESSAGES.encode(7, Part.REQUEST, Ask("hi"), Times(1.0), version=9), "version"),
         (msgspec.msgpack.encode([9, 7, {"other": "shape"}]), "version"),
-        (msgspec.msgpack.encode([VERSION, 7, 0, [1.0], {"type": "Unknown"}]), "unreadable"),
+        (
+            msgspec.msgpack.encode([VERSION, 7, 0, [1.0], {"type": "Unknown"}]),
+            "unreadable",
+        ),
         (
             msgspec.msgpack.encode([VERSION, 7, 0, [1.0], {"type": "Ask", "text": 5}]),
             "unreadable",
