@@ -68,7 +68,7 @@ test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest
 	@bash scripts/test-cxl.sh "$(VENV)" $(ARGS)
 
 .PHONY: fuzz
-fuzz: install ## odd inputs at every door, and planted faults (20 minutes)
+fuzz: install ## odd inputs at every entry point, and planted faults (20 minutes)
 	@$(SAY) fuzz "10,000 inputs per target; last line is one JSON object"
 	@exec $(PY) -m tests.fuzz $(ARGS)
 

@@ -42,8 +42,8 @@ class JsonFile:
         """Return what a file holds, unchecked.
 
         Raises:
-            ConfigError: it cannot be read, is too large or no JSON: a number without end
-                and half a surrogate are none.
+            ConfigError: it cannot be read, is too large or no JSON; infinite numbers
+                and half surrogates are none.
         """
         try:
             if path.stat().st_size > self.max_bytes:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from sgl_tiered_workloads.traces import files as trace_files
@@ -295,7 +295,7 @@ class Configs(_InFolder):
             lambda patch: patch.setattr(SimSpec, "with_values", _with_any),
         ),
     )
-    right: dict[str, Any] = {
+    right: ClassVar[dict[str, Any]] = {
         "host_size": "1MiB",
         "disk_threads": 4,
         "eviction_policy": "lru",
@@ -312,7 +312,7 @@ class Configs(_InFolder):
         "explain_last": 10,
         "slo_ttft": 1.5,
     }
-    spec: dict[str, Any] = {
+    spec: ClassVar[dict[str, Any]] = {
         "server": {"hardware": "H800", "page_size": 16, "tensor_parallel": 1},
         "tiers": {"host_gb": 10, "disk_gb": 1.5, "host_medium": "dram"},
         "scheduler": {"max_running": 8, "ignore_eos": True, "order": "fcfs"},
@@ -504,7 +504,7 @@ class Traces(_InFolder):
             lambda patch: patch.setattr(trace_files, "_MAX_INTEGER", 10**6000),
         ),
     )
-    json_lines: dict[str, list[Any]] = {
+    json_lines: ClassVar[dict[str, list[Any]]] = {
         "mooncake": [
             {
                 "timestamp": 1000 * n,
@@ -526,7 +526,7 @@ class Traces(_InFolder):
             }
         ],
     }
-    columns: dict[str, list[str]] = {
+    columns: ClassVar[dict[str, list[str]]] = {
         "azure": [
             "TIMESTAMP,ContextTokens,GeneratedTokens",
             "2023-11-16 18:15:46.6805900,374,44",
@@ -535,7 +535,7 @@ class Traces(_InFolder):
         "arxiv": ["num_prefill_tokens,num_decode_tokens", "100,5", "20,6"],
         "turns": ["num_prefill_tokens,num_decode_tokens", "100,5", "120,6"],
     }
-    readers = {
+    readers: ClassVar[dict[str, Any]] = {
         "mooncake": read_mooncake,
         "weka": read_weka,
         "azure": read_azure,
@@ -544,9 +544,13 @@ class Traces(_InFolder):
         "texts": read_sharegpt_texts,
         "servegen": read_servegen,
     }
-    texts: list[Any] = [{"input": "some words", "output_length": "12"}] * 2
-    rates = ["0,1.5,1.1,Gamma,0.8,1.2", "60,0,0,,0,0", "120,2,1,Weibull,1.5,0.4"]
-    lengths: dict[str, Any] = {
+    texts: ClassVar[list[Any]] = [{"input": "some words", "output_length": "12"}] * 2
+    rates: ClassVar[list[str]] = [
+        "0,1.5,1.1,Gamma,0.8,1.2",
+        "60,0,0,,0,0",
+        "120,2,1,Weibull,1.5,0.4",
+    ]
+    lengths: ClassVar[dict[str, Any]] = {
         "0": {
             "input_tokens": "{10: 0.5, 20: 0.5}",
             "output_tokens": "{3: 1.0}",

@@ -62,7 +62,7 @@ class RouterBodies(Target):
         Fault(
             "a body need not be an object",
             lambda patch: patch.setattr(
-                reading, "isinstance", _anything, raising=False
+                reading, "isinstance", lambda value, kinds: True, raising=False
             ),
         ),
     )
@@ -160,11 +160,6 @@ class RouterBodies(Target):
 PREFILL = parse_instance("http://127.0.0.1:1,kind=prefill")
 ROOMS = np.random.default_rng(1)
 ROOT_KEY = prompts.root_key
-
-
-def _anything(value: Any, kinds: Any) -> bool:
-    del value, kinds
-    return True
 
 
 class RouterInstances(Target):
@@ -354,8 +349,8 @@ class TieredBodies(Target):
                 odd = (-1, 0, 10**6, 10**6 + 1, 2**31, 2**63, 10**29, 10**31, "", "nan")
                 values[pick(rng, list(values))] = pick(rng, odd)
             query = "&".join(
-                f"{quote(_text(k), errors='replace')}={quote(_text(v), errors='replace')}"
-                for k, v in values.items()
+                "=".join(quote(_text(each), errors="replace") for each in pair)
+                for pair in values.items()
             ).encode()
             if rng.random() < 0.1:
                 query = mangled(rng, query)
@@ -363,7 +358,7 @@ class TieredBodies(Target):
             yield method, path, query, pick(rng, self.origins), body
 
     def check(self, given_input: tuple[str, str, bytes, str | None, bytes]) -> bool:
-        """A refusal with a sentence; or an answer, and what reached a scheduler fits."""
+        """A refusal in a sentence; or an answer, and what reached a scheduler fits."""
         method, path, query, origin, body = given_input
         self.reached.clear()
         status, raw = self._loop.run_until_complete(

@@ -1,4 +1,4 @@
-"""What all targets share: mutations of valid inputs, and the count of what came of them.
+"""What all targets share: mutations of valid inputs, and the count of their ends.
 
 A target hands inputs to an entry point of the product. Two ends are allowed: it takes
 the input, and what it makes of it obeys the target's laws; or it refuses it in the way

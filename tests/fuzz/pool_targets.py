@@ -112,9 +112,8 @@ class WireMessages(Target):
                 kind = int(rng.integers(4))
                 if kind <= 1:
                     envelope = mutated(rng, envelope, num=kind + 1)
-                elif kind == 2:
-                    if rng.random() < 0.3:
-                        envelope[0] = pick(rng, (0, 1, wire.VERSION + 1, -1))
+                elif kind == 2 and rng.random() < 0.3:
+                    envelope[0] = pick(rng, (0, 1, wire.VERSION + 1, -1))
                 try:
                     raw = msgspec.msgpack.encode(envelope)
                 except (OverflowError, UnicodeEncodeError, RecursionError):

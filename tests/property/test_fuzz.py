@@ -1,7 +1,7 @@
 """The bounded form of ``make fuzz``: some inputs of each target, and planted faults.
 
-The pool's machine has tests of its own (``test_hostile_pool_machine``), and the calls of
-``/tiered/*`` need SGLang in this process: both are left to ``make fuzz``.
+The pool's machine has tests of its own (``test_hostile_pool_machine``), and the calls
+of ``/tiered/*`` need SGLang in this process: both are left to ``make fuzz``.
 """
 
 import pytest

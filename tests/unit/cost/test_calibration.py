@@ -118,7 +118,13 @@ def test_an_edge_has_one_fit():
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[1]", "no JSON object")],
+    [
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "no JSON object"),
+        ('{"version": 1e999}', "is not JSON"),
+        ('{"\\ud800": 1}', "is not JSON"),
+    ],
 )
 def test_what_is_no_json_object_is_refused(tmp_path, text, words):
     """A file of something else is refused, however deep it is nested."""

@@ -310,3 +310,20 @@ def test_events_are_passed_on_whole(data, expected) -> None:
     assert whole_events(data) == expected
     long = b"x" * 2_000_000
     assert whole_events(long) == (long, b"")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://[::1",
+        "http://:1]:30000",
+        "http://h:99999",
+        "http://h:0",
+        "http://h:1,bootstrap=" + "9" * 5000,
+    ],
+)
+def test_an_address_that_is_none_is_refused(text: str) -> None:
+    """In a sentence: it may come from whoever may add instances."""
+    with pytest.raises(ConfigError) as raised:
+        parse_instance(text)
+    assert len(str(raised.value)) < 500

@@ -113,3 +113,21 @@ def test_a_calibration_replaces_the_profile() -> None:
     assert server.kv_token_bytes == 4096
     assert server.scheduler.chunk_tokens == 512
     assert server.load_mode == "waiter"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[slo]\ntpot_s = 1" + "0" * 400,
+        "[workload]\nrate = inf",
+        "[scheduler]\nmax_running = 1" + "0" * 30,
+        "[params]\nday = 1979-05-27",
+        "[params]\nx = " + "[" * 100_000,
+    ],
+)
+def test_odd_values_are_refused_in_a_sentence(tmp_path: Path, text: str) -> None:
+    """Numbers beyond 64 bits, what JSON has no word for, and nesting without end."""
+    file = tmp_path / "spec.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError):
+        read_spec(file)
