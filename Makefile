@@ -48,8 +48,8 @@ doctor: install ## what this machine offers, and the flags it suggests
 	@exec $(PY) -m sgl_tiered.cli.main doctor $(ARGS)
 
 .PHONY: test
-test: install ## lint, then all tests except the full cross product
-	@$(TEST) "lint fast e2e faults" $(ARGS)
+test: install ## lint and the tests of 25 minutes, as CI does; PART=NAME for a part
+	@$(TEST) "$(or $(PART),lint fast e2e faults)" $(ARGS)
 
 .PHONY: test-unit
 test-unit: install ## the tests that start no server
@@ -60,16 +60,8 @@ test-e2e: install ## the tests that start real servers
 	@$(TEST) e2e $(ARGS)
 
 .PHONY: test-full
-test-full: install ## everything, with the full cross product of configurations
-	@$(TEST) "lint fast e2e faults" --full $(ARGS)
-
-.PHONY: test-faults
-test-faults: install ## every fault of every tier under real servers, full disks, kills
-	@$(TEST) faults --faults-long $(ARGS)
-
-.PHONY: test-cluster
-test-cluster: install ## clusters of real servers under faults (45 minutes; FULL=1 for more)
-	@$(TEST) cluster $(if $(FULL),--full) $(ARGS)
+test-full: install ## everything; PART=fast, e2e, cluster, faults or scenarios for one
+	@$(TEST) "$(or $(PART),lint fast e2e cluster faults scenarios)" --long $(ARGS)
 
 .PHONY: test-cxl
 test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest
@@ -104,6 +96,10 @@ bench-tree: install ## LSPDojo's tree search on plain SGLang and on sgl-tiered
 .PHONY: bench-disk
 bench-disk: install ## the disk tier against fio on the same files
 	@exec $(PY) benchmarks/disk/bench_disk.py $(ARGS)
+
+.PHONY: bench-restart
+bench-restart: install ## a restart on a disk with 5 million pages
+	@exec $(PY) benchmarks/disk/bench_restart.py $(ARGS)
 
 .PHONY: bench-pipeline
 bench-pipeline: install ## loads under a forward, and offloads under prefill (throttled)

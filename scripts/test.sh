@@ -1,30 +1,62 @@
 #!/usr/bin/env bash
-# test.sh VENV PARTS [PYTEST ARGUMENTS...]: runs the parts (of: lint fast e2e faults cluster) in
-# order, the later ones even if an earlier one failed, and fails if any did.
+# test.sh VENV "PARTS" [--long] [PYTEST ARGUMENTS...]: runs the parts (of: lint fast e2e
+# faults cluster scenarios), the later ones even if an earlier one failed, and fails if
+# any did. --long: with all that is left out otherwise, and more examples per property.
 #
-# Each part is a process of its own: e2e and faults start servers, which inherit the
-# environment, and must not inherit what a kernel test set there. Nothing is printed
-# after pytest's closing line.
+# Each part is a process of its own: those with servers hand them their environment, and
+# must not inherit what a kernel test set there. lint runs beside the part that follows
+# it. The end says what took how long; its last line sums up all parts like pytest's.
 set -uo pipefail
 here=$(dirname -- "${BASH_SOURCE[0]}")
 . "$here/say.sh"
 venv=${1:?the virtual environment}
-parts=${2:?parts, of: lint fast e2e faults}
+parts=${2:?parts, of: lint fast e2e faults cluster scenarios}
 shift 2
-fast_folders=(unit property conformance kernels contract)
-status=0
+num_args=$#
+args=()
+fast_timeout_s=300
+for arg in "$@"; do
+  if [ "$arg" = --long ]; then
+    args+=(--full --faults-long)
+    num_args=$((num_args - 1))
+    export HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-full}
+    fast_timeout_s=1800
+  else
+    args+=("$arg")
+  fi
+done
+# What is said of each part; of this run alone.
+told=.cache/test
+rm -rf "$told" && mkdir -p "$told"
+failures='' lint_pid=''
+TIMEFORMAT='%R %U %S'
+cores=$(env -u OMP_NUM_THREADS nproc)
 
 note_failure() { # note_failure PART CODE
   if [ "$2" -eq 0 ]; then return; fi
   # 5: no test was selected. That is expected only where arguments select tests.
   if [ "$2" -eq 5 ] && [ "$num_args" -gt 0 ]; then return; fi
-  failures="${failures:-}${failures:+, }$1"
-  status=1
+  failures="$failures${failures:+ }$1"
 }
 
-run_pytest() { # run_pytest PART TIMEOUT_S FOLDERS...
-  local part=$1 timeout_s=$2 folder found=()
+start_lint() {
+  { time bash "$here/lint.sh" "$venv" >"$told/lint.log" 2>&1; } 2>"$told/lint.time" &
+  lint_pid=$!
+}
+
+end_lint() {
+  if [ -z "$lint_pid" ]; then return; fi
+  wait "$lint_pid"
+  note_failure lint $?
+  lint_pid=''
+  cat "$told/lint.log"
+}
+
+run_pytest() { # run_pytest PART TIMEOUT_S OPTIONS... -- FOLDERS...
+  local part=$1 timeout_s=$2 folder found=() options=()
   shift 2
+  while [ "$1" != -- ]; do options+=("$1"); shift; done
+  shift
   for folder in "$@"; do
     if [ -n "$(find "tests/$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ]; then
       found+=("tests/$folder")
@@ -32,20 +64,30 @@ run_pytest() { # run_pytest PART TIMEOUT_S FOLDERS...
   done
   if [ "${#found[@]}" -eq 0 ]; then return; fi
   say test "$part: ${found[*]}${failures:+ (FAILED before: $failures; see above)}"
-  "$venv/bin/python" -m pytest --timeout="$timeout_s" "${found[@]}" "${args[@]}"
+  # The figures go to a file of their own: 3 is this script's output.
+  { time "$venv/bin/python" -m pytest --timeout="$timeout_s" \
+    --junitxml="$told/$part.xml" "${options[@]}" "${found[@]}" "${args[@]}" 2>&3; \
+  } 3>&2 2>"$told/$part.time"
   note_failure "$part" $?
 }
 
-args=("$@")
-num_args=$#
-for part in $parts; do
-  case $part in
-    lint) bash "$here/lint.sh" "$venv"; note_failure lint $? ;;
-    fast) run_pytest fast 300 "${fast_folders[@]}" ;;
-    e2e) run_pytest e2e 900 e2e ;;
-    faults) run_pytest faults 900 faults ;;
-    cluster) run_pytest cluster 1800 cluster ;;
-    *) say test "unknown part: $part"; exit 2 ;;
+run_part() { # run_part PART
+  case $1 in
+    fast) run_pytest fast "$fast_timeout_s" -n "$((cores < 8 ? cores : 8))" --dist worksteal -- \
+      unit property conformance kernels contract ;;
+    e2e) run_pytest e2e 900 -- e2e ;;
+    faults) run_pytest faults 900 -- faults ;;
+    cluster) run_pytest cluster 1800 -- cluster ;;
+    scenarios) run_pytest scenarios 900 -- scenarios ;;
+    *) say test "unknown part: $1"; exit 2 ;;
   esac
+}
+
+for part in $parts; do
+  if [ "$part" = lint ]; then start_lint; continue; fi
+  run_part "$part"
+  end_lint
 done
-exit "$status"
+end_lint
+"$venv/bin/python" "$here/test_summary.py" "$told" "$(($(date +%s) - STARTED_AT))" $failures
+[ -z "$failures" ]

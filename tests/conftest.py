@@ -5,8 +5,9 @@
 - ``full``: the full cross product; left out unless ``--full`` is given.
 - ``faults_long``: every fault of every tier; left out without ``--faults-long``.
 
-``HYPOTHESIS_PROFILE`` names the profile; without it, ``ci`` (the same examples on every
-run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere.
+``HYPOTHESIS_PROFILE`` names the profile; without it, ``ci`` (the same examples on each
+run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere. The profile of
+``make test-full`` is ``full``: ten times as many, new ones each time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ hypothesis.settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True
 )
 hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(
     os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 )

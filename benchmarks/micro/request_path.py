@@ -172,7 +172,7 @@ class Way:
         timed("end: explain", runtime.explainer.finished, req, report)
         timed("end: forget", tree._forget, rid)
         runtime.drain_offloads()
-        timed("end: copy landed", tree._pump)
+        timed("end: copy landed", tree.take_ends)
 
     def _compute(self, req: Any, ids: array[int]) -> None:
         """Put the prompt's pages into the tree, as a prefill would."""

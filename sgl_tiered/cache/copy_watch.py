@@ -110,13 +110,17 @@ class CopyWatch:
         self._states: UInt8s = np.zeros((0, STATE_BYTES), np.uint8)
         self._has_news = False
         table.on_copies = self._changed
-        self.retell()
-
-    def retell(self) -> None:
-        """Look at every page again: names may be known now that were not before."""
         self._fit()
-        self._is_news |= (self._table.flags & self._mask) != self._told
+        self._is_news |= (table.flags & self._mask) != self._told
         self._has_news = True
+
+    def retell(self, digest: bytes) -> None:
+        """Look at a namespace's pages again, whose names are known only now."""
+        self._fit()
+        for node in self._index.nodes(digest):
+            news = (self._table.flags[node.rows] & self._mask) != self._told[node.rows]
+            self._is_news[node.rows] |= news
+            self._has_news = True
 
     def clear(self) -> None:
         """Begin anew: whoever listens knows that nothing is left."""

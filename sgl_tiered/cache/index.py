@@ -4,7 +4,7 @@ A node holds a run of pages: their tokens as bytes and their rows in the table. 
 compares the prompt's bytes with the node's (memcmp), so every page that it returns has
 been verified token for token and nothing is hashed but one page per node, for the
 dictionary of children. Runs are split where prompts part; a page leaves the tree when
-it has no copy in any tier and no page after it does.
+it has no copy in any tier and no page after it does, and its namespace with the last.
 
 Per node and tier it counts the pages with a copy in the node (``resident``) and below
 it (``below``), so that "leaf in tier t" (resident, and nothing below) is O(1).
@@ -107,25 +107,38 @@ class RadixIndex:
         self._page_bytes = page_bytes
         self._on_leaf = on_leaf
         self._num_tiers = len(table.tiers)
+        # Of namespaces with pages, and of no others.
         self._roots: dict[bytes, Node] = {}
+        self.num_gone = 0
+        """Namespaces that lost their last page, so far."""
 
     @property
-    def digests(self) -> tuple[bytes, ...]:
-        """Namespaces that are open."""
-        return tuple(self._roots)
+    def num_namespaces(self) -> int:
+        """Namespaces with pages."""
+        return len(self._roots)
 
-    def open(self, digest: bytes) -> None:
-        """Make the tree of a namespace; nothing if it is there."""
-        if digest not in self._roots:
-            self._roots[digest] = Node(None, b"", _NO_ROWS, 0, digest, self._num_tiers)
+    @property
+    def roots(self) -> tuple[Node, ...]:
+        """The roots of all namespaces with pages; O(namespaces)."""
+        return tuple(self._roots.values())
+
+    def has_pages(self, digest: bytes) -> bool:
+        """Return whether a namespace has a page; O(1)."""
+        return digest in self._roots
 
     def root(self, digest: bytes) -> Node:
-        """Return the root of a namespace: a node without pages."""
-        return self._roots[digest]
+        """Return the root of a namespace: a node without pages.
 
-    def nodes(self) -> Iterator[Node]:
-        """Iterate over all nodes but the roots, parents first."""
-        stack = list(self._roots.values())
+        It is kept only once a run is added to it.
+        """
+        root = self._roots.get(digest)
+        if root is None:
+            root = Node(None, b"", _NO_ROWS, 0, digest, self._num_tiers)
+        return root
+
+    def nodes(self, digest: bytes | None = None) -> Iterator[Node]:
+        """Iterate over all nodes but the roots, parents first; None: everywhere."""
+        stack = list(self._roots.values()) if digest is None else [self.root(digest)]
         while stack:
             node = stack.pop()
             if node.parent is not None:
@@ -197,6 +210,9 @@ class RadixIndex:
 
     def add(self, parent: Node, raw: bytes, rows: Int32s) -> Node:
         """Add a run after ``parent``; its rows have no copies yet."""
+        if parent.parent is None:
+            # Another root may have been handed out, and kept, since this one was.
+            parent = self._roots.setdefault(parent.digest, parent)
         first = raw[: self._page_bytes]
         assert first not in parent.children, "the run is there already"
         node = Node(
@@ -298,13 +314,15 @@ class RadixIndex:
             del parent.children[first]
             node.parent = None
             node = parent
+        # Not a node that has left the tree before, or a root that was never kept.
+        if not node.children and self._roots.get(node.digest) is node:
+            del self._roots[node.digest]
+            self.num_gone += 1
 
     def clear(self) -> None:
-        """Forget all pages; the namespaces stay open."""
-        digests = list(self._roots)
+        """Forget all pages."""
+        self.num_gone += len(self._roots)
         self._roots.clear()
-        for digest in digests:
-            self.open(digest)
 
     def path_to(self, node: Node) -> list[Node]:
         """Return the nodes from below the root down to ``node``."""

@@ -72,9 +72,10 @@ def _check_slots(store: PageStore, tenant: Tenant | None) -> None:
         addresses = table.address[live[table.tier[live] == number]]
         assert len(np.unique(addresses)) == len(addresses), f"{name}: a shared slot"
         num_active = 0 if tenant is None else tenant.num_active(number)
-        assert len(addresses) + num_active == slots.used_slots, (
-            f"{name}: {len(addresses)} copies and {num_active} active blocks in "
-            f"{slots.used_slots} used slots"
+        num_held = store.num_held[number]
+        assert len(addresses) + num_active + num_held == slots.used_slots, (
+            f"{name}: {len(addresses)} copies, {num_active} active blocks and "
+            f"{num_held} pages to adopt in {slots.used_slots} used slots"
         )
         assert not slots.is_free(addresses).any(), f"{name}: a copy in a free slot"
         everywhere = slots.is_free(np.arange(slots.capacity))
@@ -173,6 +174,8 @@ def _check_entries(
 
 def _check_index(store: PageStore) -> None:
     table, index = store.table, store.index
+    for root in index.roots:
+        assert root.children, "a namespace without pages"
     seen = np.zeros(table.rows.capacity, np.int64)
     below: dict[Node, list[int]] = {}
     # Children first, so that the counts below a node are known when it comes.

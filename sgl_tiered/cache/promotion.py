@@ -92,7 +92,7 @@ class Promoter:
         """Say where a prompt's pages are; changes no page's recency.
 
         Args:
-            prompt: of an open namespace.
+            prompt: of a namespace.
             first_page: pages that the device has.
             max_pages: pages of the prompt that may be reused.
         """

@@ -106,14 +106,19 @@ class SlotAllocator:
 
     def reserve(self, slots: Int64s) -> Bools:
         """Take these very slots where they are free; return which were taken."""
-        taken = np.zeros(len(slots), np.bool_)
-        inside = np.flatnonzero((slots >= 0) & (slots < self.capacity))
-        # The first of equal numbers wins.
-        _, first = np.unique(slots[inside], return_index=True)
-        candidates = inside[first]
-        taken[candidates] = self._is_free[slots[candidates]]
-        self._is_free[slots[taken]] = False
-        self._num_free -= int(np.count_nonzero(taken))
+        taken = (slots >= 0) & (slots < self.capacity)
+        if not (slots[1:] > slots[:-1]).all():
+            # The first of equal numbers wins: it is written last.
+            inside = np.flatnonzero(taken)[::-1]
+            winner = np.empty(self.capacity, np.int64)
+            winner[slots[inside]] = inside
+            taken[inside] = winner[slots[inside]] == inside
+        # A mask is not needed, and takes as long as the rest, where all are there.
+        asked = slots if taken.all() else slots[taken]
+        is_free = self._is_free[asked]
+        taken[taken] = is_free
+        self._is_free[asked] = False
+        self._num_free -= int(np.count_nonzero(is_free))
         self._find_runs()
         return taken
 

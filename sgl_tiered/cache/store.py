@@ -104,6 +104,8 @@ class PageStore:
         self.tombstones: Tombstones | None = None
         if config.tombstones:
             self.tombstones = Tombstones(config.tombstones, clock.now())
+        self.num_held = [0] * len(self.tiers)
+        """Per tier, slots in use by pages that are still to be adopted."""
         self._clock = clock
         self._sequence = 0
         self._unsettled: list[Node] = []
@@ -126,8 +128,12 @@ class PageStore:
     def add_pages(self, parent: Node, raw: bytes, as_of: Recency | None = None) -> Node:
         """Add pages without copies after ``parent``, as of now or of a past access."""
         rows = self.table.alloc_rows(len(raw) // self.page_bytes)
+        return self.add_rows(parent, raw, rows, as_of or self.recency)
+
+    def add_rows(self, parent: Node, raw: bytes, rows: Int32s, as_of: Recency) -> Node:
+        """Add pages that have rows already, without copies."""
         node = self.index.add(parent, raw, rows)
-        sequence, time_s = as_of or self.recency
+        sequence, time_s = as_of
         node.access_sequence = node.insert_sequence = sequence
         node.last_access_s = node.inserted_s = time_s
         self._unsettled.append(node)
@@ -149,7 +155,8 @@ class PageStore:
         """
         slots = self.table.slots[tier]
         reserve = 0
-        if self.tiers[tier] is TierId.DISK:
+        # A prompt whose rest is still to be adopted must not lose its beginning.
+        if self.tiers[tier] is TierId.DISK and not self.num_held[tier]:
             reserve = slots.capacity // _RESERVE
         missing = num_slots + reserve - slots.free_slots
         if missing <= 0:
@@ -352,8 +359,6 @@ class PageStore:
 
     def _fell(self, digest: bytes, tokens: Int32s) -> None:
         """Rank pages anew that a request no longer waits for, or no longer uses."""
-        if digest not in self.index.digests:
-            return
         for node in self.index.find(self.index.root(digest), tokens.tobytes()):
             for evictor in self.evictors:
                 evictor.requeue(node)

@@ -280,6 +280,18 @@ class CacheTable:
         self._num_forgotten[tier] = 0
         return addresses
 
+    def give_up(self, tier: int, addresses: Int64s) -> None:
+        """Free slots that were reserved and hold no copy; they count as forgotten."""
+        self.slots[tier].free(addresses)
+        self._forget(tier, addresses)
+
+    def expect(self, num_pages: int) -> None:
+        """Make room for pages with one copy each now rather than by and by."""
+        if num_pages > self.rows.free_slots:
+            self._grow_rows(self.rows.used_slots + num_pages)
+        if num_pages > self.entries.free_slots:
+            self._grow_entries(self.entries.used_slots + num_pages)
+
     def array_bytes(self) -> int:
         """Return the bytes of all columns and allocators' arrays."""
         columns = [v for v in vars(self).values() if isinstance(v, np.ndarray)]
@@ -322,13 +334,16 @@ class CacheTable:
             addresses = self.address[entries[self.tier[entries] == tier]]
             if len(addresses):
                 self.slots[tier].free(addresses)
-                self._forgotten[tier][addresses] = True
-                self._num_forgotten[tier] += len(addresses)
+                self._forget(tier, addresses)
         np.subtract.at(self.copies, rows, np.uint8(1))
         self.state[entries] = FREE
         self.entry_row[entries] = -1
         self.entries.free(entries)
         return rows
+
+    def _forget(self, tier: int, addresses: Int64s) -> None:
+        self._forgotten[tier][addresses] = True
+        self._num_forgotten[tier] += len(addresses)
 
     def _grow_rows(self, needed: int) -> None:
         capacity = max(needed, 2 * self.rows.capacity)
@@ -366,5 +381,10 @@ def _ignore(rows: Int32s) -> None:
 
 
 def _grown(column: npt.NDArray[Any], more: int, fill: object) -> npt.NDArray[Any]:
-    tail = np.full((more, *column.shape[1:]), fill, dtype=column.dtype)
-    return np.concatenate([column, tail])
+    shape = (len(column) + more, *column.shape[1:])
+    # Zeros are not written, so that they take no memory before they are used.
+    grown = np.zeros(shape, column.dtype)
+    grown[: len(column)] = column
+    if fill is None or fill:
+        grown[len(column) :] = fill
+    return grown

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sgl_tiered.cache.adoption import adopt_records
+from sgl_tiered.cache.adoption import Adoption, Arranged, arrange
 from sgl_tiered.cache.chain import Chain, Demotion
 from sgl_tiered.cache.config import LOAD_POLICIES, CacheConfig, TierConfig, check_choice
 from sgl_tiered.cache.copy_watch import CopyWatch, PageNames
@@ -43,6 +43,7 @@ from sgl_tiered.core.plans import (
     Bools,
     Decision,
     DemotePlan,
+    FoundPages,
     Int32s,
     Int64s,
     LoadPlan,
@@ -120,6 +121,7 @@ class TieredCache:
         self._loads: dict[int, Int64s] = {}
         self._offloads: dict[int, Int64s] = {}
         self._tenant: Tenant | None = None
+        self._adoptions: list[Adoption] = []
 
     @property
     def config(self) -> CacheConfig:
@@ -146,10 +148,22 @@ class TieredCache:
         self._planner.load_policy = policy
 
     def open_namespace(self, namespace: Namespace) -> bytes:
-        """Make room for a namespace's pages; return its digest. Idempotent."""
-        digest = namespace.digest()
-        self._index.open(digest)
-        return digest
+        """Return a namespace's digest; it takes no room before it has a page."""
+        return namespace.digest()
+
+    @property
+    def num_namespaces(self) -> int:
+        """Namespaces with pages."""
+        return self._index.num_namespaces
+
+    @property
+    def num_namespaces_gone(self) -> int:
+        """Namespaces that lost their last page, so far."""
+        return self._index.num_gone
+
+    def has_pages(self, digest: bytes) -> bool:
+        """Return whether a namespace has a page."""
+        return self._index.has_pages(digest)
 
     # Device <- tiers.
 
@@ -169,7 +183,7 @@ class TieredCache:
         Changes nothing but the pages' recency, so it may be asked again and again.
 
         Args:
-            digest: an open namespace.
+            digest: a namespace.
             tokens: int32, the prompt; a last partial page is left out.
             first_page: pages that the device has.
             max_pages: most pages to load (``first_page`` does not count).
@@ -332,7 +346,7 @@ class TieredCache:
         that were loaded from a slower tier lack one: so they are promoted.
 
         Args:
-            digest: an open namespace.
+            digest: a namespace.
             tokens: int32, a prompt whose pages are all on the device; a last partial
                 page is left out.
             max_pages: most pages to copy.
@@ -494,11 +508,20 @@ class TieredCache:
         Returns:
             How many were adopted, and the addresses that were refused.
         """
+        adoption = self.begin_adoption(tier, arrange(FoundPages.of([records])))
+        adoption.step(len(records.addresses))
+        return adoption.num_adopted, adoption.take_refused()
+
+    def begin_adoption(self, tier: TierId, arranged: Arranged) -> Adoption:
+        """Begin to take over what a former process left in a tier.
+
+        The pages' slots are in use from now on. Call its ``step`` until nothing is
+        left; ``reset`` and ``drop_tier`` cancel it.
+        """
         number = self._tiers.index(tier)
-        num_adopted, refused = adopt_records(self._store, number, records)
-        self._store.counters.adopted[tier] += num_adopted
-        self._store.settle()
-        return num_adopted, refused
+        self._adoptions = [one for one in self._adoptions if one.num_left]
+        self._adoptions.append(Adoption(self._store, number, arranged))
+        return self._adoptions[-1]
 
     def rest(self, tiers: Collection[TierId]) -> None:
         """Leave these tiers out of every lookup, until it is called without them.
@@ -519,6 +542,9 @@ class TieredCache:
         column = self._table.entry_of[number]
         entries = column[column >= 0].astype(np.int64)
         before = self._table.take_forgotten(number)
+        for adoption in self._adoptions:
+            if adoption.tier == number:
+                adoption.cancel()
         self._store.discard(number, entries)
         self._store.settle()
         dropped = self._table.take_forgotten(number)
@@ -527,6 +553,8 @@ class TieredCache:
     def reset(self) -> None:
         """Forget every page. Plans under way finish into nothing, and their slots
         are not used again before that."""
+        for adoption in self._adoptions:
+            adoption.cancel()
         self._chain.clear()
         self._store.clear()
 

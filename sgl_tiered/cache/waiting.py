@@ -134,6 +134,20 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         pages = -(-num_tokens // page)
         return self._cache.planner.compute_s(first_token // page, pages)
 
+    def limit(self, state: LoadT, max_pages: int) -> None:
+        """Note how many pages of a prompt may be reused from now on.
+
+        A plan that reaches beyond them is given up: the engine has to compute the
+        rest of the prompt, and computes nothing of what is loaded. A load that has
+        begun is left alone; whoever began it counts on all of it.
+        """
+        if max_pages == state.max_pages or state.started:
+            return
+        state.max_pages, state.decision = max_pages, None
+        plan = state.plan
+        if plan is not None and plan.first_page + plan.num_pages > max_pages:
+            self._abandon(state)
+
     def prefetch(self, state: LoadT, device_pages: int) -> None:
         """Start reading from disk for a request that has just arrived.
 
@@ -202,7 +216,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         if state.plan is None:
             if state.decision is None:
                 return None
-            state.plan = self._cache.commit_load(state.decision)
+            state.plan = self._commit(state, state.decision)
             state.decision = None
             if state.plan is None:
                 return None
@@ -368,6 +382,15 @@ class WaitingLoads(Generic[LoadT, StagedT]):
         part = plan.part(begin, end)
         self._pass_load_s += self._cache.planner.direct_s(*part)
 
+    def _commit(self, state: LoadT, decision: Decision) -> LoadPlan | None:
+        """Commit a decision; None where the cache has moved on.
+
+        All plans are made here, and none reaches beyond what may be reused.
+        """
+        if decision.first_page + decision.num_pages > state.max_pages:
+            return None
+        return self._cache.commit_load(decision)
+
     def _stage(self, state: LoadT, decision: Decision) -> bool:
         """Commit and start reading; False where waiting for it would be in vain.
 
@@ -394,7 +417,7 @@ class WaitingLoads(Generic[LoadT, StagedT]):
             return self._wait_for_rows(state)
         now_s = self._clock.now()
         queue_s = self._facts(False).wait_s.get(TierId.DISK, 0.0)
-        plan = self._cache.commit_load(decision)
+        plan = self._commit(state, decision)
         if plan is None:
             return False
         staged = staging.try_submit(plan, disk)

@@ -333,6 +333,7 @@ async def _serve(router: Any, host: str, has_characters: bool) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
     try:
+        await router.warm()
         await stopped.wait()
     finally:
         await router.close()

@@ -27,12 +27,13 @@ class Namespace:
     Two pages with equal tokens are the same KV only under equal namespaces.
 
     Attributes:
-        model_fingerprint: identifies the weights and the architecture.
+        model_fingerprint: identifies the weights, all of them, and the architecture.
         kv_dtype: element type of the pool, e.g. ``bfloat16``.
         page_tokens: tokens in one page.
         shard: tensor-parallel rank and size, e.g. ``0/1``.
-        lora: adapter name, empty for none.
+        lora: identifies the adapter, empty for none.
         cache_salt: the tenant's salt, empty for none.
+        extra_key: what else the sender keeps apart by, empty for nothing.
     """
 
     model_fingerprint: str
@@ -41,6 +42,7 @@ class Namespace:
     shard: str = "0/1"
     lora: str = ""
     cache_salt: str = ""
+    extra_key: str = ""
 
     def digest(self) -> bytes:
         """Return 16 bytes that name the namespace and do not reveal the salt."""

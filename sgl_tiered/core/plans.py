@@ -6,18 +6,22 @@ All arrays have one element (or row) per page of the plan, in token order. Where
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import Lookup, Representation, TierId
+from sgl_tiered.core.keys import KEY_BYTES
 
 __all__ = [
     "QUEUE_FULL",
     "WRITES_REST",
     "Decision",
     "DemotePlan",
+    "FoundPages",
     "LoadPlan",
     "OffloadPlan",
     "PageRecords",
@@ -89,6 +93,97 @@ class PageRecords:
             checksums=self.checksums[which] if checksums is None else checksums,
             addresses=addresses,
             representations=None if kept is None else kept[which],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundPages:
+    """Pages that a former process left in a tier, of all namespaces, in any order.
+
+    Iterating gives one ``PageRecords`` per namespace, each oldest first.
+
+    Attributes:
+        namespaces: uint8 [n, 16], digests.
+        keys, parents, tokens, checksums, addresses: as in ``PageRecords``.
+        representations: uint8 [n], what each copy holds.
+        ages: int64 [n], larger for what was written later.
+    """
+
+    namespaces: UInt8s
+    keys: UInt8s
+    parents: UInt8s
+    tokens: Int32s
+    checksums: UInt64s
+    addresses: Int64s
+    representations: UInt8s
+    ages: Int64s
+
+    @classmethod
+    def of(cls, groups: Sequence[PageRecords], page_tokens: int = 0) -> FoundPages:
+        """Join records of several namespaces, which are taken to be oldest first."""
+
+        def joined(columns: list[Any], width: int, dtype: Any) -> Any:
+            empty = np.zeros((0, width) if width else 0, dtype)
+            return np.concatenate([empty, *columns]).astype(dtype, copy=False)
+
+        sizes = [len(group.addresses) for group in groups]
+        spaces = [np.frombuffer(group.namespace, np.uint8) for group in groups]
+        kinds = [
+            np.zeros(size, np.uint8)
+            if group.representations is None
+            else group.representations
+            for group, size in zip(groups, sizes, strict=True)
+        ]
+        page_tokens = groups[0].tokens.shape[1] if groups else page_tokens
+        return cls(
+            namespaces=joined(
+                [
+                    np.broadcast_to(space, (size, len(space)))
+                    for space, size in zip(spaces, sizes, strict=True)
+                ],
+                KEY_BYTES,
+                np.uint8,
+            ),
+            keys=joined([g.keys for g in groups], KEY_BYTES, np.uint8),
+            parents=joined([g.parents for g in groups], KEY_BYTES, np.uint8),
+            tokens=joined([g.tokens for g in groups], page_tokens, np.int32),
+            checksums=joined([g.checksums for g in groups], 0, np.uint64),
+            addresses=joined([g.addresses for g in groups], 0, np.int64),
+            representations=joined(kinds, 0, np.uint8),
+            ages=np.arange(sum(sizes)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __iter__(self) -> Iterator[PageRecords]:
+        spaces = np.ascontiguousarray(self.namespaces).view(np.uint64)
+        order = np.lexsort((self.ages, *spaces.T[::-1]))
+        spaces = spaces[order]
+        changes = np.flatnonzero((spaces[1:] != spaces[:-1]).any(axis=1)) + 1
+        for members in np.split(order, changes):
+            if len(members):
+                yield PageRecords(
+                    namespace=self.namespaces[members[0]].tobytes(),
+                    keys=self.keys[members],
+                    parents=self.parents[members],
+                    tokens=self.tokens[members],
+                    checksums=self.checksums[members],
+                    addresses=self.addresses[members],
+                    representations=self.representations[members],
+                )
+
+    def part(self, which: Int64s | slice, addresses: Int64s) -> FoundPages:
+        """Return some of the pages, at other addresses."""
+        return FoundPages(
+            namespaces=self.namespaces[which],
+            keys=self.keys[which],
+            parents=self.parents[which],
+            tokens=self.tokens[which],
+            checksums=self.checksums[which],
+            addresses=addresses,
+            representations=self.representations[which],
+            ages=self.ages[which],
         )
 
 
@@ -177,7 +272,8 @@ class Decision:
 
     def num_from(self, tier: TierId) -> int:
         """Return how many pages are to come from ``tier``."""
-        return int(np.count_nonzero(self.tiers == tier))
+        # Asked for each waiting request in a pass: 1 us, where numpy takes 17.
+        return self.tiers.tobytes().count(int(tier))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -181,7 +181,6 @@ class CacheStore(TableStore):
         For a prompt whose first pages the device has, and perhaps no tier.
         """
         raw = as_tokens(tokens).tobytes()[: first_page * self._page_bytes]
-        self._index.open(namespace)
         root = self._index.root(namespace)
         path = self._index.walk(root, raw)
         known = sum(len(node.raw) for node in path)
@@ -254,8 +253,6 @@ class CacheStore(TableStore):
 
     def delete(self, namespace: bytes, tokens: npt.ArrayLike) -> int:
         """Drop a prompt's pages from its end on, in every tier; return how many."""
-        if namespace not in self._index.digests:
-            return 0
         path = self._index.walk(
             self._index.root(namespace), as_tokens(tokens).tobytes()
         )

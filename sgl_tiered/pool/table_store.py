@@ -210,7 +210,6 @@ class TableStore:
         raw = as_tokens(tokens).tobytes()[: last_page * self._page_bytes]
         if len(raw) < last_page * self._page_bytes:
             return Inserted(0, addresses, "there are more blocks than whole pages")
-        self._index.open(namespace)
         root = self._index.root(namespace)
         path = self._index.walk(root, raw)
         known = concat_rows(path)
@@ -277,8 +276,6 @@ class TableStore:
 
     def delete(self, namespace: bytes, tokens: npt.ArrayLike) -> int:
         """Drop a prompt's pages from its end on; return how many."""
-        if namespace not in self._index.digests:
-            return 0
         path = self._index.walk(
             self._index.root(namespace), as_tokens(tokens).tobytes()
         )

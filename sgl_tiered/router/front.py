@@ -132,6 +132,10 @@ class Router:
             await self.close()
             raise
 
+    async def warm(self) -> None:
+        """Start what the first long body would have to wait for."""
+        await self._readers.warm()
+
     async def close(self) -> None:
         """Stop listening, let what is under way end, and close everything."""
         await self._closing.aclose()

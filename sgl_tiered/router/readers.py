@@ -103,6 +103,14 @@ class Readers:
         if self._word != "none":
             await self._started()
 
+    async def warm(self) -> None:
+        """Start the first process now, and not for the first long body.
+
+        Raises:
+            ConfigError: it cannot be started.
+        """
+        await self._started()
+
     async def close(self) -> None:
         """End all processes."""
         for task in self._tasks:

@@ -99,7 +99,6 @@ class ExclusiveHierarchy:
             page_bytes=1,
         )
         self._index = RadixIndex(self._table, _ID_BYTES, self._push_leaf)
-        self._index.open(_ROOT)
         # What a tier passes on is found in the next: it keeps what all down to it do.
         reached = list(accumulate(self._capacities))
         self._outlook = ComingUses(

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import FoundPages, TransferResult
 from sgl_tiered.tiers.base import TierHealth, TierIO
 from sgl_tiered.tiers.checks import check_io, checksum
 
@@ -189,9 +189,13 @@ class FakeTier:
             sums[i] = checksum(page)
         return self._result(np.ones(len(sums), np.bool_), sums)
 
-    def recover(self) -> list[PageRecords]:
+    def recover(self) -> FoundPages:
         """Return nothing."""
-        return []
+        return FoundPages.of([])
+
+    def holds(self, addresses: Int64s) -> npt.NDArray[np.bool_]:
+        """Return where pages are."""
+        return np.array([int(a) in self._pages for a in addresses], np.bool_)
 
     def forget(self, addresses: Int64s) -> None:
         """Drop the pages."""

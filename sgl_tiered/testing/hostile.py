@@ -153,7 +153,7 @@ def answers(
         "num_read": 0,
         "read_s": 0.0,
     }
-    found = usual | {field: draw(fields[field]) for field in wrong}
+    found: dict[str, Any] = usual | {field: draw(fields[field]) for field in wrong}
     if draw(st.booleans()):
         found["num_pages"] = len(found["sums"]) // 8
     return {"message": "Answer", **found}

@@ -218,10 +218,11 @@ class TierKit:
         _, stored = self.store(tier, [3, 4, 5, 6], seed=9)
         records = make_records(np.array([3, 4, 5, 6]), self.PAGE_TOKENS, seed=9)
         tier.forget(np.array([4, 6]))
-        found = tier.recover()
+        found = list(tier.recover())
         if not self.SURVIVES_RESTART:
             assert found == []
             return
+        assert tier.holds(np.array([3, 5, 7])).tolist() == [True, True, False]
         assert len(found) == 1
         got = found[0]
         assert got.namespace == records.namespace

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import FoundPages, PageRecords, TransferResult
 
-__all__ = ["MemoryTier", "Tier", "TierHealth", "TierIO"]
+__all__ = ["KeptTier", "MemoryTier", "Tier", "TierHealth", "TierIO"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,8 +86,15 @@ class Tier(Protocol):
         """Write pages from the buffer; the result carries their checksums."""
         ...
 
-    def recover(self) -> list[PageRecords]:
-        """Return what a former process left, one value per namespace."""
+    def recover(self) -> FoundPages:
+        """Return what a former process left; may take long, on a thread of its own.
+
+        Until it has returned nothing may be stored.
+        """
+        ...
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return beside which of these few slots something is kept, by anybody."""
         ...
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
@@ -103,6 +110,19 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Finish running I/O and release everything; may be called twice."""
+        ...
+
+
+@runtime_checkable
+class KeptTier(Tier, Protocol):
+    """A tier whose pages outlive the process, marked with what they belong to."""
+
+    def relabel(self, fingerprint: str) -> None:
+        """Mark the tier with another fingerprint, in the background.
+
+        Everything in it has been forgotten: the next process finds what is stored from
+        now on, if it asks for this fingerprint.
+        """
         ...
 
 

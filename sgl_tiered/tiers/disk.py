@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from sgl_tiered.core.background import give_way
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import FoundPages, TransferResult
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.base import TierHealth, TierIO
 from sgl_tiered.tiers.checks import check_io
@@ -53,6 +54,21 @@ SLOW_IO_S = 5.0
 """An I/O that takes longer counts as a failure, though its pages are good."""
 
 
+class WantedMeta:
+    """What a directory is asked for whenever it is opened.
+
+    Attributes:
+        meta: of the last opening, with the fingerprint in force.
+    """
+
+    def __init__(self, meta: DiskMeta) -> None:
+        self.meta = meta
+
+    def relabel(self, fingerprint: str) -> None:
+        """Ask for another fingerprint from now on."""
+        self.meta = replace(self.meta, fingerprint=fingerprint)
+
+
 class DiskTier:
     """A ``Tier`` over the files of one directory. Made by ``DiskTier.open``."""
 
@@ -60,14 +76,14 @@ class DiskTier:
         self,
         access: DiskAccess,
         payload: PayloadIO,
-        meta: DiskMeta,
+        wanted: WantedMeta,
         *,
         num_slots: int,
         clock: Clock,
     ) -> None:
         self._access = access
         self._payload = payload
-        self._meta = meta
+        self._wanted = wanted
         self._num_slots = num_slots
         self._clock = clock
         self._voider = ThreadPoolExecutor(1, "tiered-disk-void", initializer=give_way)
@@ -132,12 +148,14 @@ class DiskTier:
         if num_threads < 1:
             raise ConfigError("disk threads", f"{num_threads}", "use at least 1")
         wanted_slab_bytes = max(slab_bytes, num_slots * slot_bytes // MAX_SLABS)
-        meta = DiskMeta(
-            fingerprint=fingerprint,
-            slot_bytes=slot_bytes,
-            page_bytes=page_bytes,
-            page_tokens=page_tokens,
-            slots_per_slab=max(1, wanted_slab_bytes // slot_bytes),
+        wanted = WantedMeta(
+            DiskMeta(
+                fingerprint=fingerprint,
+                slot_bytes=slot_bytes,
+                page_bytes=page_bytes,
+                page_tokens=page_tokens,
+                slots_per_slab=max(1, wanted_slab_bytes // slot_bytes),
+            )
         )
         clock, calls = clock or SystemClock(), calls or SystemCalls()
         engine = make_engine(io, path, calls, clock, num_threads=num_threads)
@@ -145,7 +163,7 @@ class DiskTier:
         def open_volume(direct: bool | None, device: int | None) -> DiskVolume:
             return DiskVolume(
                 path,
-                meta,
+                wanted.meta,
                 num_slots=num_slots,
                 calls=calls,
                 direct=direct,
@@ -158,7 +176,7 @@ class DiskTier:
             engine.close()
             raise
         # The slab size of what is there stays in force.
-        meta = volume.meta
+        wanted.meta = volume.meta
         access = DiskAccess(
             volume,
             open_volume,
@@ -168,7 +186,7 @@ class DiskTier:
             clock=clock,
         )
         payload = PayloadIO(engine, num_threads=num_threads, max_io_bytes=max_io_bytes)
-        return cls(access, payload, meta, num_slots=num_slots, clock=clock)
+        return cls(access, payload, wanted, num_slots=num_slots, clock=clock)
 
     @property
     def tier_id(self) -> TierId:
@@ -178,7 +196,7 @@ class DiskTier:
     @property
     def slot_bytes(self) -> int:
         """Bytes set aside for one page."""
-        return self._meta.slot_bytes
+        return self._wanted.meta.slot_bytes
 
     @property
     def num_slots(self) -> int:
@@ -236,7 +254,7 @@ class DiskTier:
             self._access.record(self._access.writes, batch)
             return self._result(batch, started_s, "not written")
 
-    def recover(self) -> list[PageRecords]:
+    def recover(self) -> FoundPages:
         """Scan the index; payloads are verified when they are loaded.
 
         Of several copies of one page the newest counts and the others are forgotten.
@@ -245,14 +263,24 @@ class DiskTier:
         with self._access.running() as is_open:
             volume = self._access.volume
             if not is_open or volume is None:
-                return []
+                return FoundPages.of([])
             try:
                 return volume.book.recover()
             except OSError as error:
                 logger.warning("disk tier: nothing recovered: %s", error)
                 self._access.count(error)
                 self._access.reads.record(str(error))
-                return []
+                return FoundPages.of([])
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Look into the index; all of them where that cannot be read."""
+        volume = self._access.volume
+        try:
+            if volume is not None:
+                return volume.book.holds(addresses)
+        except OSError as error:
+            self._access.reads.record(str(error))
+        return np.ones(len(addresses), np.bool_)
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Make the slots a miss now, and void their records in the background."""
@@ -269,6 +297,18 @@ class DiskTier:
         """Bring ``health`` up to date now; takes as long as the disk does."""
         self._access.look()
 
+    def relabel(self, fingerprint: str) -> None:
+        """Mark the directory with another fingerprint, in the background.
+
+        Behind the voiding of what was forgotten, so a kill at any moment leaves a mark
+        under which nothing wrong is found: records name what they belong to as well.
+        """
+        with self._access.running() as is_open:
+            if is_open:
+                # Also for a directory that has to be opened afresh.
+                self._wanted.relabel(fingerprint)
+                self._voider.submit(self._write_mark)
+
     def health(self) -> TierHealth:
         """Return usable unless closed, gone, stuck, or resting after read errors.
 
@@ -277,7 +317,12 @@ class DiskTier:
         return self._access.health()
 
     def close(self) -> None:
-        """Wait for running transfers, void what was forgotten, release the lock."""
+        """Wait for running transfers, void what was forgotten, release the lock.
+
+        A scan by ``recover`` that runs ends with nothing.
+        """
+        if self._access.volume is not None:
+            self._access.volume.book.end_scan()
         if not self._access.finish():
             return
         self._payload.close()
@@ -330,6 +375,15 @@ class DiskTier:
             self._access.count(error)
             # They stay marked, and are voided by the next attempt.
             self._access.writes.record(f"{error.strerror} (index)")
+
+    def _write_mark(self) -> None:
+        volume = self._access.volume
+        try:
+            if volume is not None:
+                volume.directory.write_meta(self._wanted.meta)
+        except OSError as error:
+            # The next process discards what it finds here.
+            self._access.writes.record(f"{error.strerror} (meta file)")
 
     def _refused(self, io: TierIO, started_s: float, error: str) -> TransferResult:
         seconds = self._clock.now() - started_s

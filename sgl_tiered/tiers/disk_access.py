@@ -260,7 +260,7 @@ class DiskAccess:
             return str(error)
         try:
             volume.book.forget(self._book.forgotten())
-            num_pages = sum(len(group.keys) for group in volume.book.recover())
+            num_pages = len(volume.book.recover())
         except OSError as error:
             self.count(error)
             volume.close()

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -32,6 +33,8 @@ MAX_KEPT_SLABS = 512
 """Twice what a new directory gets at most: each one costs a file descriptor."""
 MAX_META_BYTES = 1 << 16
 TOLERATED = frozenset({"lost+found"})
+RANK_FOLDER = re.compile(r"rank-\d+-of-(\d+)")
+"""Of one rank of several, within the folder that the server was given."""
 
 
 class DiskDirectory:
@@ -99,7 +102,7 @@ class DiskDirectory:
                 page_tokens=wanted.page_tokens,
                 slots_per_slab=stored.slots_per_slab,
             )
-            reason = in_force.difference(stored)
+            reason = in_force.unlike(stored)
             num_slabs = -(-num_slots // stored.slots_per_slab)
             if not reason and num_slabs <= MAX_KEPT_SLABS:
                 return in_force
@@ -109,9 +112,27 @@ class DiskDirectory:
         self._discard(reason)
         # The new meta file must not survive a power loss that brings old slabs back.
         self._sync_names()
-        self._write_meta(wanted)
+        self.write_meta(wanted)
         self._sync_names()
         return wanted
+
+    def write_meta(self, meta: DiskMeta) -> None:
+        """Replace the meta file in one step, so that it is never half written."""
+        new = self.path / (META_NAME + ".new")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        fd = os.open(new, flags, FILE_MODE)
+        try:
+            left = meta.to_json().encode()
+            while left:
+                # A write may take a part only.
+                count = os.write(fd, left)
+                if count == 0:
+                    raise OSError(errno.EIO, "the disk takes no bytes of a write")
+                left = left[count:]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        new.rename(self.path / META_NAME)
 
     def close(self) -> None:
         """Release the lock; may be called twice."""
@@ -123,6 +144,13 @@ class DiskDirectory:
         for name in sorted(os.listdir(self.path)):
             mode = os.lstat(self.path / name).st_mode
             ours = is_ours(name) and stat.S_ISREG(mode)
+            ranks = RANK_FOLDER.fullmatch(name)
+            if ranks is not None and stat.S_ISDIR(mode):
+                raise TierUnavailableError(
+                    f"the disk tier does not use {self.path}, because a server with "
+                    f"--tp-size {ranks[1]} keeps its pages in it ({name}); start with "
+                    f"that --tp-size, give another path, or delete its rank-* folders."
+                )
             if not ours and name not in TOLERATED:
                 raise TierUnavailableError(
                     f"the disk tier does not use {self.path}, because it holds "
@@ -155,24 +183,6 @@ class DiskDirectory:
         except (OSError, UnicodeDecodeError):
             return None
         return DiskMeta.from_json(text)
-
-    def _write_meta(self, meta: DiskMeta) -> None:
-        """Replace the meta file in one step, so that it is never half written."""
-        new = self.path / (META_NAME + ".new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-        fd = os.open(new, flags, FILE_MODE)
-        try:
-            left = meta.to_json().encode()
-            while left:
-                # A write may take a part only.
-                count = os.write(fd, left)
-                if count == 0:
-                    raise OSError(errno.EIO, "the disk takes no bytes of a write")
-                left = left[count:]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        new.rename(self.path / META_NAME)
 
     def _sync_names(self) -> None:
         """Let what was made, renamed and deleted so far reach the medium."""

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -170,7 +171,7 @@ class IndexFile:
         size = os.fstat(self._fd).st_size
         if size > num_slots * self.dtype.itemsize:
             os.ftruncate(self._fd, num_slots * self.dtype.itemsize)
-        self.num_former_slots = min(num_slots, -(-size // self.dtype.itemsize))
+        self.num_former_slots = self.reach()
         """Slots that may hold a record of a former server."""
 
     def write(
@@ -192,25 +193,41 @@ class IndexFile:
         if len(slots):
             self.write(slots, np.zeros(len(slots), self.dtype))
 
-    def scan(self) -> list[npt.NDArray[np.void]]:
-        """Read the whole file in order; return the records that are whole."""
+    def scan(self) -> Iterator[npt.NDArray[np.void]]:
+        """Read the whole file in order; yield the records that are whole."""
+        step = max(1, SCAN_BYTES // self.dtype.itemsize)
+        num_slots = self.reach()
+        for first in range(0, num_slots, step):
+            part = self._read(first, min(step, num_slots - first))
+            yield read_records(part, first)
+
+    def reach(self) -> int:
+        """Return how many slots have their place within the file."""
+        size = os.fstat(self._fd).st_size
+        return min(self._num_slots, -(-size // self.dtype.itemsize))
+
+    def holds(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which slots have a whole record; reads all from first to last."""
+        held = np.zeros(len(slots), np.bool_)
+        if len(slots) and int(slots.min()) < self.reach():
+            first = int(slots.min())
+            raw = self._read(first, int(slots.max()) + 1 - first)
+            whole = read_records(raw, first)["slot"].astype(np.int64)
+            held = np.isin(slots, whole)
+        return held
+
+    def _read(self, first: int, count: int) -> npt.NDArray[np.void]:
+        """Return up to so many records; fewer where the file ends."""
         size = self.dtype.itemsize
-        step = max(1, SCAN_BYTES // size)
-        found = []
-        for first in range(0, self._num_slots, step):
-            raw = bytearray(min(step, self._num_slots - first) * size)
-            done = 0
-            while done < len(raw):
-                views = [memoryview(raw)[done:]]
-                count = self._calls.preadv(self._fd, views, first * size + done)
-                if count == 0:
-                    break
-                done += count
-            part = np.frombuffer(raw, self.dtype, count=done // size)
-            found.append(read_records(part, first))
-            if done < len(raw):
+        raw = bytearray(count * size)
+        done = 0
+        while done < len(raw):
+            views = [memoryview(raw)[done:]]
+            read = self._calls.preadv(self._fd, views, first * size + done)
+            if read == 0:
                 break
-        return [part for part in found if len(part)]
+            done += read
+        return np.frombuffer(raw, self.dtype, count=done // size)
 
     def close(self) -> None:
         """Close the file; may be called twice."""

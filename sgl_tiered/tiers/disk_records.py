@@ -11,9 +11,10 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.core.keys import KEY_BYTES
+from sgl_tiered.core.plans import FoundPages, PageRecords
 from sgl_tiered.tiers.disk_files import IndexFile
-from sgl_tiered.tiers.disk_format import encode_records, group_by_namespace
+from sgl_tiered.tiers.disk_format import encode_records, older_copies
 
 __all__ = ["RecordBook"]
 
@@ -42,6 +43,7 @@ class RecordBook:
         self._recorded = np.zeros(num_slots, np.bool_)
         self._recorded[: index.num_former_slots] = True
         self._forgotten = np.zeros(num_slots, np.bool_)
+        self._scan_ends = False
 
     def known(self, slots: Int64s, wanted: UInt64s | None) -> tuple[Bools, UInt64s]:
         """Return which slots hold the wanted page (0: any), and their checksums."""
@@ -92,29 +94,44 @@ class RecordBook:
         with self._lock:
             return np.flatnonzero(self._forgotten)
 
-    def recover(self) -> list[PageRecords]:
+    def holds(self, slots: Int64s) -> Bools:
+        """Return which slots have a record, of this or of a former process."""
+        return self._index.holds(slots)
+
+    def recover(self) -> FoundPages:
         """Read the index; of several copies of a page the newest counts.
 
-        What is forgotten meanwhile stays a miss.
+        What is forgotten meanwhile is left out. Takes seconds for millions of pages, in
+        which no record is written.
         """
         with self._writing:
             self._clear(self.forgotten())
-            found = self._index.scan()
-            groups, stale = group_by_namespace(found, self._page_tokens)
-            for part in found:
-                newest = int(part["sequence"].max()) + 1
-                self._sequence = max(self._sequence, newest)
+            columns = _Columns(self._index.reach(), self._page_tokens)
+            for part in self._index.scan():
+                if self._scan_ends:
+                    return FoundPages.of([], self._page_tokens)
+                columns.add(part)
+            found = columns.found()
+            older = older_copies(found.namespaces, found.keys, found.ages)
+            if len(found):
+                self._sequence = max(self._sequence, int(found.ages.max()) + 1)
             with self._lock:
+                gone = older | self._forgotten[found.addresses]
                 self._recorded[:] = False
-                self._recorded[stale] = True
-                for group in groups:
-                    self._recorded[group.addresses] = True
-                    self._checksums[group.addresses] = group.checksums
-                    self._valid[group.addresses] = ~self._forgotten[group.addresses]
-                self._forgotten[stale] = True
+                self._recorded[found.addresses] = True
+                self._forgotten[found.addresses[older]] = True
                 self._forgotten &= self._recorded
+                if gone.any():
+                    kept = np.flatnonzero(~gone)
+                    found = found.part(kept, found.addresses[kept])
+                self._valid[found.addresses] = True
+                self._checksums[found.addresses] = found.checksums
             self._clear(self.forgotten())
-            return groups
+        return found
+
+    def end_scan(self) -> None:
+        """Let ``recover`` return soon, with nothing."""
+        self._scan_ends = True
 
     def close(self) -> None:
         """Close the index; may be called twice."""
@@ -127,3 +144,39 @@ class RecordBook:
         with self._lock:
             self._recorded[slots] = False
             self._forgotten[slots] = False
+
+
+class _Columns:
+    """Room for the columns of all records of an index, filled part by part."""
+
+    def __init__(self, num_slots: int, page_tokens: int) -> None:
+        self._num = 0
+        # Not touched before it is filled, so not taken.
+        self._all = FoundPages(
+            namespaces=np.empty((num_slots, KEY_BYTES), np.uint8),
+            keys=np.empty((num_slots, KEY_BYTES), np.uint8),
+            parents=np.empty((num_slots, KEY_BYTES), np.uint8),
+            tokens=np.empty((num_slots, page_tokens), np.int32),
+            checksums=np.empty(num_slots, np.uint64),
+            addresses=np.empty(num_slots, np.int64),
+            representations=np.empty(num_slots, np.uint8),
+            ages=np.empty(num_slots, np.int64),
+        )
+
+    def add(self, part: npt.NDArray[np.void]) -> None:
+        """Take over whole records."""
+        to, self._num = slice(self._num, self._num + len(part)), self._num + len(part)
+        found = self._all
+        found.namespaces[to] = part["namespace"]
+        found.keys[to] = part["key"]
+        found.parents[to] = part["parent"]
+        found.tokens[to] = part["tokens"][:, : found.tokens.shape[1]]
+        found.checksums[to] = part["payload"]
+        found.addresses[to] = part["slot"]
+        found.representations[to] = part["representation"]
+        found.ages[to] = part["sequence"]
+
+    def found(self) -> FoundPages:
+        """Return what was filled."""
+        found, stop = self._all, slice(self._num)
+        return found.part(stop, found.addresses[stop])

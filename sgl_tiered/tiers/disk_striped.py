@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import numpy.typing as npt
 
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import PageRecords, TransferResult
-from sgl_tiered.tiers.base import Tier, TierHealth, TierIO
+from sgl_tiered.core.plans import FoundPages, TransferResult
+from sgl_tiered.tiers.base import KeptTier, Tier, TierHealth, TierIO
 from sgl_tiered.tiers.checks import check_io
 from sgl_tiered.tiers.disk import DiskTier
 
@@ -117,20 +118,33 @@ class StripedTier:
         """Write to all tiers at once."""
         return self._each(io, [tier.store for tier in self._tiers])
 
-    def recover(self) -> list[PageRecords]:
-        """Return what the tiers hold, by namespace, oldest first as far as is known."""
-        found: dict[bytes, list[PageRecords]] = {}
+    def recover(self) -> FoundPages:
+        """Return what the tiers hold.
+
+        No clock is common to them: pages are dealt out evenly, so their rank in their
+        own tier tells the age.
+        """
+        parts = []
         for number, tier in enumerate(self._tiers):
-            for records in tier.recover():
-                outside = records.addresses >= self._slots_each
-                # A directory that was larger: what no address leads to is given up.
-                if outside.any():
-                    tier.forget(records.addresses[outside])
-                inside = np.flatnonzero(~outside)
-                addresses = self._addresses(number, records.addresses[inside])
-                part = records.part(inside, addresses)
-                found.setdefault(records.namespace, []).append(part)
-        return [_by_age(parts) for parts in found.values()]
+            found = tier.recover()
+            outside = found.addresses >= self._slots_each
+            # A directory that was larger: what no address leads to is given up.
+            if outside.any():
+                tier.forget(found.addresses[outside])
+            inside = np.flatnonzero(~outside)
+            addresses = self._addresses(number, found.addresses[inside])
+            parts.append(_ranked(found.part(inside, addresses)))
+        return _joined(parts)
+
+    def holds(self, addresses: Int64s) -> npt.NDArray[np.bool_]:
+        """Return beside which slots something is kept."""
+        numbers, local = self._places(addresses)
+        held = np.zeros(len(addresses), np.bool_)
+        for number, tier in enumerate(self._tiers):
+            mine = np.flatnonzero(numbers == number)
+            if len(mine):
+                held[mine] = tier.holds(local[mine])
+        return held
 
     def forget(self, addresses: Int64s) -> None:
         """Drop what is kept beside these slots."""
@@ -139,6 +153,12 @@ class StripedTier:
             mine = local[numbers == number]
             if len(mine):
                 tier.forget(mine)
+
+    def relabel(self, fingerprint: str) -> None:
+        """Mark all tiers with another fingerprint, in the background."""
+        for tier in self._tiers:
+            if isinstance(tier, KeptTier):
+                tier.relabel(fingerprint)
 
     def health(self) -> TierHealth:
         """Return usable while one of them is; the detail names those that are not."""
@@ -214,35 +234,18 @@ class StripedTier:
         )
 
 
-def _by_age(parts: list[PageRecords]) -> PageRecords:
-    """Join records of one namespace from several tiers.
-
-    Each part is sorted by age, but no clock is common to them: pages are dealt out
-    evenly, so their rank in their own part tells the age.
-    """
-    ranks = [
-        (np.arange(len(part.addresses)) + 0.5) / max(1, len(part.addresses))
-        for part in parts
-    ]
-    order = np.argsort(np.concatenate(ranks), kind="stable")
-    return PageRecords(
-        namespace=parts[0].namespace,
-        keys=np.concatenate([part.keys for part in parts])[order],
-        parents=np.concatenate([part.parents for part in parts])[order],
-        tokens=np.concatenate([part.tokens for part in parts])[order],
-        checksums=np.concatenate([part.checksums for part in parts])[order],
-        addresses=np.concatenate([part.addresses for part in parts])[order],
-        representations=_joined_kinds(parts)[order],
-    )
+def _ranked(found: FoundPages) -> FoundPages:
+    """Return pages with ages that compare with another tier's: of a billion."""
+    ranks = np.empty(len(found), np.int64)
+    ranks[np.argsort(found.ages, kind="stable")] = np.arange(len(found))
+    ages = (2 * ranks + 1) * (10**9 // 2) // max(1, len(found))
+    return replace(found, ages=ages)
 
 
-def _joined_kinds(parts: list[PageRecords]) -> npt.NDArray[np.uint8]:
-    """Return what the pages of all parts hold; KV where a part does not say."""
-    return np.concatenate(
-        [
-            np.zeros(len(part.addresses), np.uint8)
-            if part.representations is None
-            else part.representations
-            for part in parts
-        ]
-    )
+def _joined(parts: list[FoundPages]) -> FoundPages:
+    """Join the columns of several tiers."""
+    names = [field.name for field in fields(FoundPages)]
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in names
+    }
+    return FoundPages(**columns)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import FoundPages, TransferResult
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.base import TierHealth, TierIO
 from sgl_tiered.tiers.checks import check_io, checksum
@@ -139,9 +139,13 @@ class RegionTier:
             sums[i] = checksum(region[address, : self._page_bytes])
         return self._result(np.ones(len(sums), np.bool_), sums, started_s, "")
 
-    def recover(self) -> list[PageRecords]:
+    def recover(self) -> FoundPages:
         """Return nothing: what the slots hold is known to this process only."""
-        return []
+        return FoundPages.of([])
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return none."""
+        return np.zeros(len(addresses), np.bool_)
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Do nothing: nothing is kept beside the slots."""

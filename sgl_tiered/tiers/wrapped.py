@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import PageRecords, TransferResult
-from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
+from sgl_tiered.core.plans import FoundPages, TransferResult
+from sgl_tiered.tiers.base import KeptTier, MemoryTier, Tier, TierHealth, TierIO
 
 __all__ = ["WrappedMemory", "WrappedTier"]
 
@@ -41,13 +41,22 @@ class WrappedTier:
         """Write pages from the buffer."""
         return self.inner.store(io)
 
-    def recover(self) -> list[PageRecords]:
+    def recover(self) -> FoundPages:
         """Return what a former process left."""
         return self.inner.recover()
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return beside which slots something is kept."""
+        return self.inner.holds(addresses)
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Drop what is kept beside these slots."""
         self.inner.forget(addresses)
+
+    def relabel(self, fingerprint: str) -> None:
+        """Mark the tier with another fingerprint, if it is one that is kept."""
+        if isinstance(self.inner, KeptTier):
+            self.inner.relabel(fingerprint)
 
     def health(self) -> TierHealth:
         """Return whether the tier can be used now."""

@@ -89,13 +89,11 @@ class Bench:
             self.num_copies += 1
             return self.worker.try_submit(plan, device_pages, device.mark())
 
-        def pump() -> list[int]:
-            ended = []
+        def pump() -> None:
             for event in completions.drain():
                 assert isinstance(event, OffloadFinished)
                 self.cache.finish_offload(event.plan, event.result)
-                ended.append(event.plan.plan_id)
-            return ended
+                runtime.on_offload_end(event.plan.plan_id)
 
         runtime = SimpleNamespace(
             cache=self.cache,

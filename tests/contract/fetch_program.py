@@ -128,7 +128,7 @@ class FetchBench(Bench):
         """Let the copy end, and the tree see it."""
         self.pool.may_go.set()
         assert self.loader.drain(PATIENCE_S)
-        self.tree._pump()
+        self.tree.take_ends()
 
     def is_whole(self) -> bool:
         """Whether the tree gives out the KV that was offloaded."""

@@ -98,6 +98,7 @@ class Bench:
             LayeredRuntime,
         )
         from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+        from sgl_tiered.engines.sglang.namespaces import NamedSpaces
         from sgl_tiered.policies.eviction.lru import LRUPolicy
         from sgl_tiered.tiers.breaker import CircuitBreaker
         from sgl_tiered.tiers.host import HostTier
@@ -170,7 +171,9 @@ class Bench:
                 runtime.explainer = SimpleNamespace(  # type: ignore[assignment]
                     offloading=lambda rid, plan: None
                 )
-                runtime.namespaces = {}
+                runtime.namespaces = NamedSpaces(
+                    self.cache.has_pages, lambda: self.cache.num_namespaces_gone
+                )
 
         self.runtime = Runtime()
         rows = SimpleNamespace(

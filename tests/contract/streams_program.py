@@ -49,10 +49,12 @@ class Bench:
         from sgl_tiered.cost.links import LinkCost
         from sgl_tiered.cost.model import CostModel
         from sgl_tiered.cost.prefill import PrefillCost
+        from sgl_tiered.engines.sglang.agreement import Agreement
         from sgl_tiered.engines.sglang.cache import TieredRadixCache
         from sgl_tiered.engines.sglang.config import TieredConfig
         from sgl_tiered.engines.sglang.pools import page_layout
         from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
+        from sgl_tiered.engines.sglang.weights import WeightsHash, WeightsIdentity
         from sgl_tiered.metrics.registry import MetricsRegistry
         from sgl_tiered.pipelines.completions import CompletionQueue
         from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
@@ -107,7 +109,9 @@ class Bench:
             Parts(
                 config=TieredConfig(host_bytes=1),
                 namespace=Namespace("m", "bfloat16", PAGE),
-                fingerprint=lambda: "m",
+                weights=WeightsIdentity(
+                    lambda: lambda *_: WeightsHash("m", 0, 0), Agreement(clock), metrics
+                ),
                 clock=clock,
                 cost=cost,
                 cache=self.cache,
@@ -281,7 +285,7 @@ class Bench:
             "passes_at_end": len(self.tree._passes),
             "held": self.held,
         }
-        self.runtime.close(self.tree._pump)
+        self.runtime.close(self.tree.take_ends)
         return left
 
 

@@ -112,6 +112,12 @@ GOOD = {
 }
 # Name -> arguments, the flag that the sentence names.
 BAD = {
+    "diffusion": ([*ON, "--dllm-algorithm=LowConfidence"], "--dllm-algorithm"),
+    "other role": ([*ON, "--enable-pd-role-switch"], "--enable-pd-role-switch"),
+    "target floor": (
+        [*ON, "--tiered-admission=slo", "--tiered-slo-ttft=1", "--tiered-slo-floor=2"],
+        "--tiered-slo-floor",
+    ),
     "lossy word alone": (
         [*ON, "--tiered-lossy-default=allow"],
         "--tiered-lossy-default",

@@ -55,8 +55,12 @@ class Runtime:
     """As much of a runtime as the events ask for."""
 
     def __init__(self) -> None:
+        from sgl_tiered.engines.sglang.namespaces import NamedSpaces
+
         self.cache = cache()
-        self.namespaces: dict[tuple[str, str], bytes] = {}
+        self.namespaces = NamedSpaces(
+            self.cache.has_pages, lambda: self.cache.num_namespaces_gone
+        )
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes:
         """Open a namespace."""
@@ -64,8 +68,8 @@ class Runtime:
 
         names = (extra_key or "", cache_salt or "")
         named = Namespace("m", "bf16", PAGE, lora=names[0], cache_salt=names[1])
-        self.namespaces[names] = self.cache.open_namespace(named)
-        return self.namespaces[names]
+        self.namespaces.add(names, named.digest())
+        return named.digest()
 
     def engine_idle(self) -> bool:
         """Say that a pass runs."""

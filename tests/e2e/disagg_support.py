@@ -108,6 +108,8 @@ def start_pair(
     flags: Sequence[str],
     prefill: Sequence[str] = (),
     decode: Sequence[str] = (),
+    *,
+    fork: bool = True,
 ) -> Pair:
     """Start both servers at the same time, and return when both answer.
 
@@ -117,10 +119,11 @@ def start_pair(
         flags: of both.
         prefill: of the prefill server alone.
         decode: of the decode server alone.
+        fork: whether a fork server may start them.
     """
     port = free_port()
     servers = [
-        _server(mode, mode, device, log_dir, port, (*flags, *extra))
+        _server(mode, mode, device, log_dir, port, (*flags, *extra), fork)
         for mode, extra in (("prefill", prefill), ("decode", decode))
     ]
     with ThreadPoolExecutor(2) as both:
@@ -158,6 +161,7 @@ def _server(
     log_dir: Path,
     bootstrap_port: int,
     flags: Sequence[str],
+    fork: bool = True,
 ) -> SglangServer:
     """Return a server of a pair, not started yet."""
     shared = (
@@ -172,7 +176,7 @@ def _server(
         "--disaggregation-mode",
         mode,
     )
-    spec = ServerSpec(name, device.model, (*shared, *flags), _ENV)
+    spec = ServerSpec(name, device.model, (*shared, *flags), _ENV, fork=fork)
     return SglangServer(spec, log_dir, start_timeout_s=START_TIMEOUT_S)
 
 

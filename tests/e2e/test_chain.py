@@ -1,5 +1,6 @@
 """Host, CXL and disk below one server, against the theory of LRU caches."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,9 @@ def server(servers, model, tmp_path):
         "--tiered-cxl=emulate:memory",
         f"--tiered-cxl-size={8 * MB}",
     )
-    server = servers.get(tiered_spec(CASE.device(model), tiers, "chain", flags=flags))
+    spec = tiered_spec(CASE.device(model), tiers, "chain", flags=flags)
+    # A tiered server by its command line: most servers of these tests are forked.
+    server = servers.get(replace(spec, fork=False))
     server.flush_cache()
     return server
 

@@ -80,7 +80,8 @@ def pair(plain, model, folder):
     device = Device(model, POOL_TOKENS, PAGE)
     # Room for more requests than can be answered at a time.
     decode = ("--num-reserved-decode-tokens", "16")
-    pair = start_pair(device, folder, flags_of(folder), decode=decode)
+    # By the command line: most servers of these tests are forked.
+    pair = start_pair(device, folder, flags_of(folder), decode=decode, fork=False)
     yield pair
     pair.stop()
 

@@ -1,5 +1,7 @@
 """Encoded tiers of a real server: who allows lossy KV gets it, and nobody else does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sgl_tiered_workloads.sessions import random_tokens
@@ -81,7 +83,8 @@ def moves(found, reference):
 def plain(servers, model):
     """Plain SGLang's answers: computed, and from its own cache."""
     device = CASE.device(model, REFERENCE_POOL_TOKENS)
-    server = servers.get(plain_spec(device, "plain-encoding"))
+    # Plain SGLang by its command line: most servers of these tests are forked.
+    server = servers.get(replace(plain_spec(device, "plain-encoding"), fork=False))
     server.flush_cache()
     return answers(server), answers(server)
 

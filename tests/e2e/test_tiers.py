@@ -5,6 +5,7 @@ The tests share the server and start from an empty cache each.
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from sgl_tiered.tiers.disk_format import (
 from tests.e2e.e2e_support import (
     ANSWER_TOKENS,
     BURST_PREFIX_TOKENS,
+    PATIENCE_S,
     Case,
     burst_requests,
     drop,
@@ -32,6 +34,7 @@ from tests.e2e.e2e_support import (
     sequential,
     settle,
     stats,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
@@ -198,6 +201,34 @@ def test_restart_on_a_kept_disk(servers, server, spec, plain):
         on_disk = record.cached_by_tier.get("disk", 0)
         assert on_disk == PROMPT_PAGES * CASE.page_size, record.cached_by_tier
     assert_same(plain, before, after)
+
+
+def test_admin_calls_while_requests_run(server, plain):
+    """Clear the disk and ask for a flush, wrong settings and a drop: every answer is
+    right, and the server is idle and empty afterwards."""
+    requests = [fresh_prompt(seed) for seed in range(40, 52)]
+    before = sequential(server, requests)
+    drop(server, "device", "host")
+    num_read = edge(stats(server), "disk->host")
+    with ThreadPoolExecutor() as pool:
+        answers = pool.submit(open_loop, server, requests)
+        wait_until(
+            lambda: edge(stats(server), "disk->host") > num_read or answers.done(),
+            "pages are read from disk",
+        )
+        server.post("/hicache/storage-backend/clear", {})
+        wrong = {"server_args": {"tiered_load_policy": 99, "tiered_profile": -7}}
+        assert server.post("/set_internal_state", wrong) == [False]
+        flushed = pool.submit(server.post, f"/flush_cache?timeout={PATIENCE_S}", {})
+        assert_same(plain, before, answers.result())
+        flushed.result()
+    state = settle(server)
+    assert pinned(state) == 0
+    assert {name: tier["used"] for name, tier in state["occupancy"].items()} == {
+        "host": 0,
+        "disk": 0,
+    }
+    assert_same(plain, before, sequential(server, requests))
 
 
 @pytest.mark.parametrize("victim", [0, PROMPT_PAGES // 2, PROMPT_PAGES - 1])

@@ -1,6 +1,6 @@
 """The long form: every tier and every fault, kills, full and removed disks.
 
-Run by ``make test-faults``.
+Run by ``make test-full PART=faults``.
 """
 
 import os

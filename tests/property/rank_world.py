@@ -245,7 +245,6 @@ class RankedNode:
         num_ranks: how many.
         blocks, disk: of its tiers.
         agrees: False for the negative control: ranks act on their own facts.
-        digests: namespaces that are open.
     """
 
     def __init__(
@@ -257,7 +256,6 @@ class RankedNode:
         disk: int,
         *,
         agrees: bool = True,
-        digests: tuple[bytes, ...] = (),
     ) -> None:
         self.world = world
         self.instance = instance
@@ -272,8 +270,6 @@ class RankedNode:
         self.ranks = [OneRank(self, rank, blocks, disk) for rank in range(num_ranks)]
         infos = tuple(rank.info for rank in self.ranks)
         for rank in self.ranks:
-            for digest in digests:
-                rank.cache._index.open(digest)
             facts = rank.crew.facts if agrees else Alone(num_ranks)
             rank.open(self, infos, facts)
         self.ranks[0].crew.leading = self

@@ -40,8 +40,6 @@ class CachePoolMachine(MemPoolMachine):
 
     def cache(self, node: Node) -> TieredCache:
         assert node.cache is not None
-        # As the engine does for every namespace that it meets.
-        node.cache._index.open(NAMESPACE)
         return node.cache
 
     @rule(n=NODE, tokens=PROMPTS, at_once=st.booleans())

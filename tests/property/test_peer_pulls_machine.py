@@ -76,8 +76,6 @@ class Instance:
         self.cache = node.cache
         assert node.disk is not None
         self.disk = node.disk
-        for digest in DIGESTS:
-            self.cache._index.open(digest)
         self.pulls = PeerPulls(
             node.store,
             NodePeers(self),

@@ -58,9 +58,7 @@ class RanksMachine(RuleBasedStateMachine):
 
     def start(self, n: int) -> None:
         """Start an instance, with an empty cache."""
-        self.nodes[n] = make_node(
-            self.world, n, NUM_RANKS, BLOCKS, DISK, digests=DIGESTS
-        )
+        self.nodes[n] = make_node(self.world, n, NUM_RANKS, BLOCKS, DISK)
 
     # What schedulers do: on all ranks alike.
 
@@ -127,8 +125,6 @@ class RanksMachine(RuleBasedStateMachine):
             rank.pulls.reset()
             rank.disk.reads.cancel_all()
             rank.cache.reset()
-            for digest in DIGESTS:
-                rank.cache._index.open(digest)
 
     @rule(n=NODE, forget=st.booleans())
     def write_out(self, n: int, forget: bool) -> None:
@@ -311,7 +307,7 @@ def two(*, agrees: bool = True, num_ranks: tuple[int, int] = (3, 3)) -> World:
     """Two instances that know each other; the first has computed a prompt."""
     world = World()
     for n in range(NUM_NODES):
-        make_node(world, n, num_ranks[n], BLOCKS, DISK, agrees=agrees, digests=DIGESTS)
+        make_node(world, n, num_ranks[n], BLOCKS, DISK, agrees=agrees)
     for node in world.nodes.values():
         node.poll()
     for rank in world.nodes[0].ranks:

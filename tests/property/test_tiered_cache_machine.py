@@ -76,12 +76,13 @@ class Setup:
     disk_admission: str
     act_page_bytes: int
 
-    def make(self) -> TieredCache:
+    def make(self, disk_slots: int = SLOTS[TierId.DISK]) -> TieredCache:
         """Return an empty cache with open namespaces."""
+        slots = {**SLOTS, TierId.DISK: disk_slots}
         rng = np.random.default_rng(self.seed)
         config = CacheConfig(
             PageLayout(2, PAGE_TOKENS, 64),
-            tuple(TierConfig(tier, SLOTS[tier]) for tier in self.tiers),
+            tuple(TierConfig(tier, slots[tier]) for tier in self.tiers),
             load_policy=self.load_policy,
             write_policy=self.write_policy,
             demote_policy=self.demote_policy,

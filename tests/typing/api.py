@@ -14,7 +14,7 @@ from sgl_tiered.core.clock import Clock, ManualClock, SystemClock
 from sgl_tiered.core.ids import Encoding, Lookup, Representation, TierId
 from sgl_tiered.core.keys import Namespace, as_tokens, page_keys
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import Decision, LoadPlan, PageRecords, TransferResult
+from sgl_tiered.core.plans import Decision, FoundPages, LoadPlan, TransferResult
 from sgl_tiered.errors import (
     ConfigError,
     EngineCompatibilityError,
@@ -56,9 +56,13 @@ class ThirdPartyTier:
         """Nothing is ever kept here."""
         return TransferResult.failed(len(io.addresses), 0.0, "this tier is empty")
 
-    def recover(self) -> list[PageRecords]:
+    def recover(self) -> FoundPages:
         """Return what a former process left: nothing."""
-        return []
+        return FoundPages.of([])
+
+    def holds(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return none."""
+        return np.zeros(len(addresses), np.bool_)
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """There is nothing to forget."""

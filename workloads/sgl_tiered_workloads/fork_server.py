@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -73,6 +74,7 @@ class ForkedProcess:
         self.args = list(arguments)
         self.returncode: int | None = None
         self._owner = owner
+        self._reads = threading.Lock()
         self.pid = int(self._receive()["pid"])
 
     def _receive(self) -> dict[str, Any]:
@@ -100,11 +102,17 @@ class ForkedProcess:
             subprocess.TimeoutExpired: it still runs.
         """
         if self.returncode is None:
-            readable, _, _ = select.select([self._owner], [], [], timeout)
-            if not readable:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            self.returncode = int(self._receive()["code"])
-            self._owner.close()
+            try:
+                readable, _, _ = select.select([self._owner], [], [], timeout)
+            except ValueError:
+                # Another thread has just read the code.
+                readable = []
+            with self._reads:
+                if self.returncode is None and not readable:
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                if self.returncode is None:
+                    self.returncode = int(self._receive()["code"])
+                    self._owner.close()
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -234,6 +242,8 @@ class _Shared:
 
     def __init__(self) -> None:
         self.is_wanted = False
+        self.lock = threading.Lock()
+        """Servers are started by several threads at a time."""
         self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
 
     def get(self, env: Mapping[str, str]) -> ForkServer:
@@ -282,7 +292,8 @@ def forked(
         return None
     arguments = command[3:]
     num_spares = 1 + _num_ranks(arguments)
-    return _SHARED.get(env).start(MODULE, arguments, log, env, num_spares)
+    with _SHARED.lock:
+        return _SHARED.get(env).start(MODULE, arguments, log, env, num_spares)
 
 
 def _num_ranks(arguments: Sequence[str]) -> int:
@@ -290,6 +301,6 @@ def _num_ranks(arguments: Sequence[str]) -> int:
     words = [part for word in arguments for part in word.split("=", 1)]
     count = 1
     for flag, value in itertools.pairwise(words):
-        if flag in _RANK_FLAGS:
+        if flag in _RANK_FLAGS and value.isdigit():
             count *= int(value)
     return count

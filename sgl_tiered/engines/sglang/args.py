@@ -287,6 +287,15 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
         ),
         _NS,
     ] = None
+    tiered_slo_floor: A[
+        Optional[float],  # noqa: UP045
+        Arg(
+            help="Least target for the time to the first token, in seconds, that "
+            "counts of those that requests bring: who is due goes before others. "
+            "Default a quarter of --tiered-slo-ttft, 0.5 without it."
+        ),
+        _NS,
+    ] = None
     tiered_layerkv: A[
         Optional[str],  # noqa: UP045
         Arg(
@@ -594,6 +603,8 @@ _NEEDED: dict[str, object] = {
     "enable_session_radix_cache": False,
     "enable_streaming_session": False,
     "speculative_algorithm": None,
+    "dllm_algorithm": None,
+    "enable_pd_role_switch": False,
     "enable_dp_attention": False,
     "nnodes": 1,
     "pp_size": 1,

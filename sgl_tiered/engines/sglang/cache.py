@@ -81,6 +81,7 @@ class TieredRadixCache(LendingRadixCache):
         super().__init__(params)
         self._tiered = runtime
         self._strategy = strategy
+        runtime.on_offload_end = self._offload_ended
         if runtime.deferred is not None:
             self._ahead = OffloadAhead(self, runtime, runtime.deferred)
 
@@ -129,10 +130,10 @@ class TieredRadixCache(LendingRadixCache):
 
     def waiting_request(self, rid: str) -> tuple[RequestState, int] | None:
         """Return a request's state and how many of its pages are on the device now."""
-        state = self.tiered.coordinator.state(rid)
-        key = self._keys.get(rid)
-        if state is None or key is None:
+        state = self._current(rid)
+        if state is None:
             return None
+        key = self._keys[rid]
         on_device = self._match_tree(MatchPrefixParams(key=key)).device_prefix_len
         return state, on_device // self.page_size
 
@@ -141,6 +142,8 @@ class TieredRadixCache(LendingRadixCache):
 
         Where nothing runs or waits it will be looked at right away, and may be split.
         """
+        if not self.tiered.weights.settled:
+            self.tiered.metrics.add("requests_weights_unsettled")
         if not self.tiered.reads_at_arrival or self.tiered.engine_free():
             return
         found = self.waiting_request(request.rid)
@@ -335,7 +338,7 @@ class TieredRadixCache(LendingRadixCache):
 
     def split_end(self, req: Any) -> int | None:
         """Return after which token the first pass over a split prompt should end."""
-        state = self.tiered.coordinator.state(req.rid)
+        state = self._current(req.rid)
         page = None if state is None else self.tiered.coordinator.chunk_end(state)
         return None if page is None else page * self.page_size
 
@@ -351,7 +354,7 @@ class TieredRadixCache(LendingRadixCache):
         state = coordinator.state(req.rid)
         if state is None or coordinator.chunk_end(state) is None:
             return 0
-        if req.prefix_len % self.page_size:
+        if req.prefix_len % self.page_size or self._current(req.rid) is None:
             coordinator.settle(state, landed=False)
             return 0
         resume = coordinator.resume(state, req.prefix_len // self.page_size)
@@ -483,21 +486,33 @@ class TieredRadixCache(LendingRadixCache):
     def has_pending_cache_operations(self) -> bool:
         """Say whether pages of the tree are still being read by an offload."""
         if not self.tiered.agreement.is_shared:
-            self._pump()
+            self.take_ends()
         return bool(self._locks)
 
     def finish_offloads(self) -> None:
         """Wait for running offloads, which hold locks on pages of the tree."""
         self.tiered.drain_offloads()
-        self._pump()
+        self.take_ends()
+
+    def leave_device(self) -> None:
+        """Let every copy from and to the device end."""
+        self.end_fetches()
+        self.tiered.parts.loader.drain()
+        self.finish_offloads()
 
     # -- Events ----------------------------------------------------------------
+
+    def take_ends(self) -> None:
+        """Take the ends of transfers; several ranks meet for it."""
+        self.tiered.pump()
+        if self.fetcher is not None and self.fetcher.poll():
+            self.tiered.on_promoted()
 
     def check_hicache_events(self) -> None:
         """Take the ends of transfers and start what follows from them."""
         if self.tiered.is_reading and self.tiered.engine_idle():
             self.tiered.completions.wait(_IDLE_WAIT_S)
-        self._pump()
+        self.take_ends()
         if self._prefetch is not None:
             self._prefetch.between_passes(self._keys)
         if self._ahead is not None:
@@ -510,35 +525,67 @@ class TieredRadixCache(LendingRadixCache):
     def reset(self) -> None:
         """Forget every page in every tier, disk included.
 
-        SGLang resets the cache when weights change; pages of the old weights must not
-        be found again, so no tier is spared.
+        That is what a flush asks for, so no tier is spared.
         """
         if self._tiered is not None:
+            self.forget_plans()
             self._quiesce()
             self._tiered.reset()
         super().reset()
 
+    # -- Changes of the weights, see ``weights.py`` -----------------------------
+
+    def weights_changing(self) -> None:
+        """Note that SGLang is about to touch the weights.
+
+        What is being copied from the device was computed by those of before, and goes
+        on; nothing of theirs may come to the device any more, and what was put off is
+        not copied later.
+        """
+        self.end_fetches()
+        self.forget_plans()
+        if self._ahead is not None:
+            self._ahead.clear()
+        self.tiered.weights.changing()
+
+    def weights_changed(self) -> None:
+        """Note that the weights are as they will be computed with from now on."""
+        self.tiered.weights.changed(device_is_empty=self._is_device_empty)
+
+    def forget_plans(self) -> None:
+        """Forget what was found and begun for requests, here and at peers."""
+        self.tiered.forget_plans()
+
     def drop(self, tier: TierId) -> None:
         """Forget every page of one tier; the device only while no request runs."""
         self.end_fetches()
-        self._pump()
+        self.take_ends()
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
+            if self._is_device_empty:
+                self.tiered.weights.emptied()
         else:
             self.tiered.drop(tier)
-            if self._ahead is not None:
-                self._ahead.dropped()
+            self._note_dropped()
 
     def clear_storage_backend(self) -> bool:
-        """Forget what is on disk: SGLang's call to clear a cache's storage."""
-        self.drop(TierId.DISK)
+        """Forget what is on disk, without waiting; False where there is no disk.
+
+        Requests may run: pages that are read now are forgotten when they have been.
+        """
+        if not self.tiered.has_tier(TierId.DISK):
+            self.tiered.metrics.add("refused_storage_clear")
+            logger.warning("sgl-tiered: there is no disk tier to clear")
+            return False
+        self.tiered.forget(TierId.DISK)
+        self._note_dropped()
         return True
 
     def release_host_resources(self) -> None:
         """Finish writing to disk and close the tiers (graceful shutdown)."""
         self.end_fetches()
-        self._pump()
-        self.tiered.close(self._pump)
+        self.take_ends()
+        self.tiered.close(self.take_ends)
         super().release_host_resources()
 
     # -- SGLang's storage prefetch asks these; hashes of nodes are not used here --
@@ -554,21 +601,64 @@ class TieredRadixCache(LendingRadixCache):
 
     # -- Private ---------------------------------------------------------------
 
+    @property
+    def _is_device_empty(self) -> bool:
+        """Whether no slot of the device is in use, by the tree or by a request."""
+        allocator = self.token_to_kv_pool_allocator
+        num_tokens = allocator.size // self.page_size * self.page_size
+        return bool(allocator.available_size() >= num_tokens)
+
+    def _current(self, rid: str) -> RequestState | None:
+        """Return what is known of a request; None where that is of other weights."""
+        state, key = self.tiered.coordinator.state(rid), self._keys.get(rid)
+        if state is None or key is None:
+            return None
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        return state if state.digest == digest else None
+
     def _track(self, key: RadixKey, req: Any) -> RequestState | None:
-        """Note the prompt of ``req``; None where the tiers cannot serve it."""
+        """Note the prompt of ``req``; None where the tiers cannot serve it.
+
+        SGLang looks at a waiting request up to what it may reuse, or, to sort its queue
+        by prefixes, at all of it. Either way only the former counts.
+        """
         if req is None or self.disable or kept_exact(req, self.tiered.config):
             return None
-        max_pages = len(key) // self.page_size
-        if max_pages == 0:
+        if req.positional_embed_overrides is not None:
+            # Equal ids do not make such prompts equal.
             return None
-        tokens = plain_tokens(key.token_ids, len(key))
+        if not self.tiered.can_name(req):
+            return None
+        coordinator = self.tiered.coordinator
+        state = coordinator.state(req.rid)
+        limit = min(len(key), req._compute_max_prefix_len(len(key.token_ids)))
+        max_pages = limit // self.page_size
+        if max_pages == 0 and state is None:
+            return None
+        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        known = self._keys.get(req.rid)
+        if (
+            state is not None
+            and known is not None
+            and known.limit == limit
+            # Arrays of one type compare as bytes do: 2 us for 4,096 tokens.
+            and known.token_ids == key.token_ids
+            and state.digest == digest
+        ):
+            return state
+        tokens = plain_tokens(key.token_ids, limit)
         if tokens is None:
             return None
-        self._keys[req.rid] = key
-        digest = self.tiered.namespace(key.extra_key, key.cache_salt)
+        if digest is None:
+            if state is not None and not state.started:
+                coordinator.release(req.rid)
+            return None
+        self._keys[req.rid] = RadixKey(
+            key.token_ids, key.extra_key, limit=limit, cache_salt=key.cache_salt
+        )
         if self.tiered.lookahead is not None:
             self.tiered.lookahead.entered(req.rid, digest, tokens)
-        return self.tiered.coordinator.track(req.rid, digest, tokens, max_pages)
+        return coordinator.track(req.rid, digest, tokens, max_pages)
 
     def _take_slots(self, num_tokens: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator
@@ -593,7 +683,12 @@ class TieredRadixCache(LendingRadixCache):
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if tokens is None or kept_exact(req, self.tiered.config):
             return
+        if not self.tiered.can_name(req):
+            return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        if digest is None:
+            self.tiered.metrics.add("offloads_weights_unsettled")
+            return
         seen_pages = 0
         if state is not None:
             seen_pages, state.num_offloaded = state.num_offloaded, num_pages
@@ -626,13 +721,14 @@ class TieredRadixCache(LendingRadixCache):
         if held is not None:
             self.dec_lock_ref(*held)
 
-    def _pump(self) -> None:
-        for plan_id in self.tiered.pump():
-            self._unlock_offload(plan_id)
-            if self._ahead is not None:
-                self._ahead.ended(plan_id)
-        if self.fetcher is not None and self.fetcher.poll():
-            self.tiered.on_promoted()
+    def _offload_ended(self, plan_id: int) -> None:
+        self._unlock_offload(plan_id)
+        if self._ahead is not None:
+            self._ahead.ended(plan_id)
+
+    def _note_dropped(self) -> None:
+        if self._ahead is not None:
+            self._ahead.dropped()
 
     def _quiesce(self) -> None:
         """Let running transfers end; nothing may write to memory that is given back."""
@@ -643,7 +739,7 @@ class TieredRadixCache(LendingRadixCache):
         self._passes.clear()
         self.end_fetches()
         self.tiered.drain()
-        self._pump()
+        self.take_ends()
         self._queued.clear()
         self._private.clear()
         self._backs.clear()

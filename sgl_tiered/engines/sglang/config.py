@@ -104,6 +104,8 @@ _DEFAULT_STAGING_BYTES = 256 * 2**20
 _MAX_NUMBER = 2**63 - 1
 _AUTO_SHARE = 0.5
 _AUTO_HOST_MAX_BYTES = 64 * 2**30
+_FLOOR_SHARE, _FLOOR_S = 0.25, 0.5
+"""Least TTFT target of requests: of the server's, or seconds where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class TieredConfig:
         admission: none, slo (prefill is held where decoders would be late) or goodput
             (where that harms fewer requests than it spares).
         slo_ttft_s, slo_tpot_s: targets of requests that bring none; 0 for none.
+        slo_floor_s: least TTFT target that counts of those that requests bring.
         layerkv: of layer-wise KV; None where it is off.
         breaks_staging: layers are streamed wrongly on purpose (tests).
         encoding: how all pages below the device are written.
@@ -191,6 +194,7 @@ class TieredConfig:
     admission: str = NO_ADMISSION
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
+    slo_floor_s: float = 0.0
     layerkv: LayerKvSettings | None = None
     breaks_staging: bool = False
     encoding: Encoding = Encoding.RAW
@@ -281,6 +285,7 @@ def read_config(
         admission=_choice(settings, "admission", NO_ADMISSION),
         slo_ttft_s=_target(settings, "slo_ttft"),
         slo_tpot_s=_target(settings, "slo_tpot"),
+        slo_floor_s=_floor(settings),
         layerkv=read_layerkv(settings),
         breaks_staging=settings.get("fault_corrupt") == STAGING_FAULT,
         encoding=Encoding[_choice(settings, "encoding", Encoding.RAW.label).upper()],
@@ -572,6 +577,19 @@ def _target(settings: Mapping[str, Any], name: str) -> float:
             _flag(name), "is 0", "give seconds, or leave it out for no target"
         )
     return value
+
+
+def _floor(settings: Mapping[str, Any]) -> float:
+    """Return the least TTFT target that a request may bring, in seconds."""
+    ttft_s = _target(settings, "slo_ttft")
+    floor_s = _target(settings, "slo_floor")
+    if ttft_s and floor_s > ttft_s:
+        raise ConfigError(
+            _flag("slo_floor"),
+            f"{floor_s:g} is more than {_flag('slo_ttft')}, {ttft_s:g}",
+            "give less",
+        )
+    return floor_s or (ttft_s * _FLOOR_SHARE if ttft_s else _FLOOR_S)
 
 
 def _share(settings: Mapping[str, Any], name: str, default: float) -> float:

@@ -78,15 +78,20 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
     def track(
         self, rid: str, digest: bytes, tokens: Int32s, max_pages: int
     ) -> RequestState:
-        """Note the prompt of a request; a longer one replaces a shorter one."""
+        """Note the prompt of a request, and how much of it may be reused.
+
+        One that only goes on where the former ended replaces it; any other prompt
+        begins anew. Neither happens while a load of the former runs.
+        """
         state = self._states.get(rid)
-        if state is None:
-            state = RequestState(digest, tokens, max_pages)
-            self._states[rid] = state
-        elif len(tokens) != len(state.tokens) or max_pages != state.max_pages:
-            state.tokens, state.max_pages = tokens, max_pages
-            # It was made for other tokens, and might load more than may be reused.
-            state.decision = None
+        if state is not None and state.started:
+            return state
+        if state is None or not _goes_on(state, digest, tokens):
+            self.release(rid)
+            state = self._states[rid] = RequestState(digest, tokens, max_pages)
+        elif len(tokens) != len(state.tokens):
+            state.tokens, state.decision = tokens, None
+        self.limit(state, max_pages)
         return state
 
     def decide(
@@ -178,6 +183,12 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
         if state is not None and state.plan is not None:
             self.settle(state, landed=False)
 
+    def release_waiting(self) -> None:
+        """Forget every request whose load has not begun; a load goes on to its end."""
+        for rid, state in list(self._states.items()):
+            if not state.started:
+                self.release(rid)
+
     def release_all(self) -> None:
         """Forget every request (the cache is being reset)."""
         for rid in list(self._states):
@@ -216,3 +227,10 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
                 positions = staged.positions[kept] - skip
                 segments.append(Segment(staged.region, staged.rows[kept], positions))
         return tuple(segments)
+
+
+def _goes_on(state: RequestState, digest: bytes, tokens: Int32s) -> bool:
+    """Return whether tokens are those of a request, or more or fewer of the same."""
+    known = state.tokens
+    num = min(len(known), len(tokens))
+    return state.digest == digest and np.array_equal(known[:num], tokens[:num])

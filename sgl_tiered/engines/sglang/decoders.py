@@ -36,6 +36,7 @@ class Decoders:
         self._defaults = Targets(
             config.slo_ttft_s or NO_TARGET, config.slo_tpot_s or NO_TARGET
         )
+        self._floor_s = config.slo_floor_s
         self._lengths = lengths
         self._agreement = agreement
         self._targets: dict[str, Targets] = {}
@@ -46,7 +47,7 @@ class Decoders:
         found = self._targets.get(req.rid)
         if found is None:
             custom = req.sampling_params.custom_params
-            found, is_good = request_targets(custom, self._defaults)
+            found, is_good = request_targets(custom, self._defaults, self._floor_s)
             self.num_bad_targets += not is_good
             self._targets[req.rid] = found
         return found

@@ -25,8 +25,8 @@ _NAME = "tiered"
 
 TokensOf = Callable[[Any, int], Int32s | None]
 """(token ids, how many) -> int32, or None where they are not plain."""
-NamespaceOf = Callable[[str | None, str | None], bytes]
-"""(extra key, cache salt) -> digest."""
+NamespaceOf = Callable[[str | None, str | None], bytes | None]
+"""(extra key, cache salt) -> digest, or None while there is none."""
 
 
 class DeviceStrategy(EvictionStrategy):

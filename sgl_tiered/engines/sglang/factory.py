@@ -21,6 +21,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
+from sgl_tiered.engines.sglang.adapters import Adapters
 from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
@@ -31,16 +32,17 @@ from sgl_tiered.engines.sglang.device_eviction import (
     use_device_policy,
 )
 from sgl_tiered.engines.sglang.encoded_pools import EncodedCpuPool
-from sgl_tiered.engines.sglang.fingerprint import model_fingerprint
+from sgl_tiered.engines.sglang.fingerprint import weights_reader
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.page_forms import page_form
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.engines.sglang.probe import common_costs, measure_costs
-from sgl_tiered.engines.sglang.rank_disk import adopt, open_disk
+from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
 from sgl_tiered.engines.sglang.tokens import plain_tokens
+from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
@@ -164,12 +166,15 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     engine = "sglang " + importlib.metadata.version("sglang")
     model = model_facts(ctx, raw)
 
-    def fingerprint() -> str:
-        own = model_fingerprint(runner.model, ctx.model_config.hf_config, engine)
-        return "-".join(agreement.gathered(own))
-
+    metrics = MetricsRegistry()
+    weights = WeightsIdentity(
+        weights_reader(lambda: runner.model, ctx.model_config.hf_config, engine),
+        agreement,
+        metrics,
+    )
+    assert weights.value is not None
     namespace = Namespace(
-        fingerprint(),
+        weights.value,
         f"{pool.dtype} {model.attention_backend}{form.name}",
         layout.page_tokens,
         # The same on all ranks: keys of pages are among what decisions read.
@@ -183,7 +188,6 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     if is_cuda:
         use_device_in_threads(pool.k_buffer[0].device)
     register = cuda_register("--tiered-host-size") if is_cuda else None
-    metrics = MetricsRegistry()
     emulator = Emulator(
         config.emulate, switchable=config.switchable_faults, clock=clock
     )
@@ -279,8 +283,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     shares.watch(Share.LOAD, lambda: loader.busy)
     stager: StagingReader | None = None
     promoter: PromoteWorker | None = None
+    adoption: DiskAdoption | None = None
     if disk is not None:
-        adopt(cache, disk, agreement)
+        adoption = DiskAdoption(cache, disk, agreement)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
@@ -319,7 +324,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     parts = Parts(
         config=config,
         namespace=namespace,
-        fingerprint=fingerprint,
+        weights=weights,
         clock=decision_clock,
         cost=cost,
         cache=cache,
@@ -348,6 +353,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         lengths=_lengths(config),
         promoter=promoter,
         agreement=agreement,
+        adoption=adoption,
+        adapters=Adapters(getattr(runner, "lora_manager", None), agreement),
     )
     _log_start(parts, layout)
     emulator.arm()

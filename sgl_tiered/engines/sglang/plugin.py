@@ -61,9 +61,11 @@ def _attach() -> None:
     if _SCHEDULER_MODULE in sys.modules:
         from sgl_tiered.engines.sglang.disagg.backend import disagg_hooks
         from sgl_tiered.engines.sglang.reporting import scheduler_hooks
+        from sgl_tiered.engines.sglang.weights import weight_hooks
 
         require_seams(http=False)
         hooks += scheduler_hooks()
+        hooks += weight_hooks()
         hooks += disagg_hooks()
     if not in_scheduler:
         from sgl_tiered.engines.sglang.http import http_hooks

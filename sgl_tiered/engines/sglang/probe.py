@@ -214,8 +214,7 @@ def _disk_link(
     count = min(num_pages, disk.num_slots)
     rows = np.arange(count, dtype=np.int64)
     addresses = disk.num_slots - count + rows
-    kept = {int(a) for records in disk.recover() for a in records.addresses}
-    if kept & {int(a) for a in addresses}:
+    if disk.holds(addresses).any():
         # Full of pages from before: nothing is sacrificed for a measurement.
         figures["disk_bandwidth_bytes_per_s"] = 0.0
         return LinkCost(1e-3, 1e9)

@@ -150,8 +150,11 @@ def refused_profile(scheduler: Any) -> str:
         )
     if type(backend) is not TieredCpuAttention:
         return "a server with --tiered-layerkv or the like cannot be profiled"
-    if tiered_runtime(scheduler.tree_cache).parts.agreement.num_ranks > 1:
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if runtime.parts.agreement.num_ranks > 1:
         return "a server with --tp-size above 1 has its heads in several processes"
+    if runtime.weights.value is None:
+        return "its weights have changed and are being read; ask again in a moment"
     return ""
 
 
@@ -176,7 +179,7 @@ def profile_state(scheduler: Any) -> dict[str, Any]:
     sums = _backend(scheduler).sums
     return {
         "refused": "",
-        "fingerprint": tiered_runtime(scheduler.tree_cache).parts.fingerprint(),
+        "fingerprint": tiered_runtime(scheduler.tree_cache).weights.value,
         "sums": None if sums is None else sums.report(),
     }
 

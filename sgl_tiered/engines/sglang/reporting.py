@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.engines.sglang.admin import admin_hooks
 from sgl_tiered.engines.sglang.agreement import ARRIVED
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.disagg.backend import pd_state
@@ -40,6 +41,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components."
 _STATE = _COMPONENTS + "internal_state.SchedulerInternalStateController."
 _WORKER = "sglang.srt.managers.tp_worker.TpModelWorker."
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator."
+_MOST_LOCAL_TOKENS = 1 << 31
 _MIN_PREFILL_TOKENS = 32
 """A shorter prefill is mostly overhead and would teach the planner little."""
 
@@ -56,7 +58,6 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
-        (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
         (_SCHEDULER + "process_batch_result", _end_loads, HookType.BEFORE),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
@@ -69,6 +70,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
             _publish_metrics,
             HookType.AFTER,
         ),
+        *admin_hooks(),
     ]
 
 
@@ -151,13 +153,6 @@ def _note_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     runtime = _tiered(scheduler.tree_cache)
     if runtime is not None and runtime.explainer.is_on:
         runtime.explainer.end_pass(is_full=result[1].batch_is_full)
-
-
-def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Let the last offload end, so that SGLang finds its cache idle and flushes it."""
-    del args, kwargs
-    if _tiered(scheduler.tree_cache) is not None:
-        scheduler.tree_cache.finish_offloads()
 
 
 def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -315,11 +310,24 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
     def apply(key: str, value: Any) -> None:
         scheduler.tree_cache.drop(tier_of(key))
 
+    def whole(key: str, value: Any, numbers: range) -> None:
+        # SGLang's own endpoint takes any value, and applies it on this thread.
+        if type(value) is not int or value not in numbers:
+            first, last = numbers[0], numbers[-1]
+            raise UpdateRejected(
+                f"{key}: {value!r} is no whole number from {first} to {last}."
+            )
+
+    def may_use_policy(key: str, value: Any) -> None:
+        whole(key, value, range(len(LOAD_POLICIES)))
+        only_when_idle(key, value)
+
     def use_policy(key: str, value: Any) -> None:
         del key
-        scheduler.tree_cache.tiered.cache.use_load_policy(LOAD_POLICIES[int(value)])
+        scheduler.tree_cache.tiered.cache.use_load_policy(LOAD_POLICIES[value])
 
     def may_profile(key: str, value: Any) -> None:
+        whole(key, value, range(-1, _MOST_LOCAL_TOKENS))
         only_when_idle(key, value)
         reason = refused_profile(scheduler)
         if reason:
@@ -327,12 +335,12 @@ def _add_knobs(handlers: dict[str, Any], controller: Any) -> dict[str, Any]:
 
     def profile(key: str, value: Any) -> None:
         del key
-        switch_profile(scheduler, int(value))
+        switch_profile(scheduler, value)
 
     handlers[PROFILE_KNOB] = _UpdateHandler(may_profile, profile)
     for knob in DROP_KNOBS.values():
         handlers[knob] = _UpdateHandler(validate, apply)
-    handlers[LOAD_POLICY_KNOB] = _UpdateHandler(only_when_idle, use_policy)
+    handlers[LOAD_POLICY_KNOB] = _UpdateHandler(may_use_policy, use_policy)
     return handlers
 
 

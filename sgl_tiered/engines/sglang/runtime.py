@@ -29,15 +29,23 @@ from sgl_tiered.core.plans import (
     TransferResult,
 )
 from sgl_tiered.cost.model import CostModel
+from sgl_tiered.engines.sglang.adapters import Adapters
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
 from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
+from sgl_tiered.engines.sglang.namespaces import (
+    MAX_NAME_BYTES,
+    NamedSpaces,
+    is_too_long,
+)
+from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, disk_fingerprint
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.transfers import make_transfers
+from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 from sgl_tiered.metrics.registry import MetricsRegistry
@@ -57,7 +65,7 @@ from sgl_tiered.pipelines.page_numbers import PageNumbers
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
-from sgl_tiered.tiers.base import MemoryTier, Tier
+from sgl_tiered.tiers.base import KeptTier, MemoryTier, Tier
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.emulator import Emulator
 
@@ -84,7 +92,7 @@ class Parts:
 
     config: TieredConfig
     namespace: Namespace
-    fingerprint: Callable[[], str]
+    weights: WeightsIdentity
     clock: Clock
     cost: CostModel
     cache: TieredCache
@@ -106,6 +114,8 @@ class Parts:
     lengths: LengthReader | None = None
     promoter: PromoteWorker | None = None
     agreement: Agreement | None = None
+    adoption: DiskAdoption | None = None
+    adapters: Adapters | None = None
 
     @property
     def tiers(self) -> list[Tier]:
@@ -138,6 +148,8 @@ class TieredRuntime:
         self.engine_free: Callable[[], bool] = lambda: False
         # Offloads gave back pages that they had kept; the scheduler sets it.
         self.on_offloaded: Callable[[], None] = lambda: None
+        # The offload of this plan has ended, however it did; the tree sets it.
+        self.on_offload_end: Callable[[int], None] = lambda plan_id: None
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
@@ -146,6 +158,8 @@ class TieredRuntime:
         self.transfers = make_transfers(
             self.agreement, parts.completions, parts.stager, parts.promoter
         )
+        if parts.adoption is not None:
+            parts.adoption.is_idle = lambda: self.engine_idle()
         self.coordinator = LoadCoordinator(
             parts.cache, parts.memory, self.transfers.stager, parts.clock
         )
@@ -170,7 +184,14 @@ class TieredRuntime:
             self.coordinator.prefetcher = self.prefetcher
         # Called when a promotion has ended.
         self.on_promoted: Callable[[], None] = lambda: None
-        self.namespaces: dict[tuple[str, str], bytes] = {}
+        self.namespaces = NamedSpaces(
+            parts.cache.has_pages, lambda: parts.cache.num_namespaces_gone
+        )
+        self._told_of_names = False
+        self.weights = parts.weights
+        self.adapters = parts.adapters or Adapters(None, self.agreement)
+        # Called when the same tokens have come to mean other pages.
+        self.on_renewed: Callable[[], None] = lambda: None
         # Of loads, one per tier; of offloads.
         self._breakers = {
             tier.tier_id: CircuitBreaker(parts.clock) for tier in parts.tiers
@@ -211,6 +232,17 @@ class TieredRuntime:
         return ahead or bool(self.coordinator.num_staging)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether the disk is written, or read for requests that wait."""
+        return bool(self._num_demoting) or self.is_reading
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether the next look between two passes has pages to adopt."""
+        adoption = self.parts.adoption
+        return adoption is not None and adoption.is_adopting
+
+    @property
     def cost(self) -> CostModel:
         """What passes and loads cost."""
         return self.parts.cost
@@ -239,17 +271,55 @@ class TieredRuntime:
         """Say whether there is such a tier below the device."""
         return any(t.tier_id is tier for t in self.parts.tiers)
 
-    def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes:
-        """Return the digest for an adapter and a tenant; cached."""
+    def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes | None:
+        """Return the digest for an adapter and a tenant; cached.
+
+        None while it is not known what the device's KV was computed by: then nothing is
+        to be found or kept below it.
+
+        Args:
+            extra_key: SGLang's: what the sender gave, and the adapter's id.
+            cache_salt: the tenant's.
+        """
+        if not self.weights.settled:
+            return None
         names = (extra_key or "", cache_salt or "")
         digest = self.namespaces.get(names)
         if digest is None:
+            parted = self.adapters.parted(names[0])
+            if parted is None:
+                return None
             namespace = replace(
-                self.parts.namespace, lora=names[0], cache_salt=names[1]
+                self.parts.namespace,
+                extra_key=parted[0],
+                lora=parted[1],
+                cache_salt=names[1],
             )
             digest = self.cache.open_namespace(namespace)
-            self.namespaces[names] = digest
+            self.namespaces.add(names, digest)
         return digest
+
+    def can_name(self, req: Any) -> bool:
+        """Say whether the tiers can serve a request's adapter and salt; count if not.
+
+        Not where a name is so long that it would have to be kept by nobody.
+        """
+        can: bool | None = getattr(req, "tiered_can_name", None)
+        if can is None:
+            named = ("extra_key", "cache_salt")
+            long = [what for what in named if is_too_long(getattr(req, what, "") or "")]
+            can = req.tiered_can_name = not long
+            if long:
+                self.metrics.add("requests_name_too_long")
+            if long and not self._told_of_names:
+                self._told_of_names = True
+                logger.warning(
+                    "sgl-tiered: a request's %s has more than %d bytes; such requests "
+                    "use the device's cache only: send a shorter one",
+                    " and ".join(long),
+                    MAX_NAME_BYTES,
+                )
+        return can
 
     def note_copy(self, tier: TierId, error: str) -> None:
         """Tell a tier's breaker how a copy from it ended; empty for well."""
@@ -272,16 +342,15 @@ class TieredRuntime:
         self.explainer.offloaded(plan, failed)
         return False
 
-    def pump(self) -> list[int]:
-        """Take the ends of transfers; return the offload plans that have ended."""
-        offloaded = []
+    def pump(self) -> None:
+        """Take the ends of transfers, and start what follows from them."""
         for event in self.transfers.take():
             match event:
                 case OffloadFinished(plan, result):
                     self.cache.finish_offload(plan, result)
                     self.explainer.offloaded(plan, result)
                     self._offloads.record(_failure(result))
-                    offloaded.append(plan.plan_id)
+                    self._end_offload(plan.plan_id)
                     self.on_offloaded()
                 case DemoteFinished(plan, result):
                     self._num_demoting -= 1
@@ -301,10 +370,11 @@ class TieredRuntime:
                     self._note_load(event)
                 case _:
                     raise AssertionError(f"unknown completion {event!r}")
+        if self.weights.poll():
+            self._renew()
         self._let_rest()
         self._demote()
         self._forget_on_disk()
-        return offloaded
 
     def predicted_pass_s(self, rid: str, prefix: int, new: int) -> float:
         """Return the predicted time of a pass over ``new`` tokens of a request.
@@ -386,11 +456,18 @@ class TieredRuntime:
         self.metrics.add("tokens_total", num_tokens)
 
     def drop(self, tier: TierId) -> None:
-        """Forget every page of one tier."""
+        """Let transfers end, then forget every page of one tier."""
         self.drain()
         self.pump()
-        self.cache.drop_tier(tier)
-        self._forget_on_disk()
+        self.forget(tier)
+
+    def forget(self, tier: TierId) -> None:
+        """Forget every page of one tier; what a transfer uses, as soon as it ends."""
+        if tier is TierId.DISK and self.parts.adoption is not None:
+            self.parts.adoption.discard()
+        gone = self.cache.drop_tier(tier)
+        if tier is TierId.DISK and self.parts.disk is not None:
+            self.parts.disk.forget(gone)
 
     def drain_offloads(self) -> bool:
         """Wait until no copy from the device runs, in bounded time; False if one does.
@@ -422,21 +499,27 @@ class TieredRuntime:
         No copy from or to the device may run. An I/O of the disk may: it ends into
         nothing.
         """
+        self.forget_plans()
         self.coordinator.release_all()
-        if self.prefetcher is not None:
-            self.prefetcher.cancel_all()
-        self._waits.clear()
         self.explainer.reset()
-        if self.lookahead is not None:
-            self.lookahead.clear()
-        # The weights may have changed, which is why SGLang resets.
-        parts = self.parts
-        parts.namespace = replace(
-            parts.namespace, model_fingerprint=parts.fingerprint()
-        )
+        if self.parts.adoption is not None:
+            self.parts.adoption.discard()
         self.cache.reset()
         self.namespaces.clear()
         self._forget_on_disk()
+        self.weights.emptied()
+
+    def forget_plans(self) -> None:
+        """Forget what was found and begun for requests that wait.
+
+        Loads that have started go on: they end in pages of the device.
+        """
+        self.coordinator.release_waiting()
+        if self.prefetcher is not None:
+            self.prefetcher.cancel_all()
+        self._waits.clear()
+        if self.lookahead is not None:
+            self.lookahead.clear()
 
     def close(self, pump: Callable[[], None]) -> None:
         """Write out what is still to be written, in bounded time, then close."""
@@ -444,6 +527,7 @@ class TieredRuntime:
             return
         self._closed = True
         self.agreement.leave()
+        self.weights.close()
         parts = self.parts
         give_up_at_s = parts.clock.now() + _CLOSE_TIMEOUT_S
         while self._num_demoting and parts.clock.now() < give_up_at_s:
@@ -486,8 +570,12 @@ class TieredRuntime:
             "cost": parts.cost.snapshot(),
             "probe": parts.probe,
             "served": parts.served,
+            "weights": self.weights.stats(),
             **({} if parts.lengths is None else {"lengths": parts.lengths.stats()}),
             "queue_lookahead": 0 if parts.lookahead is None else len(parts.lookahead),
+            "namespaces": self.cache.num_namespaces,
+            "empty_namespaces": self.namespaces.num_empty,
+            "adoption": {} if parts.adoption is None else parts.adoption.stats(),
         }
 
     def metrics_snapshot(self) -> dict[str, Any]:
@@ -519,6 +607,10 @@ class TieredRuntime:
         """Ask the model, where it is asked; publish and write a line if that is due."""
         if self.lengths is not None and self.lengths.asks is not None:
             self.lengths.asks.between_passes()
+        if self.parts.adoption is not None:
+            self.parts.adoption.advance()
+        if self.engine_free():
+            self.namespaces.drop_empty()
         interval_s = self.config.log_interval_s
         now = self.parts.clock.now()
         if self.publish is not None and now - self._published_at_s >= _PUBLISH_S:
@@ -554,6 +646,9 @@ class TieredRuntime:
             return str(error)
         logger.warning("sgl-tiered: EMULATED from now on: %s", text or "nothing")
         return ""
+
+    def _end_offload(self, plan_id: int) -> None:
+        self.on_offload_end(plan_id)
 
     def _end_promotion(self, event: PromoteFinished) -> None:
         """Take the end of a read ahead of need, or for a peer, whole or not."""
@@ -609,11 +704,32 @@ class TieredRuntime:
     def _demote(self) -> None:
         if not self.parts.demoters:
             return
-        while (plan := self.cache.plan_demote(_DEMOTE_PAGES)) is not None:
+        adoption = self.parts.adoption
+        # Its free slots are not known before.
+        is_closed = adoption is not None and adoption.is_scanning
+        not_to = (TierId.DISK,) if is_closed else ()
+        while (
+            plan := self.cache.plan_demote(_DEMOTE_PAGES, not_to=not_to)
+        ) is not None:
             # Addresses that this very plan takes over must not be forgotten after it.
             self._forget_on_disk()
             self._num_demoting += 1
             self.parts.demoters[plan.source, plan.target].submit(plan)
+
+    def _renew(self) -> None:
+        """Forget all pages of the weights before; those now are known, and others."""
+        parts = self.parts
+        assert self.weights.value is not None
+        parts.namespace = replace(parts.namespace, model_fingerprint=self.weights.value)
+        if parts.adoption is not None:
+            parts.adoption.discard()
+        self.cache.reset()
+        self.namespaces.clear()
+        self.explainer.namespaces.clear()
+        self._forget_on_disk()
+        if isinstance(parts.disk, KeptTier):
+            parts.disk.relabel(disk_fingerprint(parts.namespace, self.agreement))
+        self.on_renewed()
 
     def _forget_on_disk(self) -> None:
         if self.parts.disk is not None:

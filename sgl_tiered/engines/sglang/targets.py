@@ -8,6 +8,8 @@ the OpenAI client calls that ``extra_body``):
 
 Seconds; null asks for no target at all. What is no positive number is left out, and the
 server's own target holds: a wrong wish must not fail a request that can be served.
+A TTFT below the server's floor counts as the floor: who is due goes before others, and
+with a target of nothing a request would be due before all that have waited.
 """
 
 from __future__ import annotations
@@ -37,8 +39,16 @@ class Targets:
     tpot_s: float = NO_TARGET
 
 
-def request_targets(custom_params: Any, defaults: Targets) -> tuple[Targets, bool]:
-    """Return a request's targets, and whether all that it brought made sense."""
+def request_targets(
+    custom_params: Any, defaults: Targets, floor_s: float = 0.0
+) -> tuple[Targets, bool]:
+    """Return a request's targets, and whether all that it brought can count.
+
+    Args:
+        custom_params: of its sampling parameters.
+        defaults: of requests that bring none.
+        floor_s: least TTFT target that counts.
+    """
     wishes = None
     if isinstance(custom_params, Mapping):
         wishes = custom_params.get(PARAMS_KEY)
@@ -57,6 +67,8 @@ def request_targets(custom_params: Any, defaults: Targets) -> tuple[Targets, boo
             found[name] = float(value)
         else:
             is_good = False
+    if found.get("ttft_s", floor_s) < floor_s:
+        found["ttft_s"], is_good = floor_s, False
     return replace(defaults, **found), is_good
 
 

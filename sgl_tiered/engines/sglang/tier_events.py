@@ -62,27 +62,16 @@ class _EventNames:
         self._lora_names = params.kv_event_lora_names
         self._is_dynamo = params.dynamo_kv_event_format
         self._page_size = page_size
-        self._keys: dict[bytes, tuple[str | None, str | None]] = {}
         # A namespace without adapter and salt is there before any request.
-        runtime.namespace(None, None)
+        self._plain = runtime.namespace(None, None)
 
-    def refresh(self) -> bool:
-        """Look which namespaces are open; returns whether there are new ones."""
-        if len(self._runtime.namespaces) == len(self._keys):
-            return False
-        self._keys = {
-            digest: (extra_key or None, salt or None)
-            for (extra_key, salt), digest in self._runtime.namespaces.items()
-        }
-        return True
-
-    def forget(self) -> None:
-        """Forget which namespaces are open: after a reset they have other digests."""
-        self._keys = {}
+    def refresh(self) -> list[bytes]:
+        """Return the namespaces that were named since the last call."""
+        return self._runtime.namespaces.take_new()
 
     def lora_name(self, digest: bytes) -> str | None:
         """Return the public name of a namespace's adapter."""
-        extra_key, _ = self._keys[digest]
+        extra_key, _ = self._keys(digest)
         if self._is_dynamo:
             name: str | None = self._lora_names.resolve(extra_key)
         else:
@@ -91,14 +80,13 @@ class _EventNames:
 
     def salt(self, digest: bytes) -> str | None:
         """Return the tenant's salt of a namespace."""
-        return self._keys[digest][1]
+        return self._keys(digest)[1]
 
     def chain(self, digest: bytes, before: bytes | None, raw: bytes) -> bytes | None:
         """Return the SHA-256 of each page, all in front of it included."""
-        names = self._keys.get(digest)
-        if names is None:
+        if digest != self._plain and self._runtime.namespaces.names_of(digest) is None:
             return None
-        extra_key, salt = names
+        extra_key, salt = self._keys(digest)
         if extra_key is not None and self.lora_name(digest) is None:
             return None
         last = before
@@ -113,7 +101,7 @@ class _EventNames:
 
     def names(self, digest: bytes, states: bytes) -> list[int]:
         """Return the first 64 bits of each, and SGLang's seed over them, if any."""
-        extra_key, salt = self._keys[digest]
+        extra_key, salt = self._keys(digest)
         if self._is_dynamo:
             seed = kv_event_namespace_seed(extra_key=extra_key, cache_salt=salt)
         else:
@@ -122,6 +110,15 @@ class _EventNames:
         if seed is None:
             return [int(word) for word in words]
         return [namespaced_block_hash(int(w), namespace_seed=seed) for w in words]
+
+    def forget(self) -> None:
+        """Take note that digests have changed."""
+        self._plain = self._runtime.namespace(None, None)
+
+    def _keys(self, digest: bytes) -> tuple[str | None, str | None]:
+        """Return adapter and salt of a namespace that was named."""
+        extra_key, salt = self._runtime.namespaces.names_of(digest) or ("", "")
+        return extra_key or None, salt or None
 
 
 class TierEvents:
@@ -139,11 +136,12 @@ class TierEvents:
         self._names = _EventNames(runtime, params, page_size)
         self._names.refresh()
         self._watch = runtime.cache.watch_copies(self._names)
+        runtime.on_renewed = self._names.forget
 
     def take(self) -> list[Any]:
         """Return the events since the last call, as many as one step may tell."""
-        if self._names.refresh():
-            self._watch.retell()
+        for digest in self._names.refresh():
+            self._watch.retell(digest)
         limit = _PAGES_IDLE if self._runtime.engine_idle() else _PAGES_PER_STEP
         return [
             self._stored(change)

@@ -167,7 +167,7 @@ def test_a_namespace_of_nobody_is_told_once_it_is_known(make_cache: MakeCache) -
     assert story.listen() == []
     story.sums.unknown.clear()
     assert story.listen() == []
-    story.watch.retell()
+    story.watch.retell(story.digest)
     assert [len(change.names) for change in story.listen()] == [2]
 
 

@@ -66,7 +66,6 @@ class Tier:
         table = CacheTable((TierId.HOST,), (NUM_PAGES,), 1, 1)
         self.evictor = Evictor(table, 0, CostPolicy(), outlook)
         index = RadixIndex(table, 4, lambda _, node: self.evictor.push(node))
-        index.open(ROOT)
         self.nodes = []
         for page in range(NUM_PAGES):
             rows = table.alloc_rows(1)

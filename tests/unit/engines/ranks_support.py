@@ -34,6 +34,7 @@ from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.probe import common_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
+from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import (
     CompletionQueue,
@@ -56,6 +57,7 @@ from sgl_tiered.sim.device_tree import DeviceTree
 from sgl_tiered.testing.fakes import FakeDevicePool, FakeTier
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
+from tests.unit.engines.weights_support import FakeWeights
 
 LAYOUT = PageLayout(num_layers=2, page_tokens=2, token_bytes=96)
 PAGE = LAYOUT.page_tokens
@@ -342,11 +344,14 @@ class Rank:
             explain_last=0,
         )
         pipes = self.pipes
+        self.weights = FakeWeights()
+        metrics = MetricsRegistry()
+        weights = WeightsIdentity(self.weights.begin, agreement, metrics)
         self.runtime = TieredRuntime(
             Parts(
                 config=self.config,
                 namespace=Namespace("model", "bfloat16", PAGE, "0/2"),
-                fingerprint=lambda: "model",
+                weights=weights,
                 clock=decision_clock,
                 cost=cost,
                 cache=self.cache,
@@ -355,7 +360,7 @@ class Rank:
                 cxl=None,
                 disk=FakeTier(LAYOUT.slot_bytes, DISK_SLOTS),
                 emulator=Emulator(),
-                metrics=MetricsRegistry(),
+                metrics=metrics,
                 completions=pipes.completions,
                 loader=pipes.part(submit=pipes.submit_load),
                 offloader=pipes.part(try_submit=pipes.try_submit_offload),

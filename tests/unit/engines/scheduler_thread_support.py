@@ -24,8 +24,10 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
+from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
@@ -38,6 +40,7 @@ from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.tiers.disk import DiskTier
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
+from tests.unit.engines.weights_support import FakeWeights
 
 LAYOUT = PageLayout(num_layers=3, page_tokens=2, token_bytes=96)
 HOST_SLOTS = 16
@@ -94,7 +97,7 @@ def make_runtime(folder, calls=None, *, slow_io_s=1e6):
         Parts(
             config=TieredConfig(host_bytes=1, log_interval_s=1e-9),
             namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
-            fingerprint=lambda: "model",
+            weights=WeightsIdentity(FakeWeights().begin, Agreement(clock), metrics),
             clock=clock,
             cost=cost,
             cache=cache,

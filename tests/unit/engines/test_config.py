@@ -425,6 +425,18 @@ def test_targets_are_seconds() -> None:
     assert (plain.admission, plain.length_predictor) == ("none", "none")
 
 
+def test_the_floor_of_targets_follows_the_servers() -> None:
+    """A quarter of the server's own; half a second where it has none."""
+    told = {**HOST, "admission": "slo"}
+    assert read_config(told).slo_floor_s == 0.5
+    assert read_config({**told, "slo_ttft": 8}).slo_floor_s == 2.0
+    assert read_config({**told, "slo_ttft": 8, "slo_floor": 3}).slo_floor_s == 3.0
+    with pytest.raises(ConfigError, match="--tiered-slo-floor: 9 is more than"):
+        read_config({**told, "slo_ttft": 8, "slo_floor": 9})
+    with pytest.raises(ConfigError, match="--tiered-slo-floor: has no effect"):
+        read_config({**HOST, "slo_floor": 9})
+
+
 def test_layer_wise_kv_reads_tpot_targets_and_lengths() -> None:
     """Without an admission too; nobody would read a TTFT target."""
     told = {**HOST, "layerkv": "on"}

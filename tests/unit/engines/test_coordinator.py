@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.plans import TransferResult
+from sgl_tiered.testing.strategies import spell
 from tests.unit.engines.coordinator_support import LONG_S, PATIENCE_S, Rig
 from tests.unit.pipelines.pipeline_support import LAYOUT
 
@@ -430,3 +432,93 @@ def test_a_prompt_announced_again_is_decided_again(rig):
     assert rig.coordinator.loadable_pages(state, 0) == 4
     rig.track("r", "abc")
     assert rig.coordinator.loadable_pages(state, 0) == 3
+
+
+def test_a_plan_ends_where_reuse_does(rig):
+    """Under a lower limit a plan that reaches beyond it is given up, not shortened."""
+    rig.keep_on_disk("abcd")
+    tokens = spell("abcd", LAYOUT.page_tokens)
+    state = rig.coordinator.track("r", rig.digest, tokens, 4)
+    assert not rig.coordinator.prepare(state, 0)
+    rig.pump()
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    assert rig.coordinator.track("r", rig.digest, tokens, 3) is state
+    assert rig.coordinator.loadable_pages(state, 0) == 0, "it is to be read anew"
+    assert rig.num_pinned() == 0
+    assert rig.stager.num_free_rows == 8
+    assert not rig.coordinator.prepare(state, 0)
+    rig.pump()
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 3
+    job = rig.coordinator.begin(state, pages(3))
+    assert np.array_equal(rig.landed_bytes(job), rig.expected("abc"))
+    rig.coordinator.settle(state, landed=True)
+
+
+def test_nothing_is_loaded_where_nothing_may_be_reused(rig):
+    """With a limit of no page a plan is given up, and none is made."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    rig.coordinator.track("r", rig.digest, state.tokens, 0)
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 0
+    assert rig.coordinator.begin(state, pages(0)) is None
+    assert rig.num_pinned() == 0
+
+
+def test_a_load_that_has_begun_is_left_alone(rig):
+    """Its pages are copied now; whoever began it ends it."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    assert rig.coordinator.begin(state, pages(4)) is not None
+    plan = state.plan
+    for word, limit in (("abcd", 3), ("wxyz", 4)):
+        tokens = spell(word, LAYOUT.page_tokens, tail=1)
+        assert rig.coordinator.track("r", rig.digest, tokens, limit) is state
+        assert state.plan is plan
+        assert rig.coordinator.loadable_pages(state, 0) == 0
+    rig.coordinator.settle(state, landed=True)
+    assert rig.num_pinned() == 0
+
+
+@pytest.mark.parametrize("word", ["wxyz", "abyz", "wxyzabcd"])
+def test_other_tokens_under_one_name_are_another_prompt(rig, word):
+    """Equal lengths do not make prompts equal: a plan for the former is given up."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    assert rig.coordinator.prepare(state, 0)
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    assert rig.coordinator.track("s", rig.digest, state.tokens, 4) is not state
+    other = rig.track("r", word)
+    assert np.array_equal(other.tokens, spell(word, LAYOUT.page_tokens, tail=1))
+    rig.coordinator.prepare(other, 0)
+    wanted = 2 if word == "abyz" else 0
+    assert rig.coordinator.loadable_pages(other, 0) == wanted
+
+
+def test_another_namespace_is_another_prompt(rig):
+    """The weights have changed: what was found for the former ones is not loaded."""
+    rig.keep("abcd")
+    state = rig.track("r", "abcd")
+    assert rig.coordinator.loadable_pages(state, 0) == 4
+    digest = rig.cache.open_namespace(Namespace("other weights", "bfloat16", 2))
+    other = rig.coordinator.track("r", digest, state.tokens, 4)
+    assert rig.coordinator.loadable_pages(other, 0) == 0
+
+
+def test_a_prompt_that_grows_keeps_its_plan(rig):
+    """An answer's tokens follow; what was planned for the front holds."""
+    rig.keep_on_disk("abcd")
+    tokens = spell("abcdef", LAYOUT.page_tokens)
+    state = rig.coordinator.track("r", rig.digest, tokens[:9], 4)
+    assert not rig.coordinator.prepare(state, 0)
+    plan = state.plan
+    assert plan is not None
+    assert rig.coordinator.track("r", rig.digest, tokens, 5) is state
+    assert state.plan is plan
+    assert len(state.tokens) == len(tokens)
+    rig.pump()
+    assert rig.coordinator.loadable_pages(state, 0) == 4

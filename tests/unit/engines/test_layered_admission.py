@@ -131,7 +131,7 @@ class Both:
     ) -> None:
         self.clock = ManualClock(NOW_S)
         config: Any = SimpleNamespace(
-            admission="slo", slo_ttft_s=150.0, slo_tpot_s=TPOT_S
+            admission="slo", slo_ttft_s=150.0, slo_tpot_s=TPOT_S, slo_floor_s=30.0
         )
         runtime = SimpleNamespace(
             predicted_pass_s=lambda rid, prefix, new: new * TOKEN_S
@@ -248,7 +248,7 @@ class Device:
         binding = LayerBinding(LAYERS, 201, num_layer_pages, first_physical=1)
         self.manager = LayerManager(binding, self.mover, PAGE, plan.half_pages)
         self.driver = LayerDriver(self.manager, plan)
-        config: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=0.0)
+        config: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=0.0, slo_floor_s=0.0)
         decoders = Decoders(
             config,
             LengthReader(LengthBook(ConstantLength(LENGTH))),

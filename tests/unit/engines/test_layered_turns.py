@@ -137,7 +137,9 @@ class Rig:
     ) -> None:
         self.clock = ManualClock(NOW_S)
         self.layers = FakeLayers(self.clock)
-        config: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=tpot_s)
+        config: Any = SimpleNamespace(
+            slo_ttft_s=0.0, slo_tpot_s=tpot_s, slo_floor_s=0.0
+        )
         reader = LengthReader(LengthBook(ConstantLength(LENGTH)))
         self.decoders = Decoders(
             config, reader if predicts else None, Agreement(self.clock)

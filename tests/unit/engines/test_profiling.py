@@ -164,13 +164,12 @@ def test_the_answers_are_the_same_while_sums_are_on(attention, profiling, prompt
     assert backend.sums.report()["num_queries"] == 40
 
 
-def scheduler_with(backend, num_ranks=1):
-    parts = SimpleNamespace(
-        agreement=SimpleNamespace(num_ranks=num_ranks), fingerprint=lambda: "ab"
-    )
+def scheduler_with(backend, num_ranks=1, weights="ab"):
+    parts = SimpleNamespace(agreement=SimpleNamespace(num_ranks=num_ranks))
+    tiered = SimpleNamespace(parts=parts, weights=SimpleNamespace(value=weights))
     return SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend)),
-        tree_cache=SimpleNamespace(tiered=SimpleNamespace(parts=parts)),
+        tree_cache=SimpleNamespace(tiered=tiered),
     )
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
+from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.clock import ManualClock
-from sgl_tiered.core.keys import Namespace
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import Namespace, page_keys
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.core.plans import FoundPages, PageRecords
+from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.rank_disk import adopt, open_disk
+from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
+from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.emulator import Emulator
 from tests.unit.engines.ranks_support import on_two_ranks
 
+DIGEST = Namespace("model", "bfloat16", 2).digest()
 LAYOUT = PageLayout(num_layers=2, page_tokens=2, token_bytes=96)
 
 
@@ -24,64 +33,185 @@ def both(work):
     return on_two_ranks(lambda rank, seat: work(rank, Agreement(clock, seat)))
 
 
-def records(num):
-    """Return what a former server left of some pages."""
-    return PageRecords(
-        namespace=bytes(16),
-        keys=np.arange(num * 16, dtype=np.uint8).reshape(num, 16),
-        parents=np.zeros((num, 16), np.uint8),
-        tokens=np.zeros((num, LAYOUT.page_tokens), np.int32),
+def found_pages(num):
+    """Return what a former server left of a prompt with so many pages."""
+    tokens = np.arange(num * LAYOUT.page_tokens, dtype=np.int32)
+    keys = page_keys(DIGEST, tokens, LAYOUT.page_tokens)
+    before = np.frombuffer(DIGEST, np.uint8)[None]
+    group = PageRecords(
+        namespace=DIGEST,
+        keys=keys,
+        parents=np.concatenate([before, keys])[:num],
+        tokens=tokens.reshape(num, -1),
         checksums=np.zeros(num, np.uint64),
         addresses=np.arange(num),
     )
+    return FoundPages.of([group], LAYOUT.page_tokens)
 
 
 class Left:
-    """A disk that has something from a former server."""
+    """A disk that has something from a former server, and lets nobody read it yet."""
 
-    tier_id = None
+    tier_id = TierId.DISK
 
-    def __init__(self, num):
-        self.found = [records(num)]
+    def __init__(self, num, is_open=True):
+        self.num = num
         self.forgotten = []
+        self.gate = threading.Event()
+        self.is_read = threading.Event()
+        if is_open:
+            self.gate.set()
 
     def recover(self):
-        return self.found
+        if self.num < 0:
+            raise RuntimeError("a fault of ours")
+        self.gate.wait()
+        return found_pages(self.num)
 
     def forget(self, addresses):
         self.forgotten += addresses.tolist()
 
 
-class Adopting:
-    """A cache that takes over everything."""
+def make_cache(num_slots=64):
+    tiers = (TierId.HOST, TierId.DISK)
+    return TieredCache(
+        CacheConfig(LAYOUT, tuple(TierConfig(tier, num_slots) for tier in tiers)),
+        cost=CostModel(
+            PrefillCost(10**6, 2, 32, 1e9), {t: LinkCost(1e-4, 1e9) for t in tiers}
+        ),
+        eviction={t: make_eviction_policy("lru", None) for t in tiers},
+        clock=ManualClock(),
+    )
 
-    def __init__(self):
-        self.num_adopted = 0
 
-    def adopt(self, tier, found):
-        self.num_adopted += len(found.addresses)
-        return len(found.addresses), np.zeros(0, np.int64)
+def num_on_disk(cache):
+    return cache.stats.pages_adopted[TierId.DISK]
 
 
-@pytest.mark.parametrize(("nums", "num_adopted"), [((3, 3), 3), ((3, 2), 0)])
+@pytest.mark.parametrize(("nums", "num_adopted"), [((40, 40), 40), ((40, 39), 0)])
 def test_what_is_left_is_taken_over_if_it_is_the_same_on_all_ranks(nums, num_adopted):
     """A crash may have cut the ranks off apart: then all of it is forgotten."""
+    both_read = threading.Barrier(2)
 
     def work(rank, agreement):
-        disk, cache = Left(nums[rank]), Adopting()
-        adopt(cache, disk, agreement)
-        return cache.num_adopted, len(disk.forgotten)
+        disk, cache = Left(nums[rank]), make_cache()
+        adoption = DiskAdoption(cache, disk, agreement)
+        agreement.meet({})
+        adoption._reader.join()
+        both_read.wait()
+        seen = []
+        for _ in range(20):
+            agreement.meet({})
+            adoption.advance()
+            agreement.note("adopted", num_on_disk(cache))
+            seen.append(num_on_disk(cache))
+        cache.check()
+        assert adoption.is_done
+        return seen, len(disk.forgotten)
 
-    found = both(work)
-    expected = [(num_adopted, 0 if num_adopted else num) for num in nums]
-    assert found == expected
+    (first, forgotten), (second, _) = both(work)
+    assert first == second
+    assert first[-1] == num_adopted
+    assert forgotten == (0 if num_adopted else nums[0])
+    if num_adopted:
+        assert 0 < first[1] < num_adopted, "not in slices"
+
+
+def test_ranks_wait_for_the_slowest():
+    """One has read what is there, the other has not: nobody adopts or writes."""
+
+    def work(rank, agreement):
+        disk, cache = Left(8, is_open=rank == 0), make_cache()
+        adoption = DiskAdoption(cache, disk, agreement)
+        if rank == 0:
+            adoption._reader.join()
+        for _ in range(3):
+            agreement.meet({})
+            assert adoption.is_scanning
+            assert num_on_disk(cache) == 0
+        disk.gate.set()
+        adoption._reader.join()
+        agreement.all(True)
+        for _ in range(5):
+            agreement.meet({})
+        return num_on_disk(cache)
+
+    assert both(work) == [8, 8]
+
+
+def alone(num, is_open=True, num_slots=64):
+    disk, cache = Left(num, is_open), make_cache(num_slots)
+    return disk, cache, DiskAdoption(cache, disk, Agreement(ManualClock()))
 
 
 def test_a_single_rank_takes_over_what_there_is():
-    """Without a word to anybody."""
-    disk, cache = Left(2), Adopting()
-    adopt(cache, disk, Agreement(ManualClock()))
-    assert (cache.num_adopted, disk.forgotten) == (2, [])
+    """Without a word to anybody; fewer at a time while requests run."""
+    disk, cache, adoption = alone(40)
+    adoption._reader.join()
+    adoption.advance()
+    assert num_on_disk(cache) == 0
+    assert cache.occupancy(TierId.DISK).used_slots == 40
+    adoption.advance()
+    assert 0 < num_on_disk(cache) < 40
+    adoption.is_idle = lambda: True
+    adoption.advance()
+    assert adoption.is_done
+    assert num_on_disk(cache) == 40
+    assert disk.forgotten == []
+    cache.check()
+
+
+def test_the_start_does_not_wait_for_the_disk():
+    """A folder that hangs: nothing is found, and nothing held up."""
+    disk, cache, adoption = alone(5, is_open=False)
+    for _ in range(3):
+        adoption.advance()
+    assert adoption.is_scanning
+    assert adoption.stats()["state"] == "scanning"
+    disk.gate.set()
+    adoption.finish()
+    assert num_on_disk(cache) == 5
+
+
+@pytest.mark.parametrize("when", ["while it is read", "before the first", "half way"])
+@pytest.mark.parametrize("how", ["reset", "drop"])
+def test_what_is_dropped_is_not_adopted_later(when, how):
+    """Whenever that happens; and the disk forgets all of it."""
+    disk, cache, adoption = alone(40, is_open=when != "while it is read")
+    if when != "while it is read":
+        adoption._reader.join()
+        adoption.advance()
+    if when == "half way":
+        adoption.advance()
+        assert 0 < num_on_disk(cache) < 40
+    adoption.discard()
+    if how == "reset":
+        cache.reset()
+    else:
+        disk.forget(cache.drop_tier(TierId.DISK))
+    disk.gate.set()
+    adoption.finish()
+    disk.forget(cache.take_forgotten(TierId.DISK))
+    assert sorted(disk.forgotten) == list(range(40))
+    assert cache.occupancy(TierId.DISK).used_slots == 0
+    assert cache.num_namespaces == 0
+    cache.check()
+
+
+def test_slots_that_the_cache_has_not_are_forgotten():
+    """The disk of another rank is smaller, so the cache uses fewer than there are."""
+    disk, cache, adoption = alone(40, num_slots=30)
+    adoption.finish()
+    assert num_on_disk(cache) == 30
+    assert disk.forgotten == list(range(30, 40))
+
+
+def test_a_fault_in_reading_costs_the_pages_and_nothing_else():
+    """The tier is used as an empty one."""
+    _, cache, adoption = alone(-1)
+    adoption.finish()
+    assert adoption.is_done
+    assert num_on_disk(cache) == 0
 
 
 def test_each_rank_has_a_folder_of_its_own(tmp_path):

@@ -12,8 +12,10 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
+from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
@@ -26,6 +28,7 @@ from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
+from tests.unit.engines.weights_support import FakeWeights, read_out
 
 LAYOUT = PageLayout(num_layers=3, page_tokens=2, token_bytes=96)
 NUM_SLOTS = 16
@@ -48,6 +51,8 @@ class Rig:
         self.cost = CostModel(
             PrefillCost(1000, 3, 64, 1e9), {tier: LinkCost(1e-4, 1e9) for tier in tiers}
         )
+        self.weights = FakeWeights()
+        weights = WeightsIdentity(self.weights.begin, Agreement(clock), metrics)
         cache = TieredCache(
             CacheConfig(
                 layout=LAYOUT,
@@ -63,7 +68,7 @@ class Rig:
             Parts(
                 config=TieredConfig(host_bytes=1),
                 namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
-                fingerprint=lambda: "model",
+                weights=weights,
                 clock=clock,
                 cost=self.cost,
                 cache=cache,
@@ -285,3 +290,136 @@ def test_nonsense_is_not_switched(rig):
     """The sentence says why, and nothing is emulated."""
     assert "not understood" in rig.runtime.switch_faults("host:fault=error/upwards")
     assert rig.runtime.stats()["media"]["host"]["emulation"] == ""
+
+
+def test_whoever_takes_ends_an_offload_s_end_is_told(rig):
+    """A drop takes the ends of transfers itself, and a lock waits for each."""
+    ended = []
+    rig.runtime.on_offload_end = ended.append
+    digest = rig.runtime.namespace(None, None)
+    tokens = spell("abcd", LAYOUT.page_tokens)
+    plan = rig.runtime.cache.plan_offload(digest, tokens)
+    assert rig.runtime.offload(plan, plan.positions.astype(np.int64))
+    rig.runtime.drop(TierId.HOST)
+    assert ended == [plan.plan_id]
+
+
+def change(rig, text, *, device_is_empty=True):
+    """Change the weights, as the hooks on SGLang's updates do."""
+    rig.runtime.forget_plans()
+    rig.runtime.weights.changing()
+    rig.weights.text = text
+    rig.runtime.weights.changed(device_is_empty=device_is_empty)
+
+
+def found(rig, word):
+    """Return how many pages of a prompt are found; None where nothing is asked."""
+    digest = rig.runtime.namespace(None, None)
+    if digest is None:
+        return None
+    tokens = spell(word, LAYOUT.page_tokens, tail=1)
+    return rig.runtime.cache.lookup(digest, tokens, 0).num_found
+
+
+def test_new_weights_find_nothing_of_the_old_ones(rig):
+    """Neither while they are read nor after, and old pages give their memory back."""
+    rig.keep("abcd", 0)
+    assert found(rig, "abcd") == 4
+    old = rig.runtime.namespace(None, None)
+    rig.weights.gate.clear()
+    change(rig, "others")
+    assert found(rig, "abcd") is None
+    rig.runtime.pump()
+    assert found(rig, "abcd") is None
+    rig.weights.gate.set()
+    read_out(rig.runtime.weights)
+    rig.settle()
+    assert rig.runtime.namespace(None, None) != old
+    assert found(rig, "abcd") == 0
+    assert rig.runtime.cache.occupancy(TierId.HOST).used_slots == 0
+    assert rig.runtime.stats()["weights"] == {
+        "fingerprint": "others",
+        "is_settled": True,
+        "is_mixed": False,
+        "num_changes": 1,
+    }
+    rig.keep("abcd", 8)
+    assert found(rig, "abcd") == 4
+
+
+def test_weights_that_came_back_find_what_was_kept(rig):
+    """Released and resumed without a flush: all is as it was."""
+    rig.keep("abcd", 0)
+    change(rig, "model", device_is_empty=False)
+    assert found(rig, "abcd") is None
+    read_out(rig.runtime.weights)
+    rig.settle()
+    assert found(rig, "abcd") == 4
+
+
+def test_a_flush_reads_no_weights(rig):
+    """They may be away just then, and are known anyway."""
+    rig.keep("abcd", 0)
+    num_begun = rig.weights.num_begun
+    rig.runtime.weights.changing()
+    rig.runtime.reset()
+    rig.runtime.pump()
+    assert rig.weights.num_begun == num_begun
+    rig.runtime.weights.changed(device_is_empty=True)
+    read_out(rig.runtime.weights)
+    rig.settle()
+    assert found(rig, "abcd") == 0
+
+
+def test_an_offload_under_way_belongs_to_the_weights_that_computed_it(rig):
+    """It ends after the change: into the old namespace, so into nothing."""
+    digest = rig.runtime.namespace(None, None)
+    plan = rig.runtime.cache.plan_offload(digest, spell("abcd", LAYOUT.page_tokens))
+    rig.pool.store_gate.clear()
+    assert rig.runtime.offload(plan, plan.positions.astype(np.int64))
+    change(rig, "others")
+    read_out(rig.runtime.weights)
+    rig.runtime.pump()
+    assert found(rig, "abcd") == 0
+    rig.pool.store_gate.set()
+    rig.settle()
+    assert found(rig, "abcd") == 0
+    assert rig.runtime.cache.occupancy(TierId.HOST).used_slots == 0
+    rig.runtime.cache.check()
+
+
+def test_a_plan_of_a_request_that_waits_does_not_outlive_the_weights(rig):
+    """And gives the pages free that it held."""
+    rig.keep("abcd", 0)
+    coordinator = rig.runtime.coordinator
+    digest = rig.runtime.namespace(None, None)
+    tokens = spell("abcd", LAYOUT.page_tokens, tail=1)
+    state = coordinator.track("r", digest, tokens, 4)
+    assert coordinator.prepare(state, 0)
+    assert coordinator.loadable_pages(state, 0) == 4
+    change(rig, "others")
+    assert coordinator.state("r") is None
+    read_out(rig.runtime.weights)
+    rig.settle()
+    assert rig.runtime.cache.occupancy(TierId.HOST).pinned_slots == 0
+
+
+def test_a_load_that_has_begun_ends_after_the_change(rig):
+    """Its request computes already; nobody else gets what it brings."""
+    rig.keep("abcd", 0)
+    coordinator = rig.runtime.coordinator
+    digest = rig.runtime.namespace(None, None)
+    tokens = spell("abcd", LAYOUT.page_tokens, tail=1)
+    state = coordinator.track("r", digest, tokens, 4)
+    assert coordinator.loadable_pages(state, 0) == 4
+    job = coordinator.begin(state, 8 + np.arange(4, dtype=np.int64))
+    change(rig, "others", device_is_empty=False)
+    read_out(rig.runtime.weights)
+    rig.runtime.pump()
+    assert coordinator.state("r") is state
+    assert rig.runtime.loader.submit([job]).wait(PATIENCE_S)
+    coordinator.settle(state, landed=True)
+    coordinator.release("r")
+    rig.settle()
+    assert rig.runtime.cache.occupancy(TierId.HOST).used_slots == 0
+    rig.runtime.cache.check()

@@ -85,10 +85,13 @@ class FakeAdder:
 class Rig:
     """An admission whose decoder of 51 tokens can spare ``slack_s``."""
 
-    def __init__(self, slack_s, *, priorities=False, admission="slo"):
+    def __init__(self, slack_s, *, priorities=False, admission="slo", floor_s=0.0):
         self.clock = ManualClock(200.0)
         config = SimpleNamespace(
-            admission=admission, slo_ttft_s=150.0, slo_tpot_s=TPOT_S
+            admission=admission,
+            slo_ttft_s=150.0,
+            slo_tpot_s=TPOT_S,
+            slo_floor_s=floor_s,
         )
         runtime = SimpleNamespace(
             predicted_pass_s=lambda rid, prefix, new: new * TOKEN_S
@@ -210,6 +213,19 @@ def test_the_most_overdue_goes_to_the_head():
         ]
         rig.adder()
         assert [req.rid for req in rig.scheduler.waiting_queue] == wanted
+
+
+@pytest.mark.parametrize(("arrived_s", "head"), [(199.0, "a"), (194.0, "b")])
+def test_nobody_overtakes_by_a_target_of_nothing(arrived_s, head):
+    """A wish below the server's floor of 5 s counts as the floor, and is counted."""
+    rig = Rig(0.0, floor_s=5.0)
+    rig.scheduler.waiting_queue += [
+        request("a", arrived_s=190.0),
+        request("b", arrived_s=arrived_s, ttft_s=1e-9),
+    ]
+    rig.adder()
+    assert rig.scheduler.waiting_queue[0].rid == head
+    assert rig.admission.stats()["bad_targets"] == 1
 
 
 def test_all_that_waits_is_weighed_the_begun_prompt_first():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sgl_tiered.cache.waiting_state import Resume
 from sgl_tiered.core.ids import TierId
 from tests.unit.engines.coordinator_support import PATIENCE_S, Rig
 
@@ -256,3 +257,13 @@ def test_reads_that_wait_for_each_other_count_as_wait(waiter):
     facts = waiter.coordinator._facts(False)
     assert facts.wait_s[TierId.DISK] == pytest.approx(NUM * 0.004, rel=0.01)
     waiter.coordinator.release("r")
+
+
+def test_a_lower_limit_ends_a_split(rig):
+    """Its back reaches further than may be reused, so the rest is computed."""
+    state = start(rig)
+    end = rig.coordinator.chunk_end(state)
+    rig.coordinator.track("r", rig.digest, state.tokens, NUM - 1)
+    assert rig.coordinator.chunk_end(state) is None
+    assert rig.coordinator.resume(state, end) == Resume()
+    assert rig.num_pinned() == 0

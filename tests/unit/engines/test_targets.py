@@ -29,6 +29,15 @@ def test_a_request_brings_its_own_targets(wish, wanted):
     assert request_targets({"tiered": wish}, DEFAULTS) == (wanted, True)
 
 
+def test_no_target_is_below_the_servers_floor():
+    """It counts as the floor, and is told; neither its TPOT nor a default is raised."""
+    wish = {"tiered": {"ttft_s": 1e-9, "tpot_s": 1e-9}}
+    assert request_targets(wish, DEFAULTS, 0.5) == (Targets(0.5, 1e-9), False)
+    wish = {"tiered": {"ttft_s": 0.5}}
+    assert request_targets(wish, DEFAULTS, 0.5) == (Targets(0.5, 0.2), True)
+    assert request_targets(None, Targets(0.1), 0.5) == (Targets(0.1), True)
+
+
 @pytest.mark.parametrize(
     "value", ["soon", 0, -1.0, True, float("nan"), float("inf"), [1.0]]
 )

@@ -62,11 +62,44 @@ def test_all_parts_run_and_any_failure_counts(
     done = run(checkout, "test.sh", "my venv", "fast e2e", *args)
     assert done.returncode == expected, done.stderr
     ran = [line for line in done.stdout.splitlines() if line.startswith("pytest:")]
-    assert len(ran) == 2
+    assert len(ran) == 3
     assert "tests/unit" in ran[0]
-    # Nothing may follow pytest's own closing line.
-    assert done.stdout.splitlines()[-1] == ran[1]
-    assert all(line.endswith(" ".join(args)) for line in ran)
+    assert all(line.endswith(" ".join(args)) for line in ran[:2])
+    failed = [
+        part
+        for part, code in zip(("fast", "e2e"), codes, strict=True)
+        if code == 1 or (code == 5 and not args)
+    ]
+    # Nothing may follow the closing line, which the summary writes.
+    assert done.stdout.splitlines()[-1] == ran[2]
+    assert "test_summary.py" in ran[2]
+    assert ran[2].split()[4:] == failed
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_lint_is_shown_whole_after_the_part_beside_it(
+    checkout: Path, code: int
+) -> None:
+    """Its lines are not mixed with pytest's; its failure counts."""
+    python = f'echo "did $*"\ncase "$*" in *ruff*) exit {code};; esac'
+    program(checkout / "venv/bin/python", python)
+    program(checkout / "venv/bin/lint-imports", "echo contracts")
+    done = run(checkout, "test.sh", "venv", "lint fast e2e")
+    assert done.returncode == code
+    order = ["tests/unit", "ruff check", "contracts", "tests/e2e", "test_summary.py"]
+    places = [done.stdout.index(text) for text in order]
+    assert places == sorted(places)
+    assert done.stdout.splitlines()[-1].endswith(" lint") == bool(code)
+
+
+def test_long_brings_in_what_is_left_out(checkout: Path) -> None:
+    """Both kinds of tests, and more examples, but where the caller says how many."""
+    program(checkout / "venv/bin/python", 'echo "did $HYPOTHESIS_PROFILE $*"')
+    done = run(checkout, "test.sh", "venv", "fast", "--long", HYPOTHESIS_PROFILE="")
+    assert "did full " in done.stdout
+    assert "--full --faults-long" in done.stdout
+    done = run(checkout, "test.sh", "venv", "fast", "--long", HYPOTHESIS_PROFILE="ci")
+    assert "did ci " in done.stdout
 
 
 def test_lint_runs_every_tool_and_names_the_one_that_failed(checkout: Path) -> None:

@@ -158,7 +158,6 @@ class Bench:
 
     def found(self, tokens: np.ndarray = PROMPT) -> int:
         """How many of its pages a load could bring."""
-        self.cache._index.open(DIGEST)
         decision = self.cache.lookup(DIGEST, tokens, 0, quiet=True)
         return decision.num_found if decision.lookup is Lookup.HIT else 0
 
@@ -277,7 +276,6 @@ def test_an_answer_that_does_not_come_costs_little(bench: Bench) -> None:
 
 def test_only_what_is_missing_here_is_pulled(bench: Bench) -> None:
     """Pages on the device and in the tiers stay where they are."""
-    bench.cache._index.open(DIGEST)
     blocks = bench.store.alloc(TierId.HOST, 3)
     bench.store.insert(DIGEST, PROMPT, blocks, 0)
     bench.arrive(device_pages=1)

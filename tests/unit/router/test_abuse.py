@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from sgl_tiered.router.bodies import Bodies
 from sgl_tiered.router.events import EventError, apply, decode
-from sgl_tiered.router.prompts import MAX_PAGES, PromptKeys, read_prompt
-from sgl_tiered.router.reading import Job, read_request
+from sgl_tiered.router.prompts import MAX_PAGES, PATHS, PromptKeys, read_prompt
+from sgl_tiered.router.reading import Job, Reading, read_request
 from sgl_tiered.router.supervised import supervised
 from sgl_tiered.router.tree import PromptTree
 from tests.unit.router.fake_servers import (
@@ -30,6 +30,7 @@ from tests.unit.router.fake_servers import (
     stored,
     until,
 )
+from tests.unit.router.toy_tokenizers import Letters
 
 REFUSALS = "sgl_tiered_router_refusals_total"
 PROMPT = {"input_ids": list(range(16))}
@@ -134,6 +135,42 @@ def test_any_events_are_applied_or_malformed(made) -> None:
     keys.num_tokens(matches.pages, holder.page_tokens)
 
 
+WORDS = ("text", "input_ids", "prompt", "messages", "tools", "chat_template_kwargs")
+WORDS += ("cache_salt", "extra_key", "lora_path", "model", "user", "session_params")
+BODIES = st.dictionaries(
+    st.sampled_from(WORDS),
+    st.recursive(
+        ATOMS | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(("role", "content", "id", "thinking")),
+                inner,
+                max_size=3,
+            )
+        ),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+@given(
+    st.sampled_from(PATHS),
+    BODIES.map(json.dumps).map(str.encode) | st.binary(),
+    st.booleans(),
+)
+def test_any_body_is_read_or_said_to_be_none(path, raw, has_tokenizer) -> None:
+    """By a process, to which and from which it goes as bytes."""
+    job = Job(path, (1, 4), 4)
+    reading = read_request(job, raw, Letters() if has_tokenizer else None)
+    sent = msgspec.msgpack.encode(reading)
+    found = msgspec.msgpack.decode(sent, type=Reading)
+    assert found.names == reading.names
+    assert bool(found.trouble) == bool(reading.trouble)
+    found.keys(4).at(4)
+
+
 @given(st.binary(max_size=60))
 def test_any_bytes_are_events_or_malformed(payload) -> None:
     """Nothing but ``EventError`` is raised."""
@@ -145,21 +182,18 @@ def test_any_bytes_are_events_or_malformed(payload) -> None:
 async def test_a_task_that_fails_begins_again():
     """It is counted, and what it follows is marked down, whatever it stumbled over."""
     async with cluster("a") as c:
-        instance = c.router.fleet.get("a")
-        real, failed = instance.take_report, asyncio.Event()
+        fleet = c.router.fleet
+        instance = fleet.get("a")
 
-        def fail(*args):
-            failed.set()
+        async def fail(*args, **kwargs):
             raise SystemError("nobody thinks of this")
 
-        instance.ask = fail
-        c["a"].told["/v1/loads"] = '{"loads":[{"num_running_reqs":1}]}'
-        instance.tells_load = True
-        await failed.wait()
+        fleet._probe = fail
         await until(lambda: not instance.is_up)
-        del instance.ask
+        del fleet._probe
         await until(lambda: instance.is_up)
-        assert real == instance.take_report
+        name = "sgl_tiered_router_task_failures_total"
+        assert await c.metric(name, task="watch") >= 1
 
 
 @scenario

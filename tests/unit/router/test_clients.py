@@ -106,7 +106,7 @@ async def rest(reader) -> bytes:
         while True:
             try:
                 piece = await reader.read(2**16)
-            except ConnectionResetError:
+            except ConnectionError:
                 return found
             if not piece:
                 return found

@@ -395,6 +395,47 @@ async def test_one_replica_leads_and_takes_away_what_is_over(path, pool):
             assert not c.router.following.state()["leads"]
 
 
+@scenario
+async def test_a_thread_that_fails_begins_again(path, pool, monkeypatch):
+    """It is told and counted, and what comes later is found all the same."""
+    real, failed = discovery.Discovery._see, []
+
+    def see(self, view):
+        if not failed:
+            failed.append(view)
+            raise AssertionError("nobody thinks of this")
+        real(self, view)
+
+    monkeypatch.setattr(discovery.Discovery, "_see", see)
+    async with cluster("a", following_pool(path), given="") as c:
+        joined(pool, c["a"])
+        await until(lambda: is_up(c.router, "a"))
+        name = "sgl_tiered_router_task_failures_total"
+        assert await c.metric(name, task="registry_watch") == 1
+        assert not c.router.following.state()["trouble"]
+
+
+@scenario
+async def test_a_note_of_another_replica_brings_no_stranger(path):
+    """Each replica asks its own flags who may be added; it says whom it left out."""
+    stranger = {"instance": "http://10.1.2.3:30000,name=s,events=none"}
+    lax = following_pool(path, allow_hosts=("10.0.0.0/8",), name="lax")
+    async with (
+        replica(lax) as (one, client),
+        replica(following_pool(path, name="strict")) as (two, _),
+    ):
+        adding = asyncio.create_task(
+            told(client, "POST", "/router/instances", stranger)
+        )
+        await until(lambda: names(one) == ["s"])
+        await until(lambda: two.following.state()["left_out"])
+        assert "--allow-host" in two.following.state()["left_out"][0]
+        assert names(two) == []
+        await one.fleet.remove(one.fleet.get("s"))
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+
+
 class Silent:
     """A registry that a replica cannot reach any more."""
 

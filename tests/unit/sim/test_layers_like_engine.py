@@ -68,7 +68,7 @@ def test_the_same_facts_give_the_same_choice(
     reqs: list[Any] = []
     clock = ManualClock(NOW_S)
     reader = LengthReader(LengthBook(ConstantLength(40)))
-    told: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=TPOT_S)
+    told: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=TPOT_S, slo_floor_s=0.0)
     decoders = Decoders(told, reader, Agreement(clock))
     away = [(LAYERS - held) * pages for held, pages, *_ in RUNNING]
     room = LayerRoom(free=free, spare=0, landing=0, cached=0, total=memory.capacity)

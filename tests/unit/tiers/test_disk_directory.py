@@ -75,6 +75,20 @@ def test_foreign_file_is_refused_and_kept(path, name):
     assert [entry.name for entry in path.iterdir()] == [name]
 
 
+def test_folders_of_ranks_are_named(path):
+    """A folder of a server with more ranks is refused with what it is."""
+    (path / "rank-0-of-2").mkdir(parents=True)
+    (path / "rank-1-of-2").mkdir()
+    with pytest.raises(TierUnavailableError, match="a server with --tp-size 2 keeps"):
+        open_tier(path)
+    assert len(list(path.iterdir())) == 2
+    (path / "rank-0-of-2").rmdir()
+    (path / "rank-1-of-2").rmdir()
+    (path / "rank-0-of-2").write_text("a file of somebody's")
+    with pytest.raises(TierUnavailableError, match="holds 'rank-0-of-2'"):
+        open_tier(path)
+
+
 def test_link_with_our_name_is_foreign(path, tmp_path):
     """A link named like a slab is not followed."""
     target = tmp_path / "elsewhere"

@@ -1,7 +1,10 @@
 """What a disk tier keeps over a restart, and what it must not serve."""
 
+import errno
 import json
 import os
+import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -9,11 +12,18 @@ import pytest
 from sgl_tiered.errors import TierUnavailableError
 from sgl_tiered.tiers import disk_directory
 from sgl_tiered.tiers.disk import MAX_SLABS
-from sgl_tiered.tiers.disk_format import INDEX_NAME, META_NAME, record_dtype, slab_name
+from sgl_tiered.tiers.disk_format import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    META_NAME,
+    record_dtype,
+    slab_name,
+)
 from sgl_tiered.tiers.disk_format import _own_checksums as own_checksums
 from tests.unit.tiers.disk_support import (
     PAGE_BYTES,
     PAGE_TOKENS,
+    REST_S,
     SLOT_BYTES,
     SLOTS_PER_SLAB,
     assert_holds,
@@ -22,6 +32,9 @@ from tests.unit.tiers.disk_support import (
     recovered,
     store,
 )
+
+PATIENCE_S = 20.0
+"""Upper bound of every wait: only a defect makes a test wait so long."""
 
 
 def fill(path, pages):
@@ -212,7 +225,7 @@ def test_other_fingerprint_or_layout_is_discarded(path, other, caplog):
     """Slabs of another model or layout are removed, with one line that says so."""
     fill(path, {0: 100, 1: 101})
     tier = open_tier(path, **other)
-    assert tier.recover() == []
+    assert not len(tier.recover())
     assert not load(tier, [0])[1].ok.any()
     tier.close()
     lines = [line for line in caplog.messages if "discarded" in line]
@@ -221,17 +234,121 @@ def test_other_fingerprint_or_layout_is_discarded(path, other, caplog):
     assert not list(path.glob("*.kv"))
 
 
-@pytest.mark.parametrize("other", [1, 99])
+@pytest.mark.parametrize("other", [1, FORMAT_VERSION - 1, 99])
 def test_other_version_is_discarded(path, other, caplog):
-    """Slabs of an older or newer format version are removed."""
+    """Slabs of an older or newer format are removed, which one sentence says."""
     fill(path, {0: 100})
     meta = path / META_NAME
-    meta.write_text(meta.read_text().replace('"version": 2', f'"version": {other}'))
+    written = f'"version": {FORMAT_VERSION}'
+    # Another version names weights otherwise as well; the version is the reason.
+    text = meta.read_text().replace(written, f'"version": {other}')
+    meta.write_text(text.replace("model-a", "model-z"))
     tier = open_tier(path)
+    assert not len(tier.recover())
+    tier.close()
+    (line,) = [line for line in caplog.messages if "discarded" in line]
+    assert f"written in format {other}" in line
+    assert f"reads format {FORMAT_VERSION} only" in line
+    assert not list(path.glob("*.kv"))
+
+
+def test_pages_stored_after_a_new_mark_are_kept_over_a_restart(path):
+    """The weights changed while the tier was open: the next server asks for those."""
+    tier = open_tier(path)
+    store(tier, [0, 1], [100, 101])
+    tier.forget(np.array([0, 1]))
+    tier.relabel("model-b")
+    store(tier, [2], [102])
+    tier.close()
+    tier = open_tier(path, fingerprint="model-b")
+    assert recovered(tier) == {2: 102}
+    assert_holds(tier, {2: 102})
+    tier.close()
+    tier = open_tier(path)
+    assert tier.recover() == [], "the weights of before are another model"
+    tier.close()
+
+
+def test_marking_does_not_wait_for_the_disk(path, monkeypatch):
+    """A folder that hangs holds up whoever writes the mark, and nobody else."""
+    let_go, began = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def hangs(fd):
+        began.set()
+        assert let_go.wait(PATIENCE_S)
+        fsync(fd)
+
+    tier = open_tier(path)
+    monkeypatch.setattr(os, "fsync", hangs)
+    tier.relabel("model-b")
+    assert began.wait(PATIENCE_S), "it is written in the background"
+    assert "model-b" not in (path / META_NAME).read_text()
+    assert store(tier, [2], [102]).ok.all()
+    let_go.set()
+    tier.close()
+    tier = open_tier(path, fingerprint="model-b")
+    assert recovered(tier) == {2: 102}
+    tier.close()
+
+
+def test_a_kill_before_the_mark_costs_the_cache_and_no_more(path, monkeypatch):
+    """Records of other weights than the mark's are under a namespace of their own."""
+    tier = open_tier(path)
+    store(tier, [0], [100])
+    monkeypatch.setattr(tier._voider, "submit", lambda *work: None)
+    tier.forget(np.array([0]))
+    tier.relabel("model-b")
+    store(tier, [2], [102], namespace=b"of other weights")
+    copy = path.parent / "killed"
+    shutil.copytree(path, copy)
+    monkeypatch.undo()
+    tier.close()
+    old = open_tier(copy)
+    assert {group.namespace for group in old.recover()} == {
+        b"0123456789abcdef",
+        b"of other weights",
+    }
+    old.close()
+    new = open_tier(copy, fingerprint="model-b")
+    assert new.recover() == []
+    new.close()
+
+
+def test_a_mark_that_cannot_be_written_is_a_failed_write(path, monkeypatch):
+    """The tier goes on; the next server discards what it finds."""
+    tier = open_tier(path)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    tier.relabel("model-b")
+    tier._voider.submit(lambda: None).result(PATIENCE_S)
+    assert "meta file" in tier._access.writes.last_error
+    assert tier.health().usable
+    monkeypatch.undo()
+    tier.close()
+    tier = open_tier(path, fingerprint="model-b")
     assert tier.recover() == []
     tier.close()
-    assert f"version is {other}, not 2" in caplog.text
-    assert not list(path.glob("*.kv"))
+
+
+def test_a_directory_opened_afresh_is_asked_for_the_mark_in_force(path, clock):
+    """A disk that comes back under weights that changed keeps what is theirs."""
+    tier = open_tier(path, clock=clock, rest_s=REST_S)
+    tier.relabel("model-b")
+    store(tier, [2], [102])
+    away = path.with_name("away")
+    path.rename(away)
+    assert not store(tier, [3], [103]).ok.any()
+    away.rename(path)
+    clock.advance(REST_S + 1)
+    for _ in range(3):
+        store(tier, [4], [104])
+        clock.advance(REST_S + 1)
+    assert recovered(tier) == {2: 102, 4: 104}
+    tier.close()
 
 
 def test_a_restart_keeps_what_a_page_is_held_as(path):
@@ -279,7 +396,7 @@ def test_unreadable_meta_is_discarded(path, text):
     fill(path, {0: 100})
     (path / META_NAME).write_text(text)
     tier = open_tier(path)
-    assert tier.recover() == []
+    assert not len(tier.recover())
     store(tier, [0], [5])
     tier.close()
     tier = open_tier(path)

@@ -74,7 +74,7 @@ def test_restart_round_trip(paths):
     assert store(tier, list(PAGES), list(PAGES.values())).ok.all()
     tier.close()
     tier = open_striped(paths)
-    assert len(tier.recover()) == 1
+    assert len(list(tier.recover())) == 1
     assert_holds(tier, PAGES)
     tier.close()
 

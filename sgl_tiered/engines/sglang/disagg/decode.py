@@ -106,8 +106,8 @@ class DecodeRadixCache(TieredRadixCache):
         if self._returns is not None:
             self._returns.poll()
 
-    def reset(self) -> None:
-        """Forget every page, and what waits to be returned."""
+    def forget_plans(self) -> None:
+        """Forget what was begun for requests, and what waits to be returned."""
         if self._returns is not None and self._after is not None:
             self._returns.clear()
             self._after.clear()
@@ -115,7 +115,7 @@ class DecodeRadixCache(TieredRadixCache):
             self._judge.clear()
         if self._loads is not None:
             self._loads.clear()
-        super().reset()
+        super().forget_plans()
 
     def _offload(self, req: Any, state: RequestState | None, num_tokens: int) -> None:
         """Offload a request that has ended; one that only pauses may come back."""
@@ -130,7 +130,11 @@ class DecodeRadixCache(TieredRadixCache):
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)
         if figures is None or tokens is None or not num_pages:
             return
+        if not self.tiered.can_name(req):
+            return
         digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        if digest is None:
+            return
         num_prompt = len(req.origin_input_ids)
         if not self._judge.is_worth(req.rid, figures, digest, tokens, num_prompt):
             return
@@ -146,9 +150,11 @@ class DecodeRadixCache(TieredRadixCache):
         """Note a request; one that the tiers cannot serve as if it had no prompt."""
         key = RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
         tokens = plain_tokens(key.token_ids, len(key))
-        if tokens is None or self.disable:
-            tokens = np.empty(0, np.int32)
-        digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        digest = None
+        if self.tiered.can_name(req):
+            digest = self.tiered.namespace(req.extra_key, req.cache_salt)
+        if tokens is None or digest is None or self.disable:
+            tokens, digest = np.empty(0, np.int32), b""
         loads.arrived(req.rid, digest, tokens, key)
 
     def _note_asked(self, judge: ReturnJudge, params: MatchPrefixParams) -> None:
@@ -158,9 +164,10 @@ class DecodeRadixCache(TieredRadixCache):
             return
         req.tiered_asked = True
         tokens = plain_tokens(params.key.token_ids, len(params.key))
-        if tokens is not None:
+        if tokens is not None and self.tiered.can_name(req):
             digest = self.tiered.namespace(params.key.extra_key, params.key.cache_salt)
-            judge.asked(digest, tokens)
+            if digest is not None:
+                judge.asked(digest, tokens)
 
     def _unlock_offload(self, plan_id: int) -> None:
         super()._unlock_offload(plan_id)

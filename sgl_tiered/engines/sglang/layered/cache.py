@@ -87,14 +87,15 @@ class LayeredRuntime(TieredRuntime):
         self.layers.end_store(plan.plan_id)
         return False
 
-    def pump(self) -> list[int]:
-        """Take the ends of transfers; return the offload plans that have ended."""
+    def pump(self) -> None:
+        """Take the ends of transfers, and start what follows from them."""
         if self.sources is not None:
             self.sources.collect()
-        ended = super().pump()
-        for plan_id in ended:
-            self.layers.end_store(plan_id)
-        return ended
+        super().pump()
+
+    def _end_offload(self, plan_id: int) -> None:
+        self.layers.end_store(plan_id)
+        super()._end_offload(plan_id)
 
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what was decided for a request that ends, and what its layers did."""

@@ -76,11 +76,11 @@ class PooledTree(TieredRadixCache):
         if pool.is_shared:
             pool.poll()
 
-    def reset(self) -> None:
-        """Forget every page; what is pulled now never becomes one."""
-        if self._tiered is not None and self._tiered.pool is not None:
-            self._tiered.pool.reset()
-        super().reset()
+    def forget_plans(self) -> None:
+        """Forget what was begun for requests; what is pulled now is for nobody."""
+        if self.tiered.pool is not None:
+            self.tiered.pool.reset()
+        super().forget_plans()
 
     def release_host_resources(self) -> None:
         """Leave the pool, then close the tiers: peers write to their memory."""

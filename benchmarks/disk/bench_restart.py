@@ -1,0 +1,428 @@
+"""A restart on a disk tier that holds millions of pages: when it serves, what it costs.
+
+    python benchmarks/disk/bench_restart.py [--pages N] [--folder DIR] [--record DIR]
+
+A folder is filled by the tier's own writer of records, with the fingerprint that a
+server of the tiny model (pages of 16 tokens, slots of 4 KiB) put there. No payload is
+written: what is measured is everything but the reading of payloads. Its prompts share a
+beginning of 20 pages per tenant and go on with 50 of their own; there is a tenant for
+every 5,000 pages.
+
+Real servers then start in turns with that folder and with an empty one. The last line
+is one JSON object:
+
+- ``ready_delay_s_5m_pages``: seconds from the start of the process to the first answer,
+  with the folder less without; the difference of the medians of ``--starts`` each.
+- ``adopt_s_idle``: from the opening of the folder to the last page, nothing else to do.
+- ``throughput_while_adopting``: tokens per second of clients in a closed loop from the
+  moment the server is ready, over those of the same clients on the same server once all
+  is adopted; the median of ``--rounds`` restarts.
+- ``salts_exponent``: slope of log CPU time over log salts, of scanning, arranging and
+  adopting a fixed number of pages in a fixed number of prompts, without a server.
+- ``state_bytes_per_page``: what the scheduler's resident memory grew by, and its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from sgl_tiered_workloads.harness.machine import commit, is_dirty, machine_facts
+from sgl_tiered_workloads.model import PRESETS, make_model
+from sgl_tiered_workloads.server import ServerSpec, SglangServer, exit_on_signals
+from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers, tiered_spec
+
+from sgl_tiered.cache.adoption import arrange
+from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
+from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.keys import KEY_BYTES, page_keys
+from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.cost.links import LinkCost
+from sgl_tiered.cost.model import CostModel
+from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.policies.eviction.registry import make_eviction_policy
+from sgl_tiered.tiers.disk import DiskTier
+from sgl_tiered.tiers.disk_format import META_NAME, DiskMeta, record_dtype
+
+ROOT = Path(__file__).parents[2]
+PAGE_TOKENS, SLOT_BYTES = 16, 4096
+MODEL = replace(PRESETS["tiny"], num_layers=2, num_kv_heads=1)
+"""Its pages of 16 tokens take 4 KiB."""
+SHARED_PAGES, OWN_PAGES, TENANT_PAGES = 20, 50, 5000
+HOST_BYTES = 64 * MB
+POOL_TOKENS = 8192
+SALTS = (4, 40, 400, 4000)
+CLIENTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 64, 64
+
+
+def open_tier(folder: Path, num_pages: int, fingerprint: str) -> DiskTier:
+    """Open a tier for so many pages of 4 KiB, and some more."""
+    record_bytes = record_dtype(PAGE_TOKENS).itemsize
+    return DiskTier.open(
+        folder,
+        slot_bytes=SLOT_BYTES,
+        page_bytes=SLOT_BYTES,
+        page_tokens=PAGE_TOKENS,
+        max_bytes=int(1.02 * num_pages + 1024) * (SLOT_BYTES + record_bytes),
+        fingerprint=fingerprint,
+    )
+
+
+def tenant_records(
+    random: np.random.Generator, shared: int, own: int, num_prompts: int
+) -> PageRecords:
+    """Return the pages of a tenant's prompts: one beginning, and ends of their own."""
+    digest = random.bytes(KEY_BYTES)
+    keys, parents, tokens = [], [], []
+
+    def add(before: bytes, num_pages: int) -> bytes:
+        new = random.integers(0, 150_000, num_pages * PAGE_TOKENS, np.int32)
+        found = page_keys(before, new, PAGE_TOKENS)
+        if num_pages:
+            keys.append(found)
+            parents.append(np.frombuffer(before, np.uint8)[None])
+            parents.append(found[:-1])
+            tokens.append(new.reshape(-1, PAGE_TOKENS))
+        return found[-1].tobytes() if num_pages else before
+
+    beginning = add(digest, shared)
+    for _ in range(num_prompts):
+        add(beginning, own)
+    num_pages = shared + num_prompts * own
+    return PageRecords(
+        namespace=digest,
+        keys=np.concatenate(keys),
+        parents=np.concatenate(parents),
+        tokens=np.concatenate(tokens),
+        checksums=random.integers(1, 1 << 63, num_pages, np.uint64),
+        addresses=np.zeros(num_pages, np.int64),
+    )
+
+
+def fill(tier: DiskTier, num_pages: int, shared: int, own: int, prompts: int) -> int:
+    """Write the records of about so many pages, tenant by tenant; return how many."""
+    random = np.random.default_rng(7)
+    volume = tier._access.volume
+    assert volume is not None
+    each, done = shared + own * prompts, 0
+    while done + each <= num_pages:
+        records = tenant_records(random, shared, own, prompts)
+        slots = np.arange(done, done + each)
+        volume.book.enter(slots, records.checksums, records)
+        done += each
+    return done
+
+
+def make_cache(num_slots: int) -> TieredCache:
+    """Return an empty cache over a host and a disk tier."""
+    tiers = {TierId.HOST: 1024, TierId.DISK: num_slots}
+    return TieredCache(
+        CacheConfig(
+            PageLayout(4, PAGE_TOKENS, SLOT_BYTES // PAGE_TOKENS // 4),
+            tuple(TierConfig(tier, num) for tier, num in tiers.items()),
+        ),
+        cost=CostModel(
+            PrefillCost(10**6, 2, 32, 1e9), {t: LinkCost(1e-4, 1e9) for t in tiers}
+        ),
+        eviction={
+            t: make_eviction_policy("lru", np.random.default_rng(0)) for t in tiers
+        },
+        clock=SystemClock(),
+    )
+
+
+def adopt_cpu_s(scratch: Path, salts: int, prompts: int, own: int) -> float:
+    """Return the CPU seconds of scanning and adopting prompts of so many tenants."""
+    folder = scratch / f"salts-{salts}-{own}"
+    num_pages = prompts * own
+    tier = open_tier(folder, num_pages, "salts")
+    assert fill(tier, num_pages, 0, own, prompts // salts) == num_pages
+    tier.close()
+    tier = open_tier(folder, num_pages, "salts")
+    cache = make_cache(tier.num_slots)
+    started_s = time.process_time()
+    adoption = cache.begin_adoption(TierId.DISK, arrange(tier.recover()))
+    while adoption.step(4096):
+        pass
+    seconds = time.process_time() - started_s
+    if adoption.num_adopted != num_pages or adoption.num_refused:
+        raise SystemExit(f"{adoption.num_adopted} of {num_pages} pages were adopted")
+    tier.close()
+    shutil.rmtree(folder)
+    return seconds
+
+
+def salts(scratch: Path, num_pages: int) -> dict[str, Any]:
+    """Return the time over salts, and per page by length of the prompts."""
+    prompts = max(SALTS)
+    own = num_pages // prompts
+    seconds = {
+        num: min(adopt_cpu_s(scratch, num, prompts, own) for _ in range(2))
+        for num in SALTS
+    }
+    logs = np.log([list(seconds), list(seconds.values())])
+    chains = {
+        own: adopt_cpu_s(scratch, 1, num_pages // own, own) for own in (4, 40, 400)
+    }
+    return {
+        "salts_exponent": round(float(np.polyfit(*logs, 1)[0]), 3),
+        "salts_cpu_s": {str(num): round(s, 3) for num, s in seconds.items()},
+        "cpu_us_per_page_by_prompt_pages": {
+            str(own): round(1e6 * s / num_pages, 2) for own, s in chains.items()
+        },
+    }
+
+
+def state(server: SglangServer) -> dict[str, Any]:
+    """Return the state of the tiers."""
+    (found,) = server.get("/tiered/stats", 120.0)
+    return dict(found)
+
+
+def wait_adopted(server: SglangServer) -> dict[str, Any]:
+    """Wait until all is adopted; return what the server says of it."""
+    while (told := state(server)["adoption"])["state"] != "done":
+        time.sleep(1.0)
+    return dict(told)
+
+
+def memory_of(server: SglangServer) -> tuple[int, int]:
+    """Return resident bytes, now and at most, of the largest process: the scheduler."""
+    pids, sizes = [server.pid], []
+    while pids:
+        pid = pids.pop()
+        tasks = Path(f"/proc/{pid}/task")
+        for task in tasks.iterdir():
+            pids += [int(each) for each in (task / "children").read_text().split()]
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        kb = {line.split(":")[0]: line.split()[1] for line in lines if "kB" in line}
+        sizes.append((int(kb["VmRSS"]) * 1024, int(kb["VmHWM"]) * 1024))
+    return max(sizes)
+
+
+class Load:
+    """Clients in a closed loop; counts tokens as answers end."""
+
+    def __init__(self, server: SglangServer) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._ends: list[float] = []
+        self._threads = [
+            threading.Thread(target=self._run, args=(n,), daemon=True)
+            for n in range(CLIENTS)
+        ]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def rate(self, begin_s: float, end_s: float) -> float:
+        """Return tokens per second of the answers that ended in a window."""
+        with self._lock:
+            num = sum(begin_s <= at < end_s for at in self._ends)
+        return num * (PROMPT_TOKENS + ANSWER_TOKENS) / (end_s - begin_s)
+
+    def _run(self, number: int) -> None:
+        random = np.random.default_rng([number, int(time.time())])
+        while not self._stop.is_set():
+            body = {
+                "input_ids": random.integers(10, 2000, PROMPT_TOKENS).tolist(),
+                "sampling_params": {
+                    "max_new_tokens": ANSWER_TOKENS,
+                    "ignore_eos": True,
+                    "temperature": 0,
+                },
+            }
+            self._server.post("/generate", body)
+            with self._lock:
+                self._ends.append(time.monotonic())
+
+
+def throughput(server: SglangServer, seconds: float) -> dict[str, Any]:
+    """Return tokens per second while pages are adopted, and after that."""
+    rates = {}
+    with Load(server) as load:
+        began_s = time.monotonic() + 2.0
+        time.sleep(2.0 + seconds)
+        ended_s = time.monotonic()
+        told = state(server)["adoption"]
+        if told["state"] == "done":
+            print("adopted before the window ended: it counts as far as that",
+                  file=sys.stderr)  # fmt: skip
+        rates["while"] = load.rate(began_s, ended_s)
+    rest = wait_adopted(server)
+    with Load(server) as load:
+        began_s = time.monotonic() + 2.0
+        time.sleep(2.0 + seconds)
+        rates["after"] = load.rate(began_s, time.monotonic())
+    return {
+        "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
+        "ratio": round(rates["while"] / rates["after"], 4),
+        "adopted_when_the_window_ended": told["adopted"],
+        "state_when_the_window_ended": told["state"],
+        "longest_slice_s": round(rest["longest_slice_s"], 4),
+    }
+
+
+class Servers:
+    """Servers with the folder and with empty ones."""
+
+    def __init__(self, scratch: Path, folder: Path, num_pages: int) -> None:
+        self._scratch = scratch
+        self._folder = folder
+        record_bytes = record_dtype(PAGE_TOKENS).itemsize
+        self._disk_bytes = int(1.02 * num_pages + 1024) * (SLOT_BYTES + record_bytes)
+        model = make_model(MODEL, ROOT / "out" / "models")
+        self._device = Device(model, POOL_TOKENS, PAGE_TOKENS, CPU_FLAGS)
+        self._num = 0
+
+    def start(self, *, is_full: bool) -> SglangServer:
+        """Return a server, which the caller enters."""
+        self._num += 1
+        empty = self._scratch / f"empty-{self._num}"
+        folder = self._folder if is_full else empty
+        return SglangServer(self._spec(folder), self._scratch / "logs")
+
+    def prepare(self) -> DiskMeta:
+        """Let a server make the folder; return its sizes and fingerprint."""
+        with self.start(is_full=True):
+            pass
+        meta = DiskMeta.from_json((self._folder / META_NAME).read_text())
+        assert meta is not None
+        assert (meta.slot_bytes, meta.page_tokens) == (SLOT_BYTES, PAGE_TOKENS), meta
+        return meta
+
+    def _spec(self, folder: Path) -> ServerSpec:
+        return tiered_spec(self._device, Tiers(HOST_BYTES, folder, self._disk_bytes))
+
+
+def fill_folder(folder: Path, meta: DiskMeta, num_pages: int) -> int:
+    """Write the records as the server would have; return how many."""
+    tier = DiskTier.open(
+        folder,
+        slot_bytes=meta.slot_bytes,
+        page_bytes=meta.page_bytes,
+        page_tokens=meta.page_tokens,
+        max_bytes=int(1.02 * num_pages + 1024)
+        * (SLOT_BYTES + record_dtype(PAGE_TOKENS).itemsize),
+        fingerprint=meta.fingerprint,
+    )
+    prompts = (TENANT_PAGES - SHARED_PAGES) // OWN_PAGES
+    num = fill(tier, num_pages, SHARED_PAGES, OWN_PAGES, prompts)
+    tier.close()
+    return num
+
+
+def restarts(servers: Servers, args: argparse.Namespace, num: int) -> dict[str, Any]:
+    """Start servers in turns; return delays, adoption, throughput and memory."""
+    starts: dict[bool, list[float]] = {True: [], False: []}
+    idle: list[dict[str, Any]] = []
+    busy: list[dict[str, Any]] = []
+    memory: dict[bool, tuple[int, int]] = {}
+    for number in range(max(args.starts, args.rounds + 1)):
+        for is_full in (True, False):
+            with servers.start(is_full=is_full) as server:
+                starts[is_full].append(server.start_s)
+                note(f"start {'full' if is_full else 'empty'}: {server.start_s:.1f} s")
+                if not is_full:
+                    memory[is_full] = memory_of(server)
+                elif number == 0:
+                    idle.append(told := wait_adopted(server))
+                    if told["adopted"] != num:
+                        raise SystemExit(f"of {num} pages: {told}")
+                    memory[is_full] = memory_of(server)
+                    note(f"idle: {told}")
+                elif number <= args.rounds:
+                    busy.append(throughput(server, args.window_s))
+                    note(f"busy: {busy[-1]}")
+    delay = statistics.median(starts[True]) - statistics.median(starts[False])
+    return {
+        "ready_delay_s_5m_pages": round(delay, 2),
+        "adopt_s_idle": round(idle[0]["total_s"], 2),
+        "throughput_while_adopting": statistics.median(b["ratio"] for b in busy),
+        "read_s": round(idle[0]["read_s"], 2),
+        "begin_s": round(idle[0]["begin_s"], 3),
+        "starts_s": {
+            "full": [round(s, 2) for s in starts[True]],
+            "empty": [round(s, 2) for s in starts[False]],
+        },
+        "busy": busy,
+        "longest_slice_s_idle": round(idle[0]["longest_slice_s"], 4),
+        "state_bytes_per_page": round((memory[True][0] - memory[False][0]) / num),
+        "peak_bytes_per_page": round((memory[True][1] - memory[False][1]) / num),
+    }
+
+
+def source_hash() -> str:
+    """Return a hash of the product's source, which a record is of."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted((ROOT / "sgl_tiered").rglob("*.py")):
+        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def note(text: str) -> None:
+    """Say how far it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Fill, start, measure, and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pages", type=int, default=5_000_000)
+    parser.add_argument("--salts-pages", type=int, default=160_000)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--window-s", type=float, default=60.0)
+    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "bench-restart")
+    parser.add_argument("--record", type=Path, help="folder for the figures as a file")
+    args = parser.parse_args()
+    exit_on_signals()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        scratch = Path(name)
+        figures = salts(scratch, args.salts_pages)
+        note(f"salts: {figures}")
+        servers = Servers(scratch, scratch / "disk", args.pages)
+        meta = servers.prepare()
+        started_s = time.monotonic()
+        num = fill_folder(scratch / "disk", meta, args.pages)
+        note(f"wrote {num} records in {time.monotonic() - started_s:.0f} s")
+        figures = {**restarts(servers, args, num), **figures, "pages": num}
+    figures |= {
+        "server": "sglang.launch_server on a CPU, tiny model of 2 layers",
+        "machine": machine_facts(),
+        "commit": commit(),
+        "dirty": is_dirty(),
+        "source": source_hash(),
+    }
+    if args.record is not None:
+        args.record.mkdir(parents=True, exist_ok=True)
+        file = args.record / f"restart-{figures['source'][:12]}.json"
+        file.write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps(figures))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

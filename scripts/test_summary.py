@@ -1,0 +1,82 @@
+"""Prints the time of each part of the tests, the slowest tests, and one closing line.
+
+``test_summary.py FOLDER SECONDS [FAILED PARTS...]``; the folder has, for each part,
+``PART.time`` (seconds of wall clock, user and system time) and, of pytest's,
+``PART.xml``.
+"""
+
+from __future__ import annotations
+
+import sys
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+NUM_SLOWEST = 20
+
+
+def main() -> None:
+    """Read what the parts have left, print it."""
+    folder, elapsed_s, failed = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    counts: Counter[str] = Counter()
+    slowest: list[tuple[float, str]] = []
+    bad: list[str] = []
+    print(f"\n{'part':10} {'wall s':>8} {'CPU s':>8}   tests")
+    for timed in sorted(folder.glob("*.time"), key=lambda path: path.stat().st_mtime):
+        part = timed.stem
+        wall, user, system = map(float, timed.read_text().split()[-3:])
+        here: Counter[str] = Counter()
+        report = timed.with_suffix(".xml")
+        for case in _cases(report):
+            name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
+            result = _result(case)
+            here[result] += 1
+            slowest.append((float(case.get("time", 0)), name))
+            if result in ("failed", "error"):
+                bad.append(f"{result}: {part}: {name}")
+        if part in failed and not here["failed"] + here["error"]:
+            # It ended badly without a test that did: the linters, or pytest itself.
+            here["error"] += 1
+            bad.append(f"error: {part}: see above")
+        print(f"{part:10} {wall:8.0f} {user + system:8.0f}   {_line(here)}")
+        counts += here
+    print(f"\nThe {NUM_SLOWEST} slowest tests, with what was set up for them:")
+    for seconds, name in sorted(slowest, reverse=True)[:NUM_SLOWEST]:
+        print(f"{seconds:8.1f} s  {name}")
+    print("", *bad, sep="\n")
+    minutes, seconds = divmod(round(elapsed_s), 60)
+    closing = f" {_line(counts)} in {elapsed_s:.2f}s (0:{minutes:02d}:{seconds:02d}) "
+    print(closing.center(80, "="))
+
+
+def _cases(report: Path) -> list[ET.Element]:
+    """Return the test cases of a report; none where pytest ended before it wrote it."""
+    try:
+        return list(ET.parse(report).iter("testcase"))
+    except (OSError, ET.ParseError):
+        return []
+
+
+def _result(case: ET.Element) -> str:
+    """Return how a test case ended, in the words of pytest."""
+    words = {"error": "error", "failure": "failed", "skipped": "skipped"}
+    for tag, word in words.items():
+        if case.find(tag) is not None:
+            return word
+    return "passed"
+
+
+def _line(counts: Counter[str]) -> str:
+    """Return the counts as pytest writes them."""
+    if not counts:
+        return "no tests ran"
+    words = []
+    for word in ("failed", "passed", "skipped", "error"):
+        if counts[word]:
+            many = "s" if word == "error" and counts[word] > 1 else ""
+            words.append(f"{counts[word]} {word}{many}")
+    return ", ".join(words)
+
+
+if __name__ == "__main__":
+    main()

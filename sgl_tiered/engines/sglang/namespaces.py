@@ -1,0 +1,109 @@
+"""Which namespaces requests have named: digests by adapter and salt, in bounded memory.
+
+A name is kept as long as its namespace has pages, for those who tell others of them.
+Without pages it only saves computing the digest again, so few are kept, and none while
+the server has nothing to do. A digest can be used whether its name is kept or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["MAX_NAME_BYTES", "NamedSpaces", "is_too_long"]
+
+MAX_NAME_BYTES = 1024
+"""Bytes of an adapter's name and of a salt, as UTF-8: what is longer is kept by nobody,
+and a request with it is served by the device alone."""
+_MAX_EMPTY = 1024
+"""Names kept without pages: more tenants than have requests in a queue."""
+
+Names = tuple[str, str]
+"""SGLang's ``extra_key``, which begins with the adapter, and the tenant's salt."""
+
+
+def is_too_long(name: str) -> bool:
+    """Return whether an adapter's name or a salt has more bytes than are kept."""
+    # A character has up to 4 bytes: short names are not encoded for this.
+    if len(name) * 4 <= MAX_NAME_BYTES:
+        return False
+    return len(name.encode(errors="replace")) > MAX_NAME_BYTES
+
+
+class NamedSpaces:
+    """Names and digests of namespaces. On the scheduler's thread.
+
+    Args:
+        has_pages: digest -> whether the namespace has a page.
+        num_gone: returns how many namespaces have lost their last page so far.
+    """
+
+    def __init__(
+        self, has_pages: Callable[[bytes], bool], num_gone: Callable[[], int]
+    ) -> None:
+        self._has_pages = has_pages
+        self._num_gone = num_gone
+        # In order of naming, the oldest first.
+        self._digests: dict[Names, bytes] = {}
+        self._names: dict[bytes, Names] = {}
+        self._new: dict[bytes, None] = {}
+        self._sweep_at = _MAX_EMPTY
+        self._swept: tuple[int, int] = (0, 0)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    @property
+    def num_empty(self) -> int:
+        """Names that are kept without a page; O(names)."""
+        return sum(not self._has_pages(digest) for digest in self._names)
+
+    def get(self, names: Names) -> bytes | None:
+        """Return the digest of a namespace that is known by name."""
+        return self._digests.get(names)
+
+    def add(self, names: Names, digest: bytes) -> None:
+        """Keep a name, unless it is too long."""
+        if any(is_too_long(name) for name in names):
+            return
+        self._digests[names] = digest
+        self._names[digest] = names
+        self._new[digest] = None
+        if len(self._digests) > self._sweep_at:
+            self._sweep(_MAX_EMPTY // 2)
+            # Those with pages stay: look again when as many more have come.
+            self._sweep_at = 2 * len(self._digests) + _MAX_EMPTY // 2
+
+    def names_of(self, digest: bytes) -> Names | None:
+        """Return the name of a namespace; None where it was not named yet."""
+        return self._names.get(digest)
+
+    def take_new(self) -> list[bytes]:
+        """Return the namespaces that were named since the last call."""
+        new, self._new = list(self._new), {}
+        return new
+
+    def drop_empty(self) -> None:
+        """Forget the names of all namespaces without pages; O(1) where none came."""
+        if self._swept != (len(self._digests), self._num_gone()):
+            self._sweep(0)
+            self._swept = (len(self._digests), self._num_gone())
+
+    def forget_adapter(self, lora_id: str) -> None:
+        """Forget the names with an adapter, whose contents may be others now."""
+        for names in [names for names in self._digests if names[0].endswith(lora_id)]:
+            digest = self._digests.pop(names)
+            self._names.pop(digest, None)
+            self._new.pop(digest, None)
+
+    def clear(self) -> None:
+        """Forget every name: digests have changed."""
+        self._digests.clear()
+        self._names.clear()
+        self._new.clear()
+
+    def _sweep(self, num_kept: int) -> None:
+        """Forget all without pages but the latest so many."""
+        empty = [digest for digest in self._names if not self._has_pages(digest)]
+        for digest in empty[: max(0, len(empty) - num_kept)]:
+            del self._digests[self._names.pop(digest)]
+            self._new.pop(digest, None)

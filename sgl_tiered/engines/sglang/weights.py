@@ -1,0 +1,373 @@
+"""Which weights compute now: the one place that knows, and that is told of changes.
+
+KV below the device is found by tokens and by what computed it. What SGLang's weights
+are is a hash of all of them (``fingerprint.py``), which takes seconds for a large
+model. So after a change it is not known for a while. Then, and while the device holds
+KV of several weights, KV below the device is neither found nor kept: the identity is
+*unsettled*, and ``TieredRuntime.namespace`` gives none.
+
+- ``changing`` is called before SGLang touches the weights, ``changed`` after. The
+  weights are read in the background, unless the next change comes first.
+- ``poll``, once per pass, says when the hash is known; of several ranks when that of
+  each is, since each has its own part. They hear of it at their meeting, all at once.
+- Without a flush SGLang keeps what it has on the device. That is KV of the weights
+  before, and what is computed upon it is of neither. Where the weights turn out to be
+  those of before it is as good as it was; else the device is *mixed* until it has been
+  emptied.
+
+Everything but the reading itself runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_tiered.core.background import give_way
+from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.sglang.seams import tiered_runtime
+from sgl_tiered.metrics.registry import MetricsRegistry
+
+__all__ = [
+    "HashStopped",
+    "Read",
+    "WeightsHash",
+    "WeightsIdentity",
+    "weight_hooks",
+]
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 4
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_UPDATER = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager."
+)
+_FACT = "weights"
+
+
+class HashStopped(Exception):  # noqa: N818 - nothing went wrong
+    """Nobody wants the hash any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsHash:
+    """What weights hash to.
+
+    Attributes:
+        digest: 32 hexadecimal digits.
+        num_tensors, num_bytes: that were read.
+    """
+
+    digest: str
+    num_tensors: int
+    num_bytes: int
+
+
+Read = Callable[[int, threading.Event], WeightsHash]
+"""(threads, stop) -> hash; raises ``HashStopped`` soon after ``stop`` was set."""
+
+
+class WeightsIdentity:
+    """What the weights of all ranks are, as far as is known.
+
+    Args:
+        begin: looks which tensors this rank has now; returns what reads them, on any
+            thread.
+        agreement: between the ranks.
+        metrics: counts changes, bytes and seconds.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], Read],
+        agreement: Agreement,
+        metrics: MetricsRegistry,
+    ) -> None:
+        self._begin = begin
+        self._agreement = agreement
+        self._metrics = metrics
+        # The last that was known, and the one in force; None while it is not known.
+        self._last = "-".join(agreement.gathered(self._read_now()))
+        self._value: str | None = self._last
+        # In force when the last change began; None where it was not settled then.
+        self._before: str | None = None
+        self._is_mixed = False
+        self._was_emptied = False
+        self._reading: _Reading | None = None
+        # Of the ranks that have read the weights after the latest change.
+        self._told: list[str] | None = None
+        self._num_changes = 0
+        if agreement.is_shared:
+            agreement.tell(_FACT, self._tell, self._hear)
+
+    @property
+    def value(self) -> str | None:
+        """Name of the weights: 32 digits for each rank; None while it is not known."""
+        return self._value
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what KV is computed by, and all on the device is."""
+        return self._value is not None and not self._is_mixed
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the device may hold KV of several weights."""
+        return self._is_mixed
+
+    def changing(self) -> None:
+        """Note that the weights are about to change, or to go away."""
+        self._stop()
+        self._before = self._value if self.settled else None
+        self._value = None
+        self._was_emptied = False
+
+    def changed(self, *, device_is_empty: bool) -> None:
+        """Note that the weights are as they will be computed with from now on.
+
+        Args:
+            device_is_empty: no KV of before is left there.
+        """
+        assert self._value is None, "it was not said that weights would change"
+        self._num_changes += 1
+        self._metrics.add("weight_changes")
+        self._is_mixed = not (device_is_empty or self._was_emptied)
+        self._told = None
+        self._reading = _Reading(self._begin())
+
+    def emptied(self) -> None:
+        """Note that no KV is left on the device, nor anybody who had some."""
+        self._is_mixed = False
+        self._was_emptied = True
+
+    def poll(self) -> bool:
+        """Look whether the identity is known by now.
+
+        Returns:
+            Whether it has become known just now, and is another than the last.
+        """
+        own = self._own()
+        if self._value is not None or own is None:
+            return False
+        told = [own] if self._agreement.num_ranks == 1 else self._told
+        if told is None:
+            return False
+        reading, self._reading, self._told = self._reading, None, None
+        assert reading is not None
+        self._note_read(reading.found, reading.seconds)
+        self._value = "-".join(told)
+        self._agreement.note(_FACT, self._value)
+        is_new, self._last = self._value != self._last, self._value
+        if self._is_mixed and self._value == self._before:
+            self._is_mixed = False
+        if self._is_mixed:
+            logger.warning(
+                "sgl-tiered: the weights changed and the cache was not flushed, so the "
+                "device has KV of both: until it is flushed, nothing is kept or found "
+                "below the device"
+            )
+        return is_new
+
+    def stats(self) -> dict[str, Any]:
+        """Return a JSON-able picture, for ``GET /tiered/stats``."""
+        return {
+            "fingerprint": self._value or "",
+            "is_settled": self.settled,
+            "is_mixed": self._is_mixed,
+            "num_changes": self._num_changes,
+        }
+
+    def close(self) -> None:
+        """Read no more."""
+        self._stop()
+
+    def _stop(self) -> None:
+        """End a read: nobody may touch weights that are written, or not there."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.stop()
+
+    def _read_now(self) -> str:
+        """Read the weights as fast as it goes; for the start."""
+        begin_s = time.monotonic()
+        num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
+        found = self._begin()(num_threads, threading.Event())
+        self._note_read(found, time.monotonic() - begin_s)
+        return found.digest
+
+    def _note_read(self, found: WeightsHash, seconds: float) -> None:
+        self._metrics.add("weights_read_bytes", found.num_bytes)
+        self._metrics.add("weights_read_s", seconds)
+        logger.info(
+            "sgl-tiered: %d tensors, %.2f GB of weights hashed in %.2f s (%.1f GB/s)",
+            found.num_tensors,
+            found.num_bytes / 1e9,
+            seconds,
+            found.num_bytes / 1e9 / max(seconds, 1e-9),
+        )
+
+    def _own(self) -> str | None:
+        """Return what this rank has read after the latest change; None before."""
+        reading = self._reading
+        return None if reading is None or not reading.is_done else reading.found.digest
+
+    def _tell(self) -> list[Any] | None:
+        own = self._own()
+        return None if own is None else [self._num_changes, own]
+
+    def _hear(self, told: list[Any]) -> None:
+        if all(one is not None and one[0] == self._num_changes for one in told):
+            self._told = [str(one[1]) for one in told]
+
+
+class _Reading:
+    """The weights being read on a thread of its own, which gives way to others.
+
+    Attributes:
+        found: the hash, once it is done.
+        seconds: that it took.
+    """
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._stop = threading.Event()
+        self._done = threading.Event()
+        self.found = WeightsHash("", 0, 0)
+        self.seconds = 0.0
+        self._thread = threading.Thread(
+            target=self._run, name="tiered-weights", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``found`` is there."""
+        return self._done.is_set()
+
+    def stop(self) -> None:
+        """Read no further; returns once nothing is touched any more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        give_way()
+        begin_s = time.monotonic()
+        try:
+            self.found = self._read(1, self._stop)
+        except HashStopped:
+            return
+        except Exception:
+            # Nobody else has this name, so nothing is found wrongly.
+            logger.exception("sgl-tiered: the weights could not be read")
+            self.found = WeightsHash(os.urandom(16).hex(), 0, 0)
+        self.seconds = time.monotonic() - begin_s
+        self._done.set()
+
+
+# -- SGLang's ways to change weights ----------------------------------------------
+
+
+def weight_hooks() -> list[tuple[str, Any, Any]]:
+    """Return the hooks on whatever changes the weights of a scheduler's model."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    return [
+        (_UPDATER + name, _around(may_change), HookType.AROUND)
+        for name, may_change in _CHANGES.items()
+    ] + [
+        (_SCHEDULER + "load_lora_adapter", _loaded_adapter, HookType.AFTER),
+        (
+            _SCHEDULER + "load_lora_adapter_from_tensors",
+            _loaded_adapter,
+            HookType.AFTER,
+        ),
+        (_SCHEDULER + "unload_lora_adapter", _unloaded_adapter, HookType.AFTER),
+    ]
+
+
+def _always(manager: Any, recv_req: Any) -> bool:
+    del manager, recv_req
+    return True
+
+
+def _in_session(manager: Any, recv_req: Any) -> bool:
+    """Say whether SGLang takes it: without a session it is refused."""
+    del recv_req
+    return manager._session is not None
+
+
+def _of_weights(manager: Any, recv_req: Any) -> bool:
+    """Say whether memory of weights is released or comes back; no tag means all."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    del manager
+    return not recv_req.tags or GPU_MEMORY_TYPE_WEIGHTS in recv_req.tags
+
+
+def _resets(manager: Any, recv_req: Any) -> bool:
+    """Say whether SGLang's check of weights overwrites them."""
+    del manager
+    return bool(recv_req.action == "reset_tensors")
+
+
+_CHANGES: dict[str, Callable[[Any, Any], bool]] = {
+    "update_weights_from_disk": _always,
+    "update_weights_from_ipc": _always,
+    "update_weights_from_distributed": _in_session,
+    "update_weights_from_tensor": _in_session,
+    "begin_weight_update": _always,
+    "end_weight_update": _in_session,
+    "release_memory_occupation": _of_weights,
+    "resume_memory_occupation": _of_weights,
+    "check_weights": _resets,
+}
+"""SGLang's method -> whether this call of it may change weights."""
+
+
+def _around(may_change: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+    """Return the hook around a method: changes are announced, and their end told.
+
+    Within a session, and while their memory is released, the weights are not yet what
+    will be computed with.
+    """
+
+    def hook(original: Any, manager: Any, recv_req: Any) -> Any:
+        from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+        cache: Any = getattr(manager.scheduler, "tree_cache", None)
+        if tiered_runtime(cache) is None or not may_change(manager, recv_req):
+            return original(manager, recv_req)
+        if GPU_MEMORY_TYPE_WEIGHTS not in manager.offload_tags:
+            # Else it was said when they went away, and nothing was computed since.
+            cache.weights_changing()
+        try:
+            return original(manager, recv_req)
+        finally:
+            # Also where it failed: who knows how far it came.
+            is_over = manager._session is None
+            if is_over and GPU_MEMORY_TYPE_WEIGHTS not in manager.offload_tags:
+                cache.weights_changed()
+
+    return hook
+
+
+def _loaded_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:
+    del result
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if runtime is not None:
+        runtime.adapters.loaded(recv_req.lora_id)
+        runtime.namespaces.forget_adapter(recv_req.lora_id)
+
+
+def _unloaded_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:
+    runtime = tiered_runtime(scheduler.tree_cache)
+    if runtime is not None and result.success:
+        runtime.adapters.unloaded(recv_req.lora_id)
+        runtime.namespaces.forget_adapter(recv_req.lora_id)

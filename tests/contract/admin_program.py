@@ -1,0 +1,269 @@
+"""Makes SGLang's admin calls on our cache, and prints what came of them.
+
+    admin_program.py
+
+Once with each of SGLang's tree cores, without a server: the methods are SGLang's, with
+our hooks on them, called for a scheduler that consists of what they read. Copies from
+the device are held up, so that calls come while one runs. The last line is one JSON
+object.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from limits_program import NUM_PAGES, PAGE, PATIENCE_S, Bench
+
+TOKENS = np.arange(PAGE * NUM_PAGES, dtype=np.int32)
+
+
+def hold_offloads(bench: Bench) -> threading.Event:
+    """Hold the copies of pages up until the event that is returned is set."""
+    may_go = threading.Event()
+    device = bench.runtime.parts.device
+    store = device.store_pages
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        assert may_go.wait(PATIENCE_S)
+        return store(*args, **kwargs)
+
+    device.store_pages = held
+    return may_go
+
+
+def scheduler_of(bench: Bench) -> Any:
+    """Return a scheduler as the methods below see it, with nothing to do."""
+    return SimpleNamespace(
+        tree_cache=bench.tree,
+        enable_hierarchical_cache=False,
+        enable_lmcache=True,
+        idle_sleeper=None,
+    )
+
+
+def is_idle(bench: Bench) -> bool:
+    """Say what the cache adds to SGLang's ``is_fully_idle``."""
+    return not bench.tree.has_pending_cache_operations()
+
+
+def cleared_while_offloading(backend: str) -> dict[str, Any]:
+    """Clear the storage while a copy runs; then start anew on the folder."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(backend, Path(folder))
+        bench.keep_on_disk(TOKENS)
+        used = bench.used("disk")
+        may_go = hold_offloads(bench)
+        bench.offload(TOKENS + 1)
+        answer = Scheduler.clear_hicache_storage_wrapped(scheduler_of(bench), None)
+        out = {
+            "used_before": used,
+            "success": answer.success,
+            "used": bench.used("disk"),
+        }
+        may_go.set()
+        bench.settle()
+        out["idle"] = is_idle(bench)
+        out["locked"] = int(bench.tree.protected_size())
+        out["kept"] = bench.used("host")
+        bench.tree.clear_storage_backend()
+        bench.close()
+        again = Bench(backend, Path(folder))
+        out["adopted"] = again.used("disk")
+        again.close()
+    return out
+
+
+def dropped_while_offloading(backend: str) -> dict[str, Any]:
+    """Drop the disk while a copy runs that ends meanwhile; then start anew."""
+    from sgl_tiered.core.ids import TierId
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(backend, Path(folder))
+        bench.keep_on_disk(TOKENS)
+        may_go = hold_offloads(bench)
+        bench.offload(TOKENS + 1)
+        threading.Timer(0.05, may_go.set).start()
+        bench.tree.drop(TierId.DISK)
+        out = {"idle": is_idle(bench), "locked": int(bench.tree.protected_size())}
+        bench.settle()
+        bench.tree.drop(TierId.DISK)
+        bench.close()
+        again = Bench(backend, Path(folder))
+        out["adopted"] = again.used("disk")
+        again.close()
+    return out
+
+
+def cleared_without_a_disk(backend: str) -> dict[str, Any]:
+    """Clear the storage of a server that has none."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    bench = Bench(backend, None)
+    answer = Scheduler.clear_hicache_storage_wrapped(scheduler_of(bench), None)
+    counters = bench.runtime.metrics_snapshot()["counters"]
+    bench.close()
+    return {
+        "success": answer.success,
+        "refused": int(counters.get("refused_storage_clear", 0)),
+    }
+
+
+def released_while_offloading(backend: str) -> dict[str, Any]:
+    """Give the device's memory back while a copy runs."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    bench = Bench(backend, None)
+    seen = {}
+
+    class Saver:
+        """Notes whether a copy still runs when the memory is taken away."""
+
+        def pause(self, tag: str) -> None:
+            seen["running"] = len(bench.tree._locks)
+
+        def resume(self, tag: str) -> None:
+            seen["resumed"] = tag
+
+    scheduler = scheduler_of(bench)
+    scheduler._engine_paused, scheduler.disaggregation_mode = False, None
+    manager = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    manager.scheduler = scheduler
+    manager.is_fully_idle = lambda **asked: is_idle(bench)
+    manager.flush_cache = bench.tree.reset
+    manager.memory_saver_adapter, manager.offload_tags = Saver(), set()
+    # Without an accelerator SGLang waits for a CUDA device here, and finds none.
+    device_module, torch.get_device_module = torch.get_device_module, lambda: torch.cpu
+    may_go = hold_offloads(bench)
+    bench.offload(TOKENS)
+    threading.Timer(0.05, may_go.set).start()
+    asked = SimpleNamespace(tags=["kv_cache"])
+    try:
+        manager.release_memory_occupation(asked)
+    finally:
+        torch.get_device_module = device_module
+    manager.resume_memory_occupation(asked)
+    bench.allocator.clear()
+    bench.offload(TOKENS)
+    bench.settle()
+    out = {**seen, "kept": bench.used("host")}
+    bench.close()
+    return out
+
+
+def paused_while_offloading(backend: str) -> dict[str, Any]:
+    """Turn SGLang's loop over while generation is paused and a copy ends."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    bench = Bench(backend, None)
+    bench.offload(TOKENS)
+    bench.runtime.drain_offloads()
+    # As with several ranks, who only take ends together.
+    bench.tree.has_pending_cache_operations = lambda: bool(bench.tree._locks)
+    scheduler = scheduler_of(bench)
+    scheduler.is_fully_idle = lambda: is_idle(bench)
+    told: list[bool] = []
+    scheduler.metrics_reporter = SimpleNamespace(
+        record_scheduler_idle=lambda: told.append(True),
+        record_scheduler_active=lambda at_ns: told.append(False),
+    )
+    Scheduler._record_scheduler_state_for_paused_engine(scheduler)
+    bench.close()
+    return {"told_idle": told}
+
+
+def slept_while_demoting(backend: str) -> dict[str, Any]:
+    """Let an idle server sleep while pages are written to disk, and afterwards."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(backend, Path(folder))
+        disk = bench.runtime.parts.disk
+        may_go, store = threading.Event(), disk.store
+
+        def held(io: Any) -> Any:
+            assert may_go.wait(PATIENCE_S)
+            return store(io)
+
+        disk.store = held
+        bench.offload(TOKENS)
+        bench.tree.finish_offloads()
+        naps: list[str] = []
+        scheduler = scheduler_of(bench)
+        scheduler.idle_sleeper = SimpleNamespace(
+            maybe_sleep=lambda: naps.append("slept")
+        )
+        Scheduler.maybe_sleep_on_idle(scheduler)
+        while_writing = len(naps)
+        may_go.set()
+        bench.settle()
+        Scheduler.maybe_sleep_on_idle(scheduler)
+        out = {
+            "while_writing": while_writing,
+            "afterwards": len(naps),
+            "used": bench.used("disk"),
+        }
+        bench.close()
+    return out
+
+
+def beams(backend: str) -> dict[str, Any]:
+    """Ask for a beam search."""
+    from sglang.srt.beam_search.coordinator import BeamCoordinator
+
+    bench = Bench(backend, None)
+    asked = SimpleNamespace(tree_cache=bench.tree)
+    said = BeamCoordinator.validate_and_init(asked, None, None)
+    counters = bench.runtime.metrics_snapshot()["counters"]
+    bench.close()
+    return {"said": said, "refused": int(counters.get("refused_beam_search", 0))}
+
+
+def story(backend: str) -> dict[str, Any]:
+    """Make each call."""
+    bench = Bench(backend, None)
+    out: dict[str, Any] = {"core": type(bench.tree.tree_core).__name__}
+    bench.close()
+    calls = (
+        cleared_while_offloading,
+        dropped_while_offloading,
+        cleared_without_a_disk,
+        released_while_offloading,
+        paused_while_offloading,
+        slept_while_demoting,
+        beams,
+    )
+    for call in calls:
+        try:
+            out[call.__name__] = call(backend)
+        except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+            out[call.__name__] = {"ended_by": f"{type(error).__name__}: {error}"}
+    return out
+
+
+def main() -> None:
+    """Hook SGLang as the plugin does, and print one line of JSON."""
+    warnings.simplefilter("ignore")
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sgl_tiered.engines.sglang.reporting import scheduler_hooks
+
+    for target, hook, kind in scheduler_hooks():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    print("\n" + json.dumps({core: story(core) for core in ("rust", "python")}))
+
+
+if __name__ == "__main__":
+    main()

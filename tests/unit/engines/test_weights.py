@@ -1,0 +1,413 @@
+"""What the weights are: known at the start, and again a while after each change."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.engines.sglang.adapters import Adapters
+from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.sglang.weights import WeightsIdentity, _around
+from sgl_tiered.metrics.registry import MetricsRegistry
+from tests.unit.engines.ranks_support import on_two_ranks
+from tests.unit.engines.weights_support import FakeWeights, read_out
+
+
+def identity_of(weights, agreement=None):
+    return WeightsIdentity(
+        weights.begin, agreement or Agreement(ManualClock()), MetricsRegistry()
+    )
+
+
+@pytest.fixture
+def weights():
+    return FakeWeights("a")
+
+
+@pytest.fixture
+def identity(weights):
+    identity = identity_of(weights)
+    yield identity
+    weights.gate.set()
+    identity.close()
+
+
+def change(identity, weights, text, *, device_is_empty=True):
+    """Change the weights in one call of SGLang's."""
+    identity.changing()
+    weights.text = text
+    identity.changed(device_is_empty=device_is_empty)
+
+
+def test_weights_are_known_at_the_start(identity):
+    """They are read before anything is served."""
+    assert identity.value == "a"
+    assert identity.settled
+    assert not identity.poll()
+
+
+def test_a_change_is_unsettled_until_the_weights_are_read(identity, weights):
+    """The scheduler goes on meanwhile; then it is told once of the new name."""
+    weights.gate.clear()
+    change(identity, weights, "b")
+    assert (identity.value, identity.settled) == (None, False)
+    assert not identity.poll()
+    weights.gate.set()
+    read_out(identity)
+    assert not identity.settled, "nothing becomes known between two looks"
+    assert identity.poll()
+    assert (identity.value, identity.settled) == ("b", True)
+    assert not identity.poll()
+
+
+def test_while_weights_change_they_are_not_known(identity, weights):
+    """Not even if they had been read to the end before."""
+    change(identity, weights, "b")
+    read_out(identity)
+    identity.changing()
+    assert not identity.poll()
+    assert identity.value is None
+    weights.text = "c"
+    identity.changed(device_is_empty=True)
+    read_out(identity)
+    assert identity.poll()
+    assert identity.value == "c"
+
+
+def test_nobody_reads_weights_that_are_touched(identity, weights):
+    """A read is over when ``changing`` returns: their memory may be released."""
+    weights.gate.clear()
+    weights.began.clear()
+    change(identity, weights, "b")
+    assert weights.began.wait(20.0)
+    identity.changing()
+    assert weights.num_stopped == 1
+    assert weights.num_begun == 2
+    weights.gate.set()
+    assert not identity.poll()
+    identity.changed(device_is_empty=True)
+    read_out(identity)
+    assert identity.poll()
+
+
+def test_without_a_flush_the_device_is_mixed_until_it_is_emptied(
+    identity, weights, caplog
+):
+    """KV of the weights before may be under anything that is computed."""
+    change(identity, weights, "b", device_is_empty=False)
+    read_out(identity)
+    assert identity.poll(), "the weights are others, so what is below is forgotten"
+    assert identity.value == "b"
+    assert identity.is_mixed
+    assert not identity.settled
+    assert "until it is flushed" in caplog.text
+    identity.emptied()
+    assert identity.settled
+
+
+def test_a_flush_while_weights_are_read_empties_the_device(identity, weights):
+    """What is computed after it is by the weights that are being read."""
+    change(identity, weights, "b", device_is_empty=False)
+    identity.emptied()
+    read_out(identity)
+    assert identity.poll()
+    assert identity.settled
+
+
+def test_a_flush_within_the_change_empties_the_device(identity, weights):
+    """As SGLang flushes after an update."""
+    identity.changing()
+    weights.text = "b"
+    identity.emptied()
+    identity.changed(device_is_empty=False)
+    read_out(identity)
+    assert identity.poll()
+    assert identity.settled
+
+
+def test_a_flush_before_the_last_part_of_a_change_does_not(identity, weights):
+    """Batches may run between the calls of one session."""
+    identity.changing()
+    identity.emptied()
+    identity.changing()
+    weights.text = "b"
+    identity.changed(device_is_empty=False)
+    read_out(identity)
+    identity.poll()
+    assert identity.is_mixed
+
+
+def test_weights_that_come_back_as_they_were_change_nothing(identity, weights):
+    """Released and resumed: what the device holds, and what is below, is good."""
+    change(identity, weights, "a", device_is_empty=False)
+    assert not identity.settled
+    read_out(identity)
+    assert not identity.poll(), "nothing is to be forgotten"
+    assert identity.settled
+    assert identity.value == "a"
+
+
+def test_weights_that_come_back_after_others_leave_a_mixed_device(identity, weights):
+    """Others may have computed in between, though nobody ever read them."""
+    weights.gate.clear()
+    change(identity, weights, "b", device_is_empty=False)
+    change(identity, weights, "a", device_is_empty=False)
+    weights.gate.set()
+    read_out(identity)
+    assert not identity.poll()
+    assert identity.is_mixed
+    # Nor does it help that they come a third time.
+    change(identity, weights, "a", device_is_empty=False)
+    read_out(identity)
+    identity.poll()
+    assert identity.is_mixed
+
+
+def test_weights_that_cannot_be_read_are_nobody_elses(weights, monkeypatch, caplog):
+    """The server serves on; what it keeps is found by itself alone."""
+    identity = identity_of(weights)
+
+    def begin():
+        def read(num_threads, stop):
+            raise RuntimeError("illegal memory access")
+
+        return read
+
+    names = set()
+    for _ in range(2):
+        identity._begin = begin
+        identity.changing()
+        identity.changed(device_is_empty=True)
+        read_out(identity)
+        assert identity.poll()
+        assert identity.settled
+        names.add(identity.value)
+    assert len(names) == 2
+    assert "could not be read" in caplog.text
+
+
+def test_ranks_know_the_weights_at_the_same_meeting():
+    """One has read its part long before the other; nobody uses it before both have."""
+    both_asked, may_end = threading.Barrier(2), threading.Event()
+
+    def work(number, seat):
+        agreement = Agreement(ManualClock(), seat)
+        weights = FakeWeights(f"part {number} of a")
+        identity = identity_of(weights, agreement)
+        found = [identity.value]
+        if number:
+            weights.gate.clear()
+        identity.changing()
+        weights.text = f"part {number} of b"
+        identity.changed(device_is_empty=True)
+        if not number:
+            read_out(identity)
+        for turn in range(6):
+            agreement.meet({})
+            found.append((identity.poll(), identity.value, identity.settled))
+            if turn == 2:
+                both_asked.wait()
+                if number:
+                    weights.gate.set()
+                    read_out(identity)
+                    may_end.set()
+                assert may_end.wait(20.0)
+        identity.close()
+        return found
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert first[0] == "part 0 of a-part 1 of a"
+    new = "part 0 of b-part 1 of b"
+    assert first[1:4] == [(False, None, False)] * 3
+    assert first[4] == (True, new, True)
+    assert first[5:] == [(False, new, True)] * 2
+
+
+def test_what_a_rank_read_before_a_change_is_not_used_after_it():
+    """A rank that tells of the change before is not taken for one that is done."""
+
+    def work(number, seat):
+        agreement = Agreement(ManualClock(), seat)
+        weights = FakeWeights("a")
+        identity = identity_of(weights, agreement)
+        for text in "bc":
+            identity.changing()
+            weights.text = text
+            if number == 0 and text == "c":
+                weights.gate.clear()
+            identity.changed(device_is_empty=True)
+            if weights.gate.is_set():
+                read_out(identity)
+        agreement.meet({})
+        known = [identity.poll(), identity.value]
+        weights.gate.set()
+        read_out(identity)
+        agreement.meet({})
+        known += [identity.poll(), identity.value]
+        identity.close()
+        return known
+
+    assert on_two_ranks(work) == [[False, None, True, "c-c"]] * 2
+
+
+class Tree:
+    """What the hooks tell."""
+
+    def __init__(self):
+        self.tiered = object()
+        self.said = []
+
+    def weights_changing(self):
+        self.said.append("changing")
+
+    def weights_changed(self):
+        self.said.append("changed")
+
+
+def manager(**state):
+    state = {"_session": None, "offload_tags": set(), **state}
+    tree = Tree()
+    return SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree), **state), tree
+
+
+ASKED = SimpleNamespace()
+
+
+def test_an_update_is_announced_and_its_end_told():
+    """Before SGLang touches anything, and after."""
+    updater, tree = manager()
+
+    def update(self, recv_req):
+        assert tree.said == ["changing"]
+        return "updated"
+
+    assert _around(lambda *_: True)(update, updater, ASKED) == "updated"
+    assert tree.said == ["changing", "changed"]
+
+
+def test_an_update_that_breaks_has_an_end_as_well():
+    """Who knows what it changed."""
+    updater, tree = manager()
+
+    def update(self, recv_req):
+        raise RuntimeError("half of it is loaded")
+
+    with pytest.raises(RuntimeError):
+        _around(lambda *_: True)(update, updater, ASKED)
+    assert tree.said == ["changing", "changed"]
+
+
+def test_a_change_goes_on_within_a_session():
+    """They are not yet what will be computed with."""
+    updater, tree = manager(_session=object())
+    _around(lambda *_: True)(lambda self, recv_req: None, updater, ASKED)
+    assert tree.said == ["changing"]
+
+
+def test_a_change_goes_on_while_weights_are_away():
+    """From their release until they are back is one change: nothing computes."""
+    updater, tree = manager()
+
+    def release(self, recv_req):
+        self.offload_tags.add("weights")
+
+    def resume(self, recv_req):
+        self.offload_tags.remove("weights")
+
+    _around(lambda *_: True)(release, updater, ASKED)
+    assert tree.said == ["changing"]
+    _around(lambda *_: True)(resume, updater, ASKED)
+    assert tree.said == ["changing", "changed"]
+
+
+def test_a_call_that_changes_nothing_is_left_alone():
+    """And so is a server without our cache."""
+    updater, tree = manager()
+    _around(lambda *_: False)(lambda self, recv_req: None, updater, ASKED)
+    tree.tiered = None
+    _around(lambda *_: True)(lambda self, recv_req: None, updater, ASKED)
+    assert tree.said == []
+
+
+torch = pytest.importorskip("torch")
+ID, OTHER = "1" * 32, "2" * 32
+
+
+def lora(value):
+    return SimpleNamespace(
+        config=SimpleNamespace(r=2, target_modules=["q_proj"]),
+        scaling=1.0,
+        layers=[SimpleNamespace(weights={"q_proj.lora_A": torch.full((2, 4), value)})],
+        embedding_layers={},
+        added_tokens_embeddings={},
+    )
+
+
+def lora_manager(**adapters):
+    return SimpleNamespace(
+        loras={name[1:]: lora(value) for name, value in adapters.items()},
+        target_modules={"qkv_proj"},
+        lora_backend=SimpleNamespace(name="torch_native"),
+    )
+
+
+def test_an_adapter_is_known_by_what_is_in_it():
+    """Not by its id, which follows from a path or from nothing."""
+    agreement = Agreement(ManualClock())
+    before = Adapters(lora_manager(**{f"_{ID}": 1.0}), agreement)
+    trained = Adapters(lora_manager(**{f"_{ID}": 2.0}), agreement)
+    moved = Adapters(lora_manager(**{f"_{OTHER}": 1.0}), agreement)
+    assert before.parted("key" + ID) != trained.parted("key" + ID)
+    assert before.parted("key" + ID) == moved.parted("key" + OTHER)
+    assert before.parted("key" + ID)[0] == "key"
+    assert before.parted(OTHER) == (OTHER, "")
+    assert before.parted("") == ("", "")
+
+
+def test_adapters_come_and_go():
+    """One that SGLang has and we were not told of is nobody's."""
+    served = lora_manager()
+    adapters = Adapters(served, Agreement(ManualClock()))
+    served.loras[ID] = lora(1.0)
+    assert adapters.parted(ID) is None
+    adapters.loaded(ID)
+    key, content = adapters.parted(ID)
+    assert (key, len(content)) == ("", 32)
+    del served.loras[ID]
+    adapters.unloaded(ID)
+    assert adapters.parted(ID) == (ID, "")
+    served.loras[ID] = lora(2.0)
+    adapters.loaded(ID)
+    assert adapters.parted(ID)[1] not in ("", content)
+
+
+def test_servers_that_apply_adapters_otherwise_do_not_share():
+    """The modules that a server lets adapters change are part of what they are."""
+    agreement = Agreement(ManualClock())
+    one, other = (lora_manager(**{f"_{ID}": 1.0}) for _ in range(2))
+    other.target_modules = {"qkv_proj", "gate_up_proj"}
+    assert Adapters(one, agreement).parted(ID) != Adapters(other, agreement).parted(ID)
+
+
+def test_ranks_agree_on_an_adapter():
+    """All have one name for it, whatever each of them was given; a rank that failed to
+    load it makes it nobody's everywhere."""
+
+    def work(number, seat):
+        agreement = Agreement(ManualClock(), seat)
+        served = lora_manager(**{f"_{ID}": 1.0 + number})
+        adapters = Adapters(served, agreement)
+        served.loras[OTHER] = lora(1.0)
+        if number:
+            del served.loras[OTHER]
+        adapters.loaded(OTHER)
+        return adapters.parted(ID), OTHER in adapters._hashes
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert first[0][1] != ""
+    assert not first[1]
