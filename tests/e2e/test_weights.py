@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from sgl_tiered_workloads.model import PRESETS, make_model
+from sgl_tiered_workloads.server import ServerStartError
 from sgl_tiered_workloads.sessions import random_tokens
 from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
@@ -203,7 +204,12 @@ def test_adapters_are_told_apart_by_their_weights(servers, model, prompts, tmp_p
     flags = (*LORA_FLAGS, "--lora-paths", *named)
     prompt = prompts[0]
 
-    plain = servers.restart(plain_spec(CASE.device(model), flags=flags))
+    try:
+        plain = servers.restart(plain_spec(CASE.device(model), flags=flags))
+    except ServerStartError as error:
+        if "Found no NVIDIA driver" not in error.log_tail:
+            raise
+        pytest.skip("SGLang's LoRA layers pin memory, which takes a GPU's driver")
     wanted = {name: ask(plain, prompt, lora_path=name)[0] for name in (None, *paths)}
     assert len({tuple(answer) for answer in wanted.values()}) == 3
     trained = make_adapter(tmp_path / "third", 7)
