@@ -171,6 +171,8 @@ class Bench:
                 runtime.explainer = SimpleNamespace(  # type: ignore[assignment]
                     offloading=lambda rid, plan: None
                 )
+                runtime.weights = SimpleNamespace(settled=True)
+                runtime.adapters = SimpleNamespace(parted=lambda key: (key, ""))
                 runtime.namespaces = NamedSpaces(
                     self.cache.has_pages, lambda: self.cache.num_namespaces_gone
                 )

@@ -107,11 +107,20 @@ def story(backend: str) -> dict[str, Any]:
     tree, runtime = bench.tree, bench.tree.tiered
     runtime.config = TieredConfig(1, encoding=Encoding.INT8)
     runtime.namespace, runtime.lookahead = lambda *names: b"", None
-    runtime.coordinator = SimpleNamespace(track=lambda *facts: "tracked")
+    runtime.coordinator = SimpleNamespace(
+        track=lambda *facts: "tracked", state=lambda rid: None
+    )
+    runtime.can_name = lambda req: True
     tracked = {}
     for allows in (True, False):
         key = marked_key(None, allows=allows)
-        req = SimpleNamespace(rid="r", extra_key=key)
+        req = SimpleNamespace(
+            rid="r",
+            extra_key=key,
+            cache_salt=None,
+            positional_embed_overrides=None,
+            _compute_max_prefix_len=lambda num_tokens: num_tokens,
+        )
         tracked[str(allows)] = tree._track(bench.key_of(bench.tokens, key), req)
     out = {
         "core": type(tree.tree_core).__name__,

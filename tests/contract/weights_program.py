@@ -133,6 +133,8 @@ class Server:
             }
         )
         self.runtime = _build_runtime(ctx, config)
+        if self.runtime.parts.adoption is not None:
+            self.runtime.parts.adoption.finish()
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=None,
@@ -501,7 +503,13 @@ class Program:
         server.compute(self.tokens)
         server.tree.drop(_tier("DEVICE"))
         req = SimpleNamespace(
-            rid="waits", extra_key=None, sampling_params=None, session=None
+            rid="waits",
+            extra_key=None,
+            cache_salt=None,
+            sampling_params=None,
+            session=None,
+            positional_embed_overrides=None,
+            _compute_max_prefix_len=lambda num_tokens: len(self.tokens),
         )
         longer = np.concatenate([self.tokens, self.tokens[:1]])
         # SGLang leaves the last token out, which is computed.

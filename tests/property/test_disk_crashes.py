@@ -379,7 +379,7 @@ def record_is_not_checked(monkeypatch):
 
 
 def another_fingerprint_is_kept(monkeypatch):
-    monkeypatch.setattr(DiskMeta, "difference", lambda self, other: "")
+    monkeypatch.setattr(DiskMeta, "unlike", lambda self, other: "")
 
 
 BY_KILLS = {"kills": True}

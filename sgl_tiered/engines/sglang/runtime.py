@@ -233,8 +233,13 @@ class TieredRuntime:
 
     @property
     def is_moving(self) -> bool:
-        """Whether the disk is written, or read for requests that wait."""
-        return bool(self._num_demoting) or self.is_reading
+        """Whether the disk is written, or read: for requests that wait, or at start.
+
+        What is to be written waits for the end of the latter.
+        """
+        adoption = self.parts.adoption
+        is_scanning = adoption is not None and adoption.is_scanning
+        return bool(self._num_demoting) or is_scanning or self.is_reading
 
     @property
     def is_adopting(self) -> bool:
