@@ -48,7 +48,7 @@ doctor: install ## what this machine offers, and the flags it suggests
 	@exec $(PY) -m sgl_tiered.cli.main doctor $(ARGS)
 
 .PHONY: test
-test: install ## lint and the tests of 25 minutes, as CI does; PART=NAME for a part
+test: install ## lint and all tests but the long ones, as CI does; PART=NAME for a part
 	@$(TEST) "$(or $(PART),lint fast e2e faults)" $(ARGS)
 
 .PHONY: test-unit
