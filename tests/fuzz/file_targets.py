@@ -207,7 +207,7 @@ class DiskMetas(_InFolder):
     faults = (
         Fault(
             "no difference counts",
-            lambda patch: patch.setattr(DiskMeta, "difference", lambda *args: ""),
+            lambda patch: patch.setattr(DiskMeta, "unlike", lambda *args: ""),
         ),
         Fault(
             "small slabs are kept",
