@@ -20,11 +20,13 @@ from sgl_tiered_workloads.systems import plain_spec
 
 from tests.e2e.e2e_support import (
     MODELS,
+    PATIENCE_S,
     REFERENCE_POOL_TOKENS,
     START_TIMEOUT_S,
     Case,
     Reference,
     record_reference,
+    wait_until,
 )
 
 __all__: list[str] = []
@@ -48,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[place] = item
 
 
+def _has_adopted(server: SglangServer) -> bool:
+    """Say whether all ranks have adopted what lies on disk, if anything may."""
+    adoptions = [each["adoption"] for each in server.get("/tiered/stats", PATIENCE_S)]
+    return all(not each or each["state"] == "done" for each in adoptions)
+
+
 class Servers:
     """Starts servers on demand, at most one at a time."""
 
@@ -65,9 +73,15 @@ class Servers:
         return self._start(spec)
 
     def restart(self, spec: ServerSpec) -> SglangServer:
-        """Return a new server of this spec, started after the former one ended."""
+        """Return a new server of this spec, started after the former one ended.
+
+        It has taken over what the former one left on disk: that is done behind serving.
+        """
         self.stop()
-        return self._start(spec)
+        server = self._start(spec)
+        if "tiered" in spec.flags:
+            wait_until(lambda: _has_adopted(server), "pages on disk are adopted")
+        return server
 
     def stop(self) -> None:
         """Stop the server that runs; its log must be free of broken invariants."""
