@@ -64,7 +64,10 @@ def server(servers, tmp_path_factory, prompts):
     tiers = Tiers(200 * MB, tmp_path_factory.mktemp("disk"), 500 * MB)
     device = CASE.device(make_model("bench", MODELS), POOL_TOKENS)
     flags = ("--tiered-emulate", "disk:bandwidth=40MB")
-    server = servers.restart(tiered_spec(device, tiers, "split", flags))
+    spec = tiered_spec(device, tiers, "split", flags)
+    # A model of this size computes long enough for two threads to pay.
+    spec = replace(spec, env={**spec.env, "OMP_NUM_THREADS": "2"})
+    server = servers.restart(spec)
     # Twice, so that the costs are learned.
     sequential(server, prompts)
     settle(server)
