@@ -339,7 +339,6 @@ class TestLocalRegistry(Kit):
             {"names": {"p0": 5}},
             {"members": {"five": {}}},
             {"ends_s": {"0": "soon"}},
-            {"ends_s": {"0": float("nan")}},
             {"leaders": {"a": [1]}},
             {"notes": {"a": 1}},
             {"view_version": -1},
@@ -353,6 +352,17 @@ class TestLocalRegistry(Kit):
         LocalRegistry(path).join("p0", PREFILL, {})
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
         with pytest.raises(ConfigError, match="is not one"):
+            LocalRegistry(path)
+
+    def test_a_file_with_a_time_that_is_no_number_is_refused(
+        self, tmp_path: Path
+    ) -> None:
+        """NaN is no JSON; half of a file is none either."""
+        path = tmp_path / "registry.json"
+        LocalRegistry(path).join("p0", PREFILL, {})
+        fields = json.loads(path.read_text())
+        path.write_text(json.dumps({**fields, "ends_s": {"0": float("nan")}}))
+        with pytest.raises(ConfigError, match="is not JSON"):
             LocalRegistry(path)
 
     def test_a_foreign_file_is_refused(self, tmp_path: Path) -> None:

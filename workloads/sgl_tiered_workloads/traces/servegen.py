@@ -163,6 +163,7 @@ def _rates(path: Path, number: int, content: bytes) -> tuple[RateWindow, ...]:
             path, None, f"{name} is not CSV ({error})", "unpack the archive again"
         ) from None
     for line, values in enumerate(lines, 1):
+        window: RateWindow | None
         try:
             start, rate, cv, family, shape, _ = values
             window = RateWindow(
