@@ -9,6 +9,7 @@ Whatever happens, the last one is stopped at the end of the session.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -106,7 +107,8 @@ class Servers:
         candidates = None
         if ports is not None:
             first, last = map(int, ports.split("-"))
-            candidates = range(first, last + 1)
+            # In any order: another process of the tests may look at the same time.
+            candidates = random.sample(range(first, last + 1), last + 1 - first)
         self.num_starts += 1
         server = SglangServer(
             spec,
