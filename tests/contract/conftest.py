@@ -1,15 +1,13 @@
 """Runs the contract program, each mode once per session."""
 
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "contract_program.py"
+from tests.contract.story_support import output_of
+
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
-TIMEOUT_S = 280
 
 
 @pytest.fixture(scope="session")
@@ -23,17 +21,7 @@ def model():
 def look():
     """Return a function that runs a mode of the program and gives its JSON."""
 
-    def run(*args):
-        done = subprocess.run(
-            [sys.executable, str(PROGRAM), *map(str, args)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return run
+    return partial(output_of, "contract_program.py")
 
 
 @pytest.fixture(scope="session")

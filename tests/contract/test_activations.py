@@ -1,32 +1,18 @@
 """Activations on SGLang's own attentions: what is rebuilt is what they would attend."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "projections_program.py"
 REFUSED = "activations cannot be rebuilt for"
 
 
 @pytest.fixture(scope="module")
 def told():
     """What the program has found."""
-    env = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("projections_program.py")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
 """Layer-wise KV built as on CUDA: hooks, pool, placing, copies, attention, tiers."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "cuda_build_program.py"
 STORIES = ["pinned 0", "pinned 1", "pinned 2", "pageable", "guarded"]
 ACTS = [f"activations {how}" for how in (0, 1, 2, "pageable", "guarded")]
 OFFLOADED = [f"activations offloaded {num_bytes}" for num_bytes in (1 << 30, 5_700)]
@@ -20,11 +16,7 @@ ROUNDING = 1e-4
 @pytest.fixture(scope="module")
 def told():
     """What the program saw."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("cuda_build_program.py")
 
 
 @pytest.mark.parametrize("name", STORIES + ACTS + OFFLOADED)

@@ -1,19 +1,14 @@
 """``/tiered/*`` of a server: endpoints by keys by flags, origins, odd questions."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from sgl_tiered.engines.sglang.config import FAULT_ENV
+from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "http_program.py"
 ADMIN = (
     "/tiered/drop",
     "/tiered/explain",
@@ -34,15 +29,7 @@ OPENS_NORMAL = {**OPENS, "admin": set(KEYS), "both": {"client"}}
 @pytest.fixture(scope="module")
 def told():
     """What the program saw."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, FAULT_ENV: "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("http_program.py", **{FAULT_ENV: "1"})
 
 
 def test_every_endpoint_is_in_the_matrix(told):

@@ -1,32 +1,16 @@
 """Layer-wise KV on SGLang's own batches, pool and allocator."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytestmark = pytest.mark.sglang
+from tests.contract.story_support import output_of
 
-PROGRAM = Path(__file__).parent / "layered_program.py"
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
 def told():
     """The stories of the program."""
-    # SGLang compiles a penalty, which takes minutes on a busy machine.
-    env = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("layered_program.py")
 
 
 @pytest.fixture(scope="module")

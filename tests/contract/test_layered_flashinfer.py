@@ -1,16 +1,11 @@
 """SGLang's FlashInfer backend over layers: right answers from stand-in kernels."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "flashinfer_program.py"
-TIMEOUT_S = 280
 ROUNDING = 1e-4
 """float32; a wrong page holds numbers of another size altogether."""
 
@@ -18,14 +13,8 @@ ROUNDING = 1e-4
 @pytest.fixture(scope="module")
 def told():
     """What the program saw."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    # Fresh: what modules of ours hook when they are imported is looked at.
+    return output_of("flashinfer_program.py", fresh=True)
 
 
 def test_every_layer_is_read_where_it_lies(told):

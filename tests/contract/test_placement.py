@@ -1,15 +1,11 @@
 """Attention over layers that lie here and there equals that over SGLang's own pool."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "placement_program.py"
 STORIES = [f"{retain} {seed}" for retain in (None, 0, 1, 3) for seed in range(4)]
 ACTS = [f"act {share} {one}" for share in (0.5, 1.0) for one in (1, 2, 3, "some")]
 
@@ -17,11 +13,7 @@ ACTS = [f"act {share} {one}" for share in (0.5, 1.0) for one in (1, 2, 3, "some"
 @pytest.fixture(scope="module")
 def told():
     """The stories of the program."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("placement_program.py")
 
 
 @pytest.mark.parametrize("name", STORIES + ACTS)

@@ -1,16 +1,13 @@
 """The factory puts the tiers together that the settings ask for."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.contract.story_support import output_of
+
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "runtime_program.py"
-TIMEOUT_S = 280
 SETTINGS = {
     "config": None,
     "host_size": "4MB",
@@ -28,14 +25,7 @@ def both(tmp_path_factory):
     """What came of ``SETTINGS``, and of ``ENCODED``."""
     file = tmp_path_factory.mktemp("runtime") / "settings.json"
     file.write_text(json.dumps([SETTINGS, ENCODED]))
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(file)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("runtime_program.py", str(file))
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,16 @@
 """Sparse KV on SGLang's own trees, pool, allocator and invariant checker."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytestmark = pytest.mark.sglang
+from tests.contract.story_support import output_of
 
-PROGRAM = Path(__file__).parent / "sparse_program.py"
+pytestmark = pytest.mark.sglang
 
 
 @pytest.fixture(scope="module")
 def told():
     """The stories of the program, whose asserts have held at every step."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("sparse_program.py")
 
 
 @pytest.mark.parametrize("backend", ["rust", "python"])

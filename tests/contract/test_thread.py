@@ -1,27 +1,14 @@
 """Tiers as the factory builds them: the scheduler's thread asks no disk."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytestmark = pytest.mark.sglang
+from tests.contract.story_support import output_of
 
-PROGRAM = Path(__file__).parent / "thread_program.py"
-TIMEOUT_S = 280
+pytestmark = pytest.mark.sglang
 
 
 def test_the_scheduler_s_thread_asks_nothing_of_the_disk(tmp_path):
     """Pages are written, read, evicted, dropped and reset, and metrics published."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(tmp_path / "disk")],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    told = json.loads(done.stdout.splitlines()[-1])
+    told = output_of("thread_program.py", tmp_path / "disk")
     assert min(told["stored"], told["loaded"], told["evicted"]) > 0
     assert told["seen"] == []

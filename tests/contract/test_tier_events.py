@@ -1,19 +1,14 @@
 """The tiers' KV events have the shapes and the names of SGLang's own."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.router.events import apply, decode
 from sgl_tiered.router.tree import PromptTree, keys_of, root_key
+from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "tier_events_program.py"
 PAGE = 4
 PROMPT = list(range(100, 100 + 4 * PAGE))
 MEDIA = {"CPU_PINNED", "CXL", "DISK"}
@@ -22,11 +17,7 @@ MEDIA = {"CPU_PINNED", "CXL", "DISK"}
 @pytest.fixture(scope="module")
 def stories():
     """What was published of a prompt under each kind of key."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("tier_events_program.py")
 
 
 @pytest.mark.parametrize("name", ["plain", "salt", "lora", "dynamo"])

@@ -1,16 +1,11 @@
 """KV below the device is found by what computed it, however SGLang changes weights."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
-PROGRAM = Path(__file__).parent / "weights_program.py"
-TIMEOUT_S = 280
 PAGES = 4
 """Of each prompt in the program; None stands for: nothing is looked up."""
 HARMLESS = {
@@ -40,14 +35,7 @@ HARMLESS = {
 def told(tmp_path_factory):
     """What the program saw, by story."""
     folder = tmp_path_factory.mktemp("weights")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return output_of("weights_program.py", folder)
 
 
 def test_every_method_of_sglangs_manager_is_watched_or_known(told):
