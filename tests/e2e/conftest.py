@@ -90,7 +90,8 @@ class Servers:
         if current is None:
             return
         died = current.exit_code()
-        current.stop()
+        # Asked, SGLang takes 5 s to end; nothing of a plain server is to outlive it.
+        current.stop(20.0 if "tiered" in current.spec.flags else 0.0)
         log = current.log_path.read_text(errors="replace")
         assert died is None, f"the server died by itself: {current.log_tail()}"
         for text in _FORBIDDEN_IN_LOGS:
@@ -154,7 +155,7 @@ def reference(servers: Servers, model: Path) -> Callable[[Case], Reference]:
         key = (case.page_size, case.chunk_tokens)
 
         if key not in made:
-            shared = Case(*key)
+            shared = Case(*key, overlap=False)
             device = shared.device(model, REFERENCE_POOL_TOKENS)
             server = servers.get(plain_spec(device, f"plain-{shared.name}"))
             made[key] = record_reference(server)

@@ -25,7 +25,7 @@ from sgl_tiered_workloads.sessions import (
     random_tokens,
     replay,
 )
-from sgl_tiered_workloads.systems import Device
+from sgl_tiered_workloads.systems import CPU_FLAGS, Device
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 __all__ = [
@@ -79,7 +79,8 @@ class Case:
     Attributes:
         page_size: tokens per page.
         chunk_tokens: of a chunked prefill; None for SGLang's default.
-        overlap: whether SGLang's overlap schedule is on.
+        overlap: whether SGLang's overlap schedule is on. An idle scheduler spins where
+            it is, as users have it; else it sleeps, which leaves its core to others.
     """
 
     page_size: int
@@ -98,7 +99,7 @@ class Case:
         if self.chunk_tokens is not None:
             flags += ("--chunked-prefill-size", str(self.chunk_tokens))
         if not self.overlap:
-            flags += ("--disable-overlap-schedule",)
+            flags += CPU_FLAGS
         return Device(model, pool_tokens, self.page_size, flags)
 
 

@@ -43,7 +43,6 @@ def spec(model):
         "--tiered-prefetch=car",
         "--tiered-prefetch-to=device",
         "--max-running-requests=2",
-        "--sleep-on-idle",
     )
     env = {"SGL_TIERED_ALLOW_FAULTS": "1"}
     tiers = Tiers(16 * MB)

@@ -56,7 +56,6 @@ def spec(model, tmp_path_factory):
         "--tiered-load-policy=always",
         "--tiered-prefetch=car",
         "--max-running-requests=2",
-        "--sleep-on-idle",
         "--tiered-emulate=disk:latency=0.1",
     )
     env = {"SGL_TIERED_ALLOW_FAULTS": "1"}

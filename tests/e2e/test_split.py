@@ -132,6 +132,7 @@ def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
     assert stats(server)["counters"]["decisions_split"] >= 1
 
     drop(server, "device", "host")
+    server.post("/tiered/load-policy?policy=auto", {})
     told = server.generate(prompts[0].prompt, 2)["meta_info"]["tiered"]
     (report,) = told
     assert "front" in report["reason"]
