@@ -42,9 +42,9 @@ class NamedSpaces:
     ) -> None:
         self._has_pages = has_pages
         self._num_gone = num_gone
-        # In order of naming, the oldest first.
+        # In order of naming, the oldest first. Adapters of equal content share one.
         self._digests: dict[Names, bytes] = {}
-        self._names: dict[bytes, Names] = {}
+        self._names: dict[bytes, list[Names]] = {}
         self._new: dict[bytes, None] = {}
         self._sweep_at = _MAX_EMPTY
         self._swept: tuple[int, int] = (0, 0)
@@ -65,8 +65,10 @@ class NamedSpaces:
         """Keep a name, unless it is too long."""
         if any(is_too_long(name) for name in names):
             return
+        if names in self._digests:
+            self._forget(names)
         self._digests[names] = digest
-        self._names[digest] = names
+        self._names.setdefault(digest, []).append(names)
         self._new[digest] = None
         if len(self._digests) > self._sweep_at:
             self._sweep(_MAX_EMPTY // 2)
@@ -74,8 +76,9 @@ class NamedSpaces:
             self._sweep_at = 2 * len(self._digests) + _MAX_EMPTY // 2
 
     def names_of(self, digest: bytes) -> Names | None:
-        """Return the name of a namespace; None where it was not named yet."""
-        return self._names.get(digest)
+        """Return the last name of a namespace; None where it was not named yet."""
+        names = self._names.get(digest)
+        return None if names is None else names[-1]
 
     def take_new(self) -> list[bytes]:
         """Return the namespaces that were named since the last call."""
@@ -91,9 +94,7 @@ class NamedSpaces:
     def forget_adapter(self, lora_id: str) -> None:
         """Forget the names with an adapter, whose contents may be others now."""
         for names in [names for names in self._digests if names[0].endswith(lora_id)]:
-            digest = self._digests.pop(names)
-            self._names.pop(digest, None)
-            self._new.pop(digest, None)
+            self._forget(names)
 
     def clear(self) -> None:
         """Forget every name: digests have changed."""
@@ -105,5 +106,13 @@ class NamedSpaces:
         """Forget all without pages but the latest so many."""
         empty = [digest for digest in self._names if not self._has_pages(digest)]
         for digest in empty[: max(0, len(empty) - num_kept)]:
-            del self._digests[self._names.pop(digest)]
+            for names in tuple(self._names[digest]):
+                self._forget(names)
+
+    def _forget(self, names: Names) -> None:
+        """Forget one name, and its namespace with the last."""
+        digest = self._digests.pop(names)
+        self._names[digest].remove(names)
+        if not self._names[digest]:
+            del self._names[digest]
             self._new.pop(digest, None)

@@ -80,3 +80,24 @@ def test_a_long_name_is_not_kept(letter):
     pages = Pages()
     pages.spaces.add((letter * (num + 1), ""), bytes(16))
     assert len(pages.spaces) == 0
+
+
+def test_adapters_of_equal_content_share_a_namespace_and_leave_no_names():
+    """One by another name is named beside it; each is forgotten with its adapter."""
+    pages = Pages()
+    spaces, ids = pages.spaces, ["a" * 32, "b" * 32]
+    for tenant in range(5000):
+        for lora_id in ids:
+            spaces.add((lora_id, f"salt {tenant}"), tenant.to_bytes(16, "little"))
+    assert len(spaces) < 8192, "names without pages"
+    spaces.drop_empty()
+    assert len(spaces) == 0
+    shared = bytes(16)
+    pages.digests.add(shared)
+    for lora_id in ids:
+        spaces.add((lora_id, ""), shared)
+    spaces.forget_adapter(ids[0])
+    assert spaces.names_of(shared) == (ids[1], ""), "the other adapter is still there"
+    assert spaces.get((ids[0], "")) is None
+    spaces.forget_adapter(ids[1])
+    assert (len(spaces), spaces.names_of(shared), spaces.take_new()) == (0, None, [])
