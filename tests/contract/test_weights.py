@@ -142,3 +142,15 @@ def test_an_adapter_trained_anew_finds_nothing_of_the_one_before(told):
         "without it": 0,
         "trained anew": 0,
     }
+
+
+def test_an_adapter_that_was_trained_on_is_not_kept_as_the_former(told):
+    """Nor the former as itself: the device has KV of both under one id."""
+    assert told["adapter_while_it_runs"] == {
+        "put off": 1,
+        "the same": [0, 1],
+        "trained on": [None, 0],
+        "others": 0,
+        "flushed": 0,
+        "computed anew": 1,
+    }

@@ -278,6 +278,7 @@ class Program:
             self.waiting,
             self.put_off,
             self.adapters,
+            self.adapter_while_it_runs,
         ):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.told[story.__name__] = story()
@@ -578,6 +579,49 @@ class Program:
         server.stop()
         server = self.start(1.0, lora=adapter(2.0))
         told["trained anew"] = server.found(self.tokens, key)
+        server.stop()
+        return told
+
+    def adapter_while_it_runs(self) -> Any:
+        """It was put aside and loaded anew under its id, trained on meanwhile."""
+        from sglang.srt.managers.scheduler import Scheduler
+
+        key = "user" + LORA_ID
+        server = self.start(1.0, lora=adapter(1.0), write_policy="on-evict")
+        loras = server.runtime.adapters._manager.loras
+        scheduler = SimpleNamespace(
+            tree_cache=server.tree,
+            tp_worker=SimpleNamespace(
+                load_lora_adapter=lambda asked: SimpleNamespace(success=True),
+                unload_lora_adapter=lambda asked: SimpleNamespace(success=True),
+            ),
+            kv_event_lora_names=SimpleNamespace(register=lambda **names: None),
+        )
+        asked = SimpleNamespace(lora_id=LORA_ID, lora_name="one")
+
+        def load(value: float) -> None:
+            del loras[LORA_ID]
+            Scheduler.unload_lora_adapter(scheduler, asked)
+            loras[LORA_ID] = adapter(value)
+            Scheduler.load_lora_adapter(scheduler, asked)
+
+        def put_off() -> int:
+            assert server.tree._ahead is not None
+            return len(server.tree._ahead._deferred)
+
+        server.compute(self.tokens, key)
+        told: dict[str, Any] = {"put off": put_off()}
+        load(1.0)
+        told["the same"] = [server.found(self.tokens, key), put_off()]
+        load(2.0)
+        # A longer prompt, upon what the device has of the former.
+        server.compute(np.concatenate([self.tokens, self.others]), key)
+        told["trained on"] = [server.found(self.tokens, key), put_off()]
+        told["others"] = server.found(self.tokens, "user")
+        server.flush()
+        told["flushed"] = server.found(self.tokens, key)
+        server.compute(self.tokens, key)
+        told["computed anew"] = put_off()
         server.stop()
         return told
 

@@ -6,6 +6,11 @@ be trained anew under the same path, and another machine may have other files th
 the tiers know an adapter by a hash of its tensors, taken when it is loaded; equal ones
 share their KV, over restarts, between peers and under whatever name.
 
+SGLang loads an adapter that it had put aside anew under its old id, and its device's
+tree knows KV by the id. Where the content is another by then, what the tree has may be
+of either, and of both one behind the other: the tiers neither find nor keep KV under
+this id until the device has been emptied.
+
 Each rank loads an adapter whole, and at the same point of its requests, so all ranks
 agree on the hash there. On the scheduler's thread, where SGLang loads as well.
 """
@@ -13,6 +18,7 @@ agree on the hash there. On the scheduler's thread, where SGLang loads as well.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +27,8 @@ import xxhash
 from sgl_tiered.engines.sglang.agreement import Agreement
 
 __all__ = ["Adapters"]
+
+logger = logging.getLogger(__name__)
 
 _ID_CHARS = 32
 
@@ -37,31 +45,45 @@ class Adapters:
         self._manager = manager
         self._agreement = agreement
         self._hashes: dict[str, str] = {}
+        # Of adapters whose KV may be on the device, the first content; and those that
+        # have come with another since.
+        self._on_device: dict[str, str] = {}
+        self._mixed: set[str] = set()
         for lora_id in sorted(self._loaded):
             self.loaded(lora_id)
 
-    def loaded(self, lora_id: str) -> None:
+    def loaded(self, lora_id: str) -> bool:
         """Take note of an adapter that SGLang has loaded, or failed to load.
 
         All ranks call it at the same point.
 
         Args:
             lora_id: SGLang's.
-        """
-        adapter = self._loaded.get(lora_id)
-        found = ""
-        if adapter is not None:
-            from sgl_tiered.engines.sglang.fingerprint import (
-                adapter_tensors,
-                hash_tensors,
-            )
 
-            settings, tensors = adapter_tensors(adapter)
-            found = hash_tensors(settings + self._served(), tensors).digest
+        Returns:
+            Whether the device may have KV of another content under this id.
+        """
         # Ranks on other machines may have been given other files.
-        told = self._agreement.gathered(found)
-        if all(told):
-            self._hashes[lora_id] = xxhash.xxh3_128("".join(told).encode()).hexdigest()
+        told = self._agreement.gathered(self._hash(lora_id))
+        if not all(told):
+            return False
+        content = xxhash.xxh3_128("".join(told).encode()).hexdigest()
+        self._hashes[lora_id] = content
+        if self._on_device.setdefault(lora_id, content) == content:
+            return False
+        self._mixed.add(lora_id)
+        logger.warning(
+            "sgl-tiered: adapter %s was loaded with another content than before, and "
+            "SGLang may still have KV of the former on the device: until the cache is "
+            "flushed (POST /flush_cache), nothing of it is kept or found below",
+            lora_id,
+        )
+        return True
+
+    def emptied(self) -> None:
+        """Note that no KV is left on the device."""
+        self._mixed.clear()
+        self._on_device = dict(self._hashes)
 
     def unloaded(self, lora_id: str) -> None:
         """Take note of an adapter that SGLang has no longer."""
@@ -70,9 +92,12 @@ class Adapters:
     def parted(self, extra_key: str) -> tuple[str, str] | None:
         """Return a key without its adapter, and the adapter's hash; empty for none.
 
-        None where SGLang has an adapter whose hash is not known: its KV is nobody's.
+        None where SGLang has an adapter whose hash is not known, or the device may have
+        KV of another under its id: that KV is nobody's.
         """
         lora_id = extra_key[-_ID_CHARS:]
+        if lora_id in self._mixed:
+            return None
         content = self._hashes.get(lora_id)
         if content is not None:
             return extra_key[:-_ID_CHARS], content
@@ -82,6 +107,21 @@ class Adapters:
     def _loaded(self) -> Mapping[str, Any]:
         """SGLang's adapters by id."""
         return {} if self._manager is None else self._manager.loras
+
+    def _hash(self, lora_id: str) -> str:
+        """Return the hash of an adapter; empty where there is none to be had."""
+        adapter = self._loaded.get(lora_id)
+        if adapter is None:
+            return ""
+        from sgl_tiered.engines.sglang.fingerprint import adapter_tensors, hash_tensors
+
+        try:
+            settings, tensors = adapter_tensors(adapter)
+            return hash_tensors(settings + self._served(), tensors).digest
+        except Exception:
+            # A server that keeps no KV of an adapter is better than none.
+            logger.exception("sgl-tiered: adapter %s could not be read", lora_id)
+            return ""
 
     def _served(self) -> bytes:
         """Return what of the server's settings shapes an adapter's part."""

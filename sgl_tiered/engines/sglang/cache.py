@@ -552,6 +552,13 @@ class TieredRadixCache(LendingRadixCache):
         """Note that the weights are as they will be computed with from now on."""
         self.tiered.weights.changed(device_is_empty=self._is_device_empty)
 
+    def adapter_loaded(self, lora_id: str) -> None:
+        """Note that SGLang has loaded an adapter, or tried to."""
+        if self.tiered.adapters.loaded(lora_id) and self._ahead is not None:
+            # What was put off would be copied as KV of the content before.
+            self._ahead.clear()
+        self.tiered.namespaces.forget_adapter(lora_id)
+
     def forget_plans(self) -> None:
         """Forget what was found and begun for requests, here and at peers."""
         self.tiered.forget_plans()
@@ -563,7 +570,7 @@ class TieredRadixCache(LendingRadixCache):
         if tier is TierId.DEVICE:
             self.evict(EvictParams(num_tokens=int(self.tree_core.evictable_size())))
             if self._is_device_empty:
-                self.tiered.weights.emptied()
+                self.tiered.emptied()
         else:
             self.tiered.drop(tier)
             self._note_dropped()

@@ -512,7 +512,12 @@ class TieredRuntime:
         self.cache.reset()
         self.namespaces.clear()
         self._forget_on_disk()
+        self.emptied()
+
+    def emptied(self) -> None:
+        """Note that no KV is left on the device, nor anybody who had some."""
         self.weights.emptied()
+        self.adapters.emptied()
 
     def forget_plans(self) -> None:
         """Forget what was found and begun for requests that wait.

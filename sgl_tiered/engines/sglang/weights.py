@@ -244,7 +244,11 @@ class _Reading:
         self._thread = threading.Thread(
             target=self._run, name="tiered-weights", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            logger.exception("sgl-tiered: there is no thread to read the weights")
+            self._give_up()
 
     @property
     def is_done(self) -> bool:
@@ -254,7 +258,13 @@ class _Reading:
     def stop(self) -> None:
         """Read no further; returns once nothing is touched any more."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _give_up(self) -> None:
+        """Name the weights as nobody else has theirs: nothing is found wrongly."""
+        self.found = WeightsHash(os.urandom(16).hex(), 0, 0)
+        self._done.set()
 
     def _run(self) -> None:
         give_way()
@@ -264,9 +274,9 @@ class _Reading:
         except HashStopped:
             return
         except Exception:
-            # Nobody else has this name, so nothing is found wrongly.
             logger.exception("sgl-tiered: the weights could not be read")
-            self.found = WeightsHash(os.urandom(16).hex(), 0, 0)
+            self._give_up()
+            return
         self.seconds = time.monotonic() - begin_s
         self._done.set()
 
@@ -360,10 +370,8 @@ def _around(may_change: Callable[[Any, Any], bool]) -> Callable[..., Any]:
 
 def _loaded_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:
     del result
-    runtime = tiered_runtime(scheduler.tree_cache)
-    if runtime is not None:
-        runtime.adapters.loaded(recv_req.lora_id)
-        runtime.namespaces.forget_adapter(recv_req.lora_id)
+    if tiered_runtime(scheduler.tree_cache) is not None:
+        scheduler.tree_cache.adapter_loaded(recv_req.lora_id)
 
 
 def _unloaded_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:

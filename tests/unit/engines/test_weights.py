@@ -189,6 +189,25 @@ def test_weights_that_cannot_be_read_are_nobody_elses(weights, monkeypatch, capl
     assert "could not be read" in caplog.text
 
 
+def test_weights_that_no_thread_can_read_are_nobody_elses(
+    identity, weights, monkeypatch
+):
+    """The scheduler lives on; the next change is read, if there is a thread again."""
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        change(identity, weights, "b")
+    assert identity.poll()
+    assert identity.value not in ("a", "b")
+    change(identity, weights, "b")
+    read_out(identity)
+    assert identity.poll()
+    assert identity.value == "b"
+
+
 def test_ranks_know_the_weights_at_the_same_meeting():
     """One has read its part long before the other; nobody uses it before both have."""
     both_asked, may_end = threading.Barrier(2), threading.Event()
@@ -380,9 +399,45 @@ def test_adapters_come_and_go():
     del served.loras[ID]
     adapters.unloaded(ID)
     assert adapters.parted(ID) == (ID, "")
+    adapters.emptied()
     served.loras[ID] = lora(2.0)
     adapters.loaded(ID)
     assert adapters.parted(ID)[1] not in ("", content)
+
+
+def test_an_adapter_under_an_old_id_waits_for_an_empty_device():
+    """SGLang's tree may have KV of the former content, or of both, under that id."""
+    served = lora_manager(**{f"_{ID}": 1.0, f"_{OTHER}": 1.0})
+    adapters = Adapters(served, Agreement(ManualClock()))
+    _, former = adapters.parted(ID)
+
+    def come_back(value):
+        del served.loras[ID]
+        adapters.unloaded(ID)
+        served.loras[ID] = lora(value)
+        return adapters.loaded(ID)
+
+    assert not come_back(1.0)
+    assert adapters.parted(ID) == ("", former)
+    assert come_back(2.0)
+    assert adapters.parted("key" + ID) is None
+    assert adapters.parted(OTHER) == ("", former)
+    assert not come_back(1.0)
+    assert adapters.parted(ID) is None, "there may be KV of the second as well"
+    adapters.emptied()
+    assert adapters.parted(ID) == ("", former)
+    assert come_back(2.0)
+
+
+def test_an_adapter_that_cannot_be_read_is_nobodys(caplog):
+    """The server serves on with it."""
+    served = lora_manager()
+    adapters = Adapters(served, Agreement(ManualClock()))
+    served.loras[ID] = lora(1.0)
+    del served.loras[ID].scaling
+    adapters.loaded(ID)
+    assert adapters.parted(ID) is None
+    assert "could not be read" in caplog.text
 
 
 def test_servers_that_apply_adapters_otherwise_do_not_share():
