@@ -159,6 +159,10 @@ def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) 
     """Run a batch; once more where its loads failed and what they lack is computed."""
     result = original(worker, batch, *args, **kwargs)
     cache: Any = getattr(batch, "tree_cache", None)
+    if _tiered(cache) is not None and batch.hicache_consumer_index >= 0:
+        # The overlap schedule's copy of a batch, whose results come, lacks the index.
+        for req in batch.reqs:
+            req.tiered_loading_launch = batch.launch_ts
     if _tiered(cache) is None or not cache.repair_loads(worker.model_runner, batch):
         return result
     return original(worker, batch, *args, **kwargs)
@@ -257,7 +261,9 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
         or not batch.extend_lens
         or len(batch.extend_lens) != 1
         or batch.extend_lens[0] < _MIN_PREFILL_TOKENS
+        # Its time is not only computing's.
         or batch.hicache_consumer_index >= 0
+        or getattr(batch.reqs[0], "tiered_loading_launch", None) == batch.launch_ts
     ):
         return
     seconds = time.monotonic() - batch.launch_ts
