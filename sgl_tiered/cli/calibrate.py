@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.cli.engine import accelerator_facts
-from sgl_tiered.cli.live_server import LiveServer
+from sgl_tiered.cli.live_server import LiveServer, add_key_flags
 from sgl_tiered.cli.local_links import (
     layout_of,
     measure_copies,
@@ -88,6 +88,7 @@ def register(subparsers: Any) -> None:
         help="with --url: another server of its pool, to measure KV pulled from there",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    add_key_flags(parser)
     parser.add_argument(
         "--quick", action="store_true", help="fewer points: 45 s instead of 3 minutes"
     )
@@ -111,8 +112,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         rng = np.random.default_rng(arguments.seed)
         budget_s = _QUICK_BUDGET_S if arguments.quick else _BUDGET_S
-        server = LiveServer(arguments.url)
-        peer = LiveServer(arguments.peer_url) if arguments.peer_url else None
+        keys = arguments.api_key, arguments.admin_api_key
+        server = LiveServer(arguments.url, *keys)
+        # Servers of one pool have one key, as their router assumes too.
+        peer = LiveServer(arguments.peer_url, *keys) if arguments.peer_url else None
         print(f"measuring {arguments.url}; about {budget_s:.0f} s", flush=True)
         calibration, notes = calibrate_server(server, rng, budget_s, created, peer)
     else:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.cli.calibrate import check_writable
+from sgl_tiered.cli.live_server import add_key_flags
 from sgl_tiered.cli.profile_totals import ProfileTotals
 from sgl_tiered.cli.profiled_server import (
     AttentionReport,
@@ -94,6 +95,7 @@ def register(subparsers: Any) -> None:
         help="keys nearer than this are not long-range; default 64",
     )
     parser.add_argument("--seed", type=int, default=0, help="of our own prompts")
+    add_key_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -285,7 +287,8 @@ def render(profile: SparsityProfile, notes: Sequence[str]) -> list[str]:
 def _server(arguments: argparse.Namespace) -> Iterator[ProfiledServer]:
     """Yield the server at the URL, or start one for the model and stop it again."""
     if arguments.url is not None:
-        yield ProfiledServer(arguments.url)
+        keys = arguments.api_key, arguments.admin_api_key
+        yield ProfiledServer(arguments.url, *keys)
         return
     if not (arguments.model / "config.json").is_file():
         raise ConfigError(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,8 +16,6 @@ from sgl_tiered.errors import ConfigError
 __all__ = ["AttentionReport", "Profiled", "ProfiledServer", "read_report"]
 
 _PREFILL_TIMEOUT_S = 1800.0
-_POST_TIMEOUT_S = 60.0
-_BUSY = 409
 _TRIES = 120
 _REST_S = 0.25
 _UPDATE = "update its plugin"
@@ -155,7 +151,7 @@ class ProfiledServer(LiveServer):
         return read_report(sums)
 
     def _state(self) -> Mapping[str, Any]:
-        state = self._ask("/tiered/profile", _UPDATE)
+        state = self._ask("/tiered/profile", _UPDATE, as_admin=True)
         if not isinstance(state, dict) or "refused" not in state:
             raise ConfigError("--url", "the server knows no profile", _UPDATE)
         if state["refused"]:
@@ -166,20 +162,7 @@ class ProfiledServer(LiveServer):
 
     def _switch(self, query: str) -> bool:
         """Return whether the server did it; False while it is busy."""
-        request = urllib.request.Request(
-            f"{self._url}/tiered/profile?{query}", method="POST"
-        )
-        try:
-            with self._opener.open(request, timeout=_POST_TIMEOUT_S):
-                return True
-        except urllib.error.HTTPError as error:
-            if error.code == _BUSY:
-                return False
-            raise ConfigError(
-                "--url", f"/tiered/profile answers {error.code}", _UPDATE
-            ) from None
-        except OSError as error:
-            raise self._unreachable(error) from None
+        return self._tell(f"/tiered/profile?{query}", _UPDATE)
 
 
 def read_report(sums: Mapping[str, Any]) -> AttentionReport:

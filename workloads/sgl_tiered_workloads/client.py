@@ -76,6 +76,7 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
         tells_session: each request names its session in the header ``X-Session-Id``, by
             its key up to the turn: ``s3`` of ``s3.t1``.
         session_prefix: before that name; runs with other ones are other sessions.
+        api_key: that each request brings; None for none.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
         wishes: Mapping[str, Any] | None = None,
         tells_session: bool = False,
         session_prefix: str = "",
+        api_key: str | None = None,
     ) -> None:
         super().__init__()
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = url
         self._logprobs = logprobs
         self._wishes = None if wishes is None else dict(wishes)
@@ -97,6 +100,7 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
 
     def _connect(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
+            headers=self._headers,
             timeout=self._timeout,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
             read_bufsize=_LINE_BYTES,

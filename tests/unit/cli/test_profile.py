@@ -258,7 +258,9 @@ def test_wrong_settings_end_in_one_sentence(tmp_path, capsys, flags, words):
 def test_the_file_and_the_plot_are_written(server, tmp_path, monkeypatch, capsys):
     """One file for the solver, one picture for people."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("sgl_tiered.cli.profile.ProfiledServer", lambda url: server)
+    monkeypatch.setattr(
+        "sgl_tiered.cli.profile.ProfiledServer", lambda url, *keys: server
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps([1] * NUM_TOKENS) + "\n")
     out = tmp_path / "p.json"
