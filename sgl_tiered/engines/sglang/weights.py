@@ -14,6 +14,8 @@ KV of several weights, KV below the device is neither found nor kept: the identi
   before, and what is computed upon it is of neither. Where the weights turn out to be
   those of before it is as good as it was; else the device is *mixed* until it has been
   emptied.
+- A decode instance gets KV that another one has computed, and hears by which weights
+  (``told``, ``received``): those of others make its device mixed as well.
 
 Everything but the reading itself runs on the scheduler's thread.
 """
@@ -50,6 +52,8 @@ _UPDATER = (
     "SchedulerWeightUpdaterManager."
 )
 _FACT = "weights"
+_MOST_OTHERS = 1024
+"""Names and epochs of instances that send KV, until it is known what they come to."""
 
 
 class HashStopped(Exception):  # noqa: N818 - nothing went wrong
@@ -104,6 +108,11 @@ class WeightsIdentity:
         # Of the ranks that have read the weights after the latest change.
         self._told: list[str] | None = None
         self._num_changes = 0
+        self._nonce = os.urandom(8).hex()
+        # Names of weights whose KV was received, while those here are not known; and
+        # epochs whose name the sender did not know.
+        self._others: set[str] = set()
+        self._unnamed: set[str] = set()
         if agreement.is_shared:
             agreement.tell(_FACT, self._tell, self._hear)
 
@@ -115,7 +124,7 @@ class WeightsIdentity:
     @property
     def settled(self) -> bool:
         """Whether it is known what KV is computed by, and all on the device is."""
-        return self._value is not None and not self._is_mixed
+        return self._value is not None and not self._is_mixed and not self._unnamed
 
     @property
     def is_mixed(self) -> bool:
@@ -139,6 +148,8 @@ class WeightsIdentity:
         self._num_changes += 1
         self._metrics.add("weight_changes")
         self._is_mixed = not (device_is_empty or self._was_emptied)
+        if device_is_empty:
+            self._forget_others()
         self._told = None
         self._reading = _Reading(self._begin())
 
@@ -146,6 +157,36 @@ class WeightsIdentity:
         """Note that no KV is left on the device, nor anybody who had some."""
         self._is_mixed = False
         self._was_emptied = True
+        self._forget_others()
+
+    def told(self) -> tuple[str, str]:
+        """Return what to tell with KV that is sent to another instance; any thread.
+
+        Returns:
+            The name of the weights, and the epoch since they are in force. The name is
+            empty while it is not known: it comes with what is sent later in the epoch.
+            Both are where the KV may be of several weights.
+        """
+        reading, value = self._reading, self._value
+        is_changing = reading is None and value is None
+        if self._is_mixed or is_changing:
+            return "", ""
+        return value or "", f"{self._nonce}.{self._num_changes}"
+
+    def received(self, name: str, epoch: str) -> None:
+        """Note that KV of another instance is on the device.
+
+        Args:
+            name, epoch: as ``told`` there.
+        """
+        if not epoch:
+            self._mix()
+        elif not name:
+            self._unnamed.add(epoch)
+        else:
+            self._unnamed.discard(epoch)
+            self._others.add(name)
+        self._compare()
 
     def poll(self) -> bool:
         """Look whether the identity is known by now.
@@ -159,10 +200,12 @@ class WeightsIdentity:
         told = [own] if self._agreement.num_ranks == 1 else self._told
         if told is None:
             return False
-        reading, self._reading, self._told = self._reading, None, None
+        reading = self._reading
         assert reading is not None
         self._note_read(reading.found, reading.seconds)
         self._value = "-".join(told)
+        # In this order: others may ask ``told`` meanwhile.
+        self._reading, self._told = None, None
         self._agreement.note(_FACT, self._value)
         is_new, self._last = self._value != self._last, self._value
         if self._is_mixed and self._value == self._before:
@@ -173,6 +216,7 @@ class WeightsIdentity:
                 "device has KV of both: until it is flushed, nothing is kept or found "
                 "below the device"
             )
+        self._compare()
         return is_new
 
     def stats(self) -> dict[str, Any]:
@@ -181,12 +225,38 @@ class WeightsIdentity:
             "fingerprint": self._value or "",
             "is_settled": self.settled,
             "is_mixed": self._is_mixed,
+            "num_unnamed": len(self._unnamed),
             "num_changes": self._num_changes,
         }
 
     def close(self) -> None:
         """Read no more."""
         self._stop()
+
+    def _compare(self) -> None:
+        """Compare the weights whose KV was received with those here, once known."""
+        if self._value is not None:
+            others, self._others = self._others, set()
+            if others - {self._value}:
+                self._mix()
+        if len(self._others) + len(self._unnamed) > _MOST_OTHERS:
+            self._mix()
+
+    def _mix(self) -> None:
+        """Note that the device has KV of other weights, whatever those here are."""
+        self._metrics.add("kv_of_other_weights")
+        if not self._is_mixed:
+            logger.warning(
+                "sgl-tiered: a prefill instance has computed KV by other weights than "
+                "those here: until this server is flushed (POST /flush_cache), nothing "
+                "is kept or found below the device; update both, then flush both"
+            )
+        self._is_mixed, self._before = True, None
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        self._others.clear()
+        self._unnamed.clear()
 
     def _stop(self) -> None:
         """End a read: nobody may touch weights that are written, or not there."""

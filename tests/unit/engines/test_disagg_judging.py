@@ -19,8 +19,9 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.disagg.figures import (
     PrefillFigures,
+    PrefillTold,
     figures_of,
-    read_figures,
+    read_told,
     teller,
 )
 from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
@@ -50,8 +51,8 @@ def tokens(seed: int, num: int) -> np.ndarray:
 
 def test_what_is_told_is_what_is_known() -> None:
     """Of prompts on the device, in the host tier and nowhere."""
-    sent = msgspec.msgpack.encode(figures())
-    read = read_figures(sent)
+    sent = msgspec.msgpack.encode(PrefillTold("name", "epoch", figures()))
+    read = read_told(sent).figures
     assert read == figures()
     assert read.place == (3, 8)
     theirs = read.model(LAYOUT.page_tokens, LAYOUT.num_layers)
@@ -60,20 +61,26 @@ def test_what_is_told_is_what_is_known() -> None:
         assert theirs.decide(batch).seconds == model().decide(batch).seconds
 
 
+def packed(*values: object) -> bytes:
+    return msgspec.msgpack.encode(["name", "epoch", list(values)])
+
+
 @pytest.mark.parametrize(
     "told",
     [
         b"",
         b"\x00",
+        b"\x91" * 10_000,
         msgspec.msgpack.encode([1, 2]),
-        msgspec.msgpack.encode([*msgspec.structs.astuple(figures())[:-1], 0.0]),
-        msgspec.msgpack.encode([*msgspec.structs.astuple(figures())[:-1], -1.0]),
-        msgspec.msgpack.encode([-1, *msgspec.structs.astuple(figures())[1:]]),
+        msgspec.msgpack.encode(["name", "epoch"]),
+        packed(*msgspec.structs.astuple(figures())[:-1], 0.0),
+        packed(*msgspec.structs.astuple(figures())[:-1], -1.0),
+        packed(-1, *msgspec.structs.astuple(figures())[1:]),
     ],
 )
-def test_what_cannot_be_read_is_nothing(told: bytes) -> None:
-    """Then nothing goes back."""
-    assert read_figures(told) is None
+def test_what_cannot_be_read_is_of_nobody(told: bytes) -> None:
+    """Then nothing goes back, and the KV is not kept as that of the weights here."""
+    assert read_told(told) == PrefillTold("", "", None)
 
 
 def test_without_a_host_tier_nothing_is_told() -> None:
@@ -100,12 +107,12 @@ def test_without_a_profile_the_planners_figures_are_told() -> None:
     """As they are then: they are refined while the server runs."""
     runtime = served()
     tell = teller(runtime, lambda: (1, 2))
-    before = read_figures(tell(LINK))
+    before = tell(LINK)
     assert not before.is_fitted
     assert before.token_s == pytest.approx(1e-4)
     for _ in range(64):
         runtime.parts.cost.observe_prefill(0, 1000, 1.0)
-    assert read_figures(tell(LINK)).token_s > 2 * before.token_s
+    assert tell(LINK).token_s > 2 * before.token_s
 
 
 def test_a_profile_is_told_if_it_knows_the_host(tmp_path) -> None:
@@ -115,7 +122,7 @@ def test_a_profile_is_told_if_it_knows_the_host(tmp_path) -> None:
         place = LocationFit(host, 5e-4, 1e-6, 0.0, False, QUALITY)
         fit = CachingFit(0.0, 0.003, 0.001, 7e-4, 0.0, 0.0, (place,), QUALITY)
         write_calibration(path, replace(CALIBRATION, caching=fit))
-        told = read_figures(teller(served(path), lambda: (1, 2))(LINK))
+        told = teller(served(path), lambda: (1, 2))(LINK)
         assert told.is_fitted is is_fitted
         assert (told.token_s == pytest.approx(7e-4)) is is_fitted
 

@@ -189,6 +189,82 @@ def test_weights_that_cannot_be_read_are_nobody_elses(weights, monkeypatch, capl
     assert "could not be read" in caplog.text
 
 
+def test_kv_of_other_weights_mixes_the_device_until_it_is_emptied(identity):
+    """A prefill instance that was updated first, say."""
+    identity.received("a", "1")
+    assert identity.settled
+    identity.received("b", "2")
+    assert identity.is_mixed
+    identity.received("a", "1")
+    assert not identity.settled, "the device still has the other's"
+    identity.emptied()
+    assert identity.settled
+    identity.received("", "")
+    assert identity.is_mixed, "KV of several weights"
+
+
+def test_kv_whose_weights_are_being_read_waits_for_their_name(identity, weights):
+    """On either side, or both: nothing is kept or found meanwhile, then all as ever."""
+    identity.received("", "1")
+    assert not identity.settled
+    assert not identity.is_mixed
+    identity.received("a", "1")
+    assert identity.settled
+    weights.gate.clear()
+    change(identity, weights, "b")
+    identity.received("", "2")
+    identity.received("b", "2")
+    identity.received("b", "3")
+    weights.gate.set()
+    read_out(identity)
+    assert identity.poll()
+    assert identity.settled
+    weights.gate.clear()
+    change(identity, weights, "c")
+    identity.received("b", "3")
+    weights.gate.set()
+    read_out(identity)
+    identity.poll()
+    assert identity.is_mixed
+
+
+def test_weights_that_come_back_do_not_clear_a_device_with_others(identity, weights):
+    """KV that was received is none of those before."""
+    change(identity, weights, "a", device_is_empty=False)
+    identity.received("b", "1")
+    read_out(identity)
+    identity.poll()
+    assert identity.is_mixed
+
+
+def test_names_that_are_waited_for_are_bounded(identity):
+    """Senders that never name their weights end in a device that is to be flushed."""
+    for number in range(5000):
+        identity.received("", str(number))
+    assert identity.is_mixed
+    assert len(identity._unnamed) < 2000
+
+
+def test_what_is_told_of_weights_is_true_of_the_kv(identity, weights):
+    """Their name, or when it comes; nothing where it may be of several."""
+    name, epoch = identity.told()
+    assert name == "a"
+    identity.changing()
+    assert identity.told() == ("", "")
+    weights.gate.clear()
+    weights.text = "b"
+    identity.changed(device_is_empty=True)
+    name, later = identity.told()
+    assert name == ""
+    assert later not in ("", epoch)
+    weights.gate.set()
+    read_out(identity)
+    identity.poll()
+    assert identity.told() == ("b", later)
+    change(identity, weights, "c", device_is_empty=False)
+    assert identity.told() == ("", "")
+
+
 def test_weights_that_no_thread_can_read_are_nobody_elses(
     identity, weights, monkeypatch
 ):

@@ -117,6 +117,9 @@ def _after_init(result: Any, scheduler: Any) -> None:
         manager.send_from(sources)
     if queue is not None and runtime is not None:
         scheduler.tree_cache.load_first(manager.link_bytes_per_s)
+        scheduler.tree_cache.watch_prefill(manager.prefill_of)
+    elif runtime is not None:
+        manager.weights = runtime.weights.told
     if caching is not PdCaching.RETURNED or runtime is None:
         return
     node = runtime.pool.node

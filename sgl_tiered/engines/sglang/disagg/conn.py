@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import zmq
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification
@@ -29,7 +30,11 @@ from sglang.srt.environ import envs
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.engines.sglang.disagg.engine import FIRST_BYTES_PER_S, RawEngine
-from sgl_tiered.engines.sglang.disagg.figures import PrefillFigures, read_figures
+from sgl_tiered.engines.sglang.disagg.figures import (
+    PrefillFigures,
+    PrefillTold,
+    read_told,
+)
 from sgl_tiered.engines.sglang.disagg.layers import send_layers
 from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
@@ -88,15 +93,17 @@ class TieredKVManager(MooncakeKVManager):
         self.releases = ReleaseWatch(SystemClock())
         # What a decode instance is told of this one, given the bytes/s of the link to
         # it: who it is in the pool and what its work costs. None: nothing returns.
-        self.tell: Callable[[float], bytes | None] = lambda bytes_per_s: None
+        self.tell: Callable[[float], PrefillFigures | None] = lambda bytes_per_s: None
+        # By which weights this instance computes; None where nobody here knows.
+        self.weights: Callable[[], tuple[str, str]] | None = None
         # Where layers lie that are placed one by one; None where each has its memory.
         self.sources: LayerSources | None = None
         # What was decided about returns, for ``pd_stats``.
         self.returning: Callable[[], dict[str, Any]] = dict
         self._link_bytes_per_s = FIRST_BYTES_PER_S
         # By room: what is to be told there, what was told here.
-        self._telling: OrderedDict[int, bytes] = OrderedDict()
-        self._prefill_of: OrderedDict[int, bytes] = OrderedDict()
+        self._telling: OrderedDict[int, PrefillTold] = OrderedDict()
+        self._prefill_of: OrderedDict[int, PrefillTold] = OrderedDict()
         # A session that failed once may be tried again: our engine knows when.
         with envs.SGLANG_ENABLE_FAILED_SESSION_PROBE.override(True):
             super().__init__(args, mode, server_args, *rest)
@@ -205,14 +212,18 @@ class TieredKVManager(MooncakeKVManager):
     def note_room(self, room: int) -> None:
         """Prepare what is told with a transfer that begins; the scheduler's thread."""
         sessions = list(self.transfer_infos.get(room, ()))
-        told = self.tell(self.engine.link_bytes_per_s(sessions))
-        if told is not None:
-            _keep(self._telling, room, told)
+        figures = self.tell(self.engine.link_bytes_per_s(sessions))
+        if self.weights is not None:
+            _keep(self._telling, room, PrefillTold(*self.weights(), figures))
+
+    def prefill_of(self, room: int) -> PrefillTold | None:
+        """Return what the instance behind a transfer that arrived told of itself."""
+        return self._prefill_of.get(room)
 
     def take_prefill(self, room: int) -> PrefillFigures | None:
-        """Return what the instance behind a transfer that arrived told, once."""
+        """Return what is known of returns to that instance, once."""
         told = self._prefill_of.pop(room, None)
-        figures = None if told is None else read_figures(told)
+        figures = None if told is None else told.figures
         if figures is not None:
             self._link_bytes_per_s = figures.bytes_per_s
         return figures
@@ -224,13 +235,20 @@ class TieredKVManager(MooncakeKVManager):
     def _encode_kv_status_message(self, **facts: Any) -> list[bytes]:
         parts: list[bytes] = super()._encode_kv_status_message(**facts)
         told = self._telling.get(facts["bootstrap_room"])
-        return parts if told is None else [*parts, b"", told]
+        if told is None or self.weights is None:
+            return parts
+        weights, epoch = self.weights()
+        if epoch != told.epoch:
+            # They changed between its first chunk and its last.
+            weights = epoch = ""
+        told = msgspec.structs.replace(told, weights=weights, epoch=epoch)
+        return [*parts, b"", msgspec.msgpack.encode(told)]
 
     def parse_kv_status_message(self, msg: list[bytes]) -> Any:
         """Read SGLang's message, and what the prefill instance tells behind it."""
         parsed = super().parse_kv_status_message(msg)
         if parsed is not None and len(msg) == _STATUS_PARTS + 2:
-            _keep(self._prefill_of, parsed[0], msg[-1])
+            _keep(self._prefill_of, parsed[0], read_told(msg[-1]))
         return parsed
 
     # -- When a failed push is over --------------------------------------------
@@ -379,7 +397,7 @@ class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
     """SGLang's own: it says where prefill instances are."""
 
 
-def _keep(rooms: OrderedDict[int, bytes], room: int, told: bytes) -> None:
+def _keep(rooms: OrderedDict[int, PrefillTold], room: int, told: PrefillTold) -> None:
     rooms[room] = told
     if len(rooms) > _MOST_ROOMS:
         rooms.popitem(last=False)

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.coordinator import RequestState
-from sgl_tiered.engines.sglang.disagg.figures import PrefillFigures
+from sgl_tiered.engines.sglang.disagg.figures import PrefillFigures, PrefillTold
 from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
 from sgl_tiered.engines.sglang.disagg.loading import Arriving, OwnLoads
 from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns, Ended
@@ -31,6 +31,8 @@ __all__ = ["DecodeRadixCache"]
 class DecodeRadixCache(TieredRadixCache):
     """TieredRadixCache whose prompts come from elsewhere."""
 
+    # Set by ``watch_prefill``.
+    _prefill_of: Callable[[int], PrefillTold | None] | None = None
     # Set by ``load_first``.
     _loads: OwnLoads | None = None
     # Set by ``return_answers``; the parent's constructor calls ``reset``.
@@ -54,6 +56,14 @@ class DecodeRadixCache(TieredRadixCache):
         """
         self._returns, self._receiver_of, self._after = returns, receiver_of, {}
         self._judge = judge
+
+    def watch_prefill(self, prefill_of: Callable[[int], PrefillTold | None]) -> None:
+        """Look by which weights prompts were computed, from now on.
+
+        Args:
+            prefill_of: gives what the instance behind a bootstrap room told.
+        """
+        self._prefill_of = prefill_of
 
     def load_first(self, bytes_per_s: Callable[[], float]) -> None:
         """Load from the tiers here what would else be sent, from now on.
@@ -99,6 +109,15 @@ class DecodeRadixCache(TieredRadixCache):
         if self._judge is not None and params.req is not None:
             self._note_asked(self._judge, params)
         return LendingRadixCache.match_prefix(self, params)
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Publish the request's pages, of which some were computed elsewhere."""
+        if self._prefill_of is not None and not getattr(req, "tiered_received", False):
+            req.tiered_received = True
+            told = self._prefill_of(req.bootstrap_room)
+            if told is not None:
+                self.tiered.weights.received(told.weights, told.epoch)
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
 
     def check_hicache_events(self) -> None:
         """Take the ends of offloads, and move returns along."""

@@ -1,7 +1,9 @@
-"""What a prefill instance tells of itself with each transfer, for returns to it.
+"""What a prefill instance tells of itself with each transfer.
 
-Who it is in the pool, what computing and loading cost there, and what the link to it
-takes. A message that cannot be read is none: then nothing goes back.
+By which weights it computes: KV of others is not kept as that of those here. And for
+returns to it, who it is in the pool, what computing and loading cost there, and what
+the link to it takes. A message that cannot be read is of KV that is nobody's, to whose
+sender nothing goes back.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from sgl_tiered.cost.calibration import (
 )
 from sgl_tiered.cost.context_caching import ContextCaching
 
-__all__ = ["PrefillFigures", "figures_of", "read_figures", "teller"]
+__all__ = ["PrefillFigures", "PrefillTold", "figures_of", "read_told", "teller"]
 
 _NOT_TOLD = FitQuality(0, 0.0, 0.0, 0.0)
 Cost = Annotated[float, msgspec.Meta(ge=0.0, lt=1e6)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
 class PrefillFigures(msgspec.Struct, array_like=True, frozen=True):
-    """One message.
+    """What a return to a prefill instance is decided by.
 
     Attributes:
         instance, incarnation: of the pool.
@@ -90,6 +93,19 @@ class PrefillFigures(msgspec.Struct, array_like=True, frozen=True):
         return ContextCaching(fit, page_tokens, num_layers, self.chunk_tokens or None)
 
 
+class PrefillTold(msgspec.Struct, array_like=True, frozen=True):
+    """One message.
+
+    Attributes:
+        weights, epoch: as ``WeightsIdentity.told`` gives them.
+        figures: None where nothing is to go back.
+    """
+
+    weights: Name
+    epoch: Name
+    figures: PrefillFigures | None
+
+
 def figures_of(
     model: ContextCaching,
     place: tuple[int, int],
@@ -127,18 +143,18 @@ def figures_of(
     )
 
 
-def read_figures(told: bytes) -> PrefillFigures | None:
-    """Return what a message says; None where it is not one."""
+def read_told(told: bytes) -> PrefillTold:
+    """Return what a message says."""
     try:
-        return msgspec.msgpack.decode(told, type=PrefillFigures)
-    except msgspec.MsgspecError:
-        return None
+        return msgspec.msgpack.decode(told, type=PrefillTold)
+    except (msgspec.MsgspecError, RecursionError):
+        return PrefillTold("", "", None)
 
 
 def teller(
     runtime: Any, place: Callable[[], tuple[int, int]]
-) -> Callable[[float], bytes | None]:
-    """Return what makes the message of a prefill server, given its link's bytes/s.
+) -> Callable[[float], PrefillFigures | None]:
+    """Return what gives the figures of a prefill server, given its link's bytes/s.
 
     With a calibration file whose context-caching model knows the host tier, by that;
     else by the planner's figures as they are at the moment.
@@ -155,7 +171,7 @@ def teller(
         fitted = None
     layout = parts.device.layout
 
-    def tell(bytes_per_s: float) -> bytes | None:
+    def tell(bytes_per_s: float) -> PrefillFigures | None:
         model = fitted or ContextCaching.of_costs(
             parts.cost,
             token_bytes=layout.page_bytes // layout.page_tokens,
@@ -163,7 +179,6 @@ def teller(
             num_layers=layout.num_layers,
             overlaps=bool(parts.cache.config.load_overlaps),
         )
-        told = figures_of(model, place(), bytes_per_s, is_fitted=fitted is not None)
-        return None if told is None else msgspec.msgpack.encode(told)
+        return figures_of(model, place(), bytes_per_s, is_fitted=fitted is not None)
 
     return tell
