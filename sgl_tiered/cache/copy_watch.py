@@ -2,16 +2,18 @@
 
 A router keeps a picture of what every server holds. It is told what changed, with names
 that are chained along a prompt as the engine names pages itself. The table says which
-rows changed (one bit per row, nothing else happens there); ``take`` compares what was
-told with what is so, so that what came and went in between is never mentioned, and
-names pages when they are told first. Parents go before children: who hears of a page
-has heard of the pages in front of it, if any tier has them.
+rows changed (nothing else happens there); ``take`` compares what was told with what is
+so, so that what came and went in between is never mentioned, and names pages when they
+are told first. Parents go before children: who hears of a page has heard of the pages
+in front of it, if any tier has them.
 
-One call does bounded work. What is left over waits for the next one.
+Besides looking at what changed since the last, one call does bounded work, however much
+is still to be told. What is left over waits for the next one.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +30,8 @@ __all__ = ["STATE_BYTES", "CopyWatch", "Gained", "Lost", "PageNames"]
 
 STATE_BYTES = 32
 """What the name of the next page is derived from: a SHA-256."""
+_PART_ROWS = 256
+"""Looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,33 +106,34 @@ class CopyWatch:
         self._page_names = names
         self._mask = np.uint8((1 << len(table.tiers)) - 1)
         self._lost: list[list[int]] = [[] for _ in table.tiers]
-        # By row: bits of tiers that were told, whether there is news, name and state.
+        # Rows that changed since the last call, and parts of those still to be told.
+        self._changes: list[Int32s] = []
+        self._backlog: deque[Int32s] = deque()
+        # By row: bits of tiers that were told, whether there is something to tell and
+        # whether it stands in the backlog, name and state.
         self._told: UInt8s = np.zeros(0, np.uint8)
         self._is_news: Bools = np.zeros(0, np.bool_)
+        self._is_waiting: Bools = np.zeros(0, np.bool_)
         self._has_name: Bools = np.zeros(0, np.bool_)
         self._names: Int64s = np.zeros(0, np.int64)
         self._states: UInt8s = np.zeros((0, STATE_BYTES), np.uint8)
-        self._has_news = False
         table.on_copies = self._changed
-        self._fit()
-        self._is_news |= (table.flags & self._mask) != self._told
-        self._has_news = True
+        self._changed(np.flatnonzero(table.flags & self._mask).astype(np.int32))
 
     def retell(self, digest: bytes) -> None:
         """Look at a namespace's pages again, whose names are known only now."""
-        self._fit()
         for node in self._index.nodes(digest):
-            news = (self._table.flags[node.rows] & self._mask) != self._told[node.rows]
-            self._is_news[node.rows] |= news
-            self._has_news = True
+            self._changed(node.rows)
 
     def clear(self) -> None:
         """Begin anew: whoever listens knows that nothing is left."""
         self._told[:] = 0
         self._is_news[:] = False
+        self._is_waiting[:] = False
         self._has_name[:] = False
         self._lost = [[] for _ in self._table.tiers]
-        self._has_news = False
+        self._changes.clear()
+        self._backlog.clear()
 
     def freed(self, rows: Int32s) -> None:
         """Take note of rows that the table gives back; they name other pages soon."""
@@ -144,39 +149,56 @@ class CopyWatch:
         What was lost comes first and whole: it costs a number per page. Of what was
         gained, ``max_pages`` are named and told at most.
         """
-        if not self._has_news:
-            return []
         self._fit()
-        rows = np.flatnonzero(self._is_news).astype(np.int32)
-        has = self._table.flags[rows] & self._mask
-        told = self._told[rows]
-        self._lose(rows, told & ~has)
-        self._told[rows] = told & has
-        is_gained = (has & ~told) != 0
-        self._is_news[rows[~is_gained]] = False
+        self._sort_changes()
         found: list[Gained | Lost] = []
         for number, names in enumerate(self._lost):
             if names:
                 found.append(Lost(self._table.tiers[number], tuple(names)))
                 self._lost[number] = []
         left = max_pages
-        for node in dict.fromkeys(self._table.node[rows[is_gained]].tolist()):
-            if left <= 0:
-                return found
-            if node is None:
-                continue
-            if self._is_news[node.rows].any():
-                left = self._tell(self._index.path_to(node), left, found)
-        # Pages that were reset away, and whose rows go with their last copy.
-        detached = rows[is_gained & ~self._table.in_index[rows]]
-        self._is_news[detached] = False
-        self._has_news = bool(self._is_news.any())
+        while self._backlog and left > 0:
+            left = self._tell_rows(self._backlog.popleft(), left, found)
         return found
 
+    def _sort_changes(self) -> None:
+        """Look what changed since the last call: what was lost, what is to be told."""
+        if not self._changes:
+            return
+        rows, self._changes = np.unique(np.concatenate(self._changes)), []
+        has = self._table.flags[rows] & self._mask
+        told = self._told[rows]
+        self._lose(rows, told & ~has)
+        self._told[rows] = told & has
+        self._is_news[rows] = is_gained = (has & ~told) != 0
+        new = rows[is_gained & ~self._is_waiting[rows]]
+        self._is_waiting[new] = True
+        for start in range(0, len(new), _PART_ROWS):
+            self._backlog.append(new[start : start + _PART_ROWS])
+
+    def _tell_rows(self, rows: Int32s, left: int, found: list[Gained | Lost]) -> int:
+        """Tell what is new of a part of the backlog; returns how much still may be."""
+        self._is_waiting[rows] = False
+        rows = rows[self._is_news[rows]]
+        # Pages that were reset away, and whose rows go with their last copy.
+        is_there = self._table.in_index[rows]
+        self._is_news[rows[~is_there]] = False
+        rows = rows[is_there]
+        for node in dict.fromkeys(self._table.node[rows].tolist()):
+            if left <= 0:
+                break
+            if self._is_news[node.rows].any():
+                left = self._tell(self._index.path_to(node), left, found)
+        rest = rows[self._is_news[rows]]
+        if not len(rest):
+            return left
+        self._is_waiting[rest] = True
+        self._backlog.appendleft(rest)
+        return 0
+
     def _changed(self, rows: Int32s) -> None:
-        self._fit()
-        self._is_news[rows] = True
-        self._has_news = True
+        if len(rows):
+            self._changes.append(rows)
 
     def _lose(self, rows: Int32s, bits: UInt8s) -> None:
         """Note copies that were told of and are gone, by row and tier."""
@@ -185,7 +207,6 @@ class CopyWatch:
         for number, lost in enumerate(self._lost):
             gone = rows[(bits >> number) & 1 == 1]
             lost.extend(self._names[gone].tolist())
-        self._has_news = True
 
     def _tell(self, path: Sequence[Node], left: int, found: list[Gained | Lost]) -> int:
         """Tell what is new along a prompt; returns how much may still be told."""
@@ -193,11 +214,12 @@ class CopyWatch:
         parent: int | None = None
         for node in path:
             rows = node.rows
+            num_named = 0
             known = int(self._has_name[rows].argmin())
             if self._has_name[rows[known]]:
                 known = len(rows)
             if known < len(rows):
-                more = min(len(rows) - known, left)
+                more = num_named = min(len(rows) - known, left)
                 if known:
                     before = self._states[rows[known - 1]].tobytes()
                 start = known * self._page_bytes
@@ -213,7 +235,9 @@ class CopyWatch:
                 self._names[new] = self._page_names.names(node.digest, states)
                 self._has_name[new] = True
                 known += more
-            left -= self._tell_node(node, known, parent, left, found)
+            num_told = self._tell_node(node, known, parent, left, found)
+            # Naming is the work, also of pages of which there is nothing to tell.
+            left -= max(num_named, num_told)
             if known < len(rows) or left <= 0:
                 return left
             before = self._states[rows[-1]].tobytes()
@@ -253,6 +277,7 @@ class CopyWatch:
             return
         self._told = _longer(self._told, more)
         self._is_news = _longer(self._is_news, more)
+        self._is_waiting = _longer(self._is_waiting, more)
         self._has_name = _longer(self._has_name, more)
         self._names = _longer(self._names, more)
         self._states = _longer(self._states, more)

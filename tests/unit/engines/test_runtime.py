@@ -341,6 +341,7 @@ def test_new_weights_find_nothing_of_the_old_ones(rig):
         "fingerprint": "others",
         "is_settled": True,
         "is_mixed": False,
+        "num_unnamed": 0,
         "num_changes": 1,
     }
     rig.keep("abcd", 8)
