@@ -265,3 +265,21 @@ def test_the_transport_that_was_asked_for() -> None:
     transport = open_kv_transport("loopback", "127.0.0.1", None, on_device=False)
     assert transport.address.kind == "loopback"
     transport.close()
+
+
+def test_sessions_that_are_over_are_forgotten(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode instance that starts again and again leaves a bounded number behind."""
+    here, there = sides
+    monkeypatch.setattr("sgl_tiered.engines.sglang.disagg.engine._MOST_SESSIONS", 4)
+    disconnected = []
+    monkeypatch.setattr(here.engine._transport, "disconnect", disconnected.append)
+    told, used = there.engine.address_bytes(), there.engine.get_session_id()
+    for number in range(10):
+        assert here.engine.connect(f"start:{number}", told) == ""
+        # The one that still serves.
+        ranges = [here.bases[0]], [there.bases[0]], [8]
+        assert here.engine.batch_transfer_sync(used, *ranges) == 0
+    assert list(here.engine._sessions) == ["start:7", "start:8", "start:9", used]
+    assert len(disconnected) == 7

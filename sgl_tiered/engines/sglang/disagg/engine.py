@@ -15,6 +15,7 @@ import ctypes
 import logging
 import secrets
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,11 @@ _SLOWEST_BYTES_PER_S = 50e6
 _FIRST_LATENCY_S = 1e-3
 FIRST_BYTES_PER_S = 1e9
 """Of a link before its first push: a tenth of what a network card or a memory does."""
+
+
+_MOST_SESSIONS = 1024
+"""Each start of a decode instance is one, and none says that it is over. Beyond so many
+those that were not pushed to for the longest time are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,8 @@ class RawEngine:
         self._lock = threading.Lock()
         self._known: set[tuple[int, int]] = set()
         self._local = _Regions.of(())
-        self._sessions: dict[str, _Session] = {}
+        # The one that was pushed to last stands last.
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
         # SGLang takes what follows the last colon for a port, and shares work by it.
         self._session_id = f"{secrets.token_hex(8)}:{secrets.randbelow(1 << 16)}"
         self.num_bytes_pushed = 0
@@ -179,7 +186,21 @@ class RawEngine:
                 self._transport.disconnect(peer)
                 return ""
             self._sessions[session_id] = session
+            self._sessions.move_to_end(session_id)
+            self._forget_oldest()
         return ""
+
+    def _forget_oldest(self) -> None:
+        """Forget sessions that are too many, but for those with something under way."""
+        num_surplus = len(self._sessions) - _MOST_SESSIONS
+        if num_surplus <= 0:
+            return
+        for session_id, session in list(self._sessions.items())[:-1]:
+            is_busy = session.num_pushing or session.peer.quarantine.num_held_bytes
+            if num_surplus and not is_busy:
+                del self._sessions[session_id]
+                self._transport.disconnect(session.peer)
+                num_surplus -= 1
 
     def batch_transfer_sync(
         self,
@@ -200,6 +221,8 @@ class RawEngine:
         """
         with self._lock:
             session = self._sessions.get(session_id)
+            if session is not None:
+                self._sessions.move_to_end(session_id)
         if session is None:
             return self._failed(f"session {session_id} is not known")
         try:
