@@ -30,8 +30,9 @@ __all__ = [
     "populate",
 ]
 
-Register = Callable[[int, int], Callable[[], None]]
-"""Pins (address, num_bytes) for a device and returns what undoes it."""
+Register = Callable[[int, int], Callable[[], None] | None]
+"""Pins (address, num_bytes) for a device and returns what undoes it; None where it was
+left as it is."""
 
 MADV_POPULATE_WRITE = 23
 PREFAULT_STEP_BYTES = 16 << 20
@@ -75,7 +76,7 @@ class MemoryRegion:
         self._prefault: threading.Thread | None = None
         if register is not None:
             self._unregister = register(self._address, num_bytes)
-        else:
+        if self._unregister is None:
             self._prefault = threading.Thread(
                 target=self._populate, name="tiered-prefault", daemon=True
             )

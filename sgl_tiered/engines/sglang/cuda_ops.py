@@ -6,6 +6,8 @@ Triton form of the page copies, which reads pinned host memory in place.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,17 +26,21 @@ from sgl_tiered_kernels.page_copy.dma import (
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pipelines.worker import prepare_threads
+from sgl_tiered.tiers.memory import Register
 
 __all__ = [
     "CudaOps",
     "CudaStreams",
     "as_byte_pages",
     "cuda_register",
+    "pin_if_possible",
     "use_device_in_threads",
 ]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
 
 _HALF_BYTES = 16 << 20
 """Device memory of each half: 0.3 ms at 50 GB/s, many times what a launch costs."""
@@ -274,3 +280,32 @@ def cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
         return unregister
 
     return register
+
+
+def pin_if_possible(
+    register: Register, device: Any, refused: Callable[[int], None] = lambda size: None
+) -> Register:
+    """Return what pins memory, and leaves it pageable where CUDA refuses to.
+
+    Args:
+        register: pins, or raises ConfigError.
+        device: of torch, whose next error would be that of the refusal.
+        refused: told how many bytes were not pinned.
+    """
+
+    def pin(address: int, num_bytes: int) -> Callable[[], None] | None:
+        try:
+            return register(address, num_bytes)
+        except ConfigError as error:
+            logger.warning(
+                "sgl-tiered: %s Until then KV goes by way of pinned buffers, and a "
+                "thread copies it once more.",
+                error,
+            )
+        refused(num_bytes)
+        # CUDA tells of it once more, to whoever launches the next kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device).add_(1)
+        return None
+
+    return pin

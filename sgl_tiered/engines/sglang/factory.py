@@ -26,7 +26,11 @@ from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.engines.sglang.args import tiered_config
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
-from sgl_tiered.engines.sglang.cuda_ops import cuda_register, use_device_in_threads
+from sgl_tiered.engines.sglang.cuda_ops import (
+    cuda_register,
+    pin_if_possible,
+    use_device_in_threads,
+)
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
@@ -61,6 +65,7 @@ from sgl_tiered.tiers.base import MemoryTier
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
+from sgl_tiered.tiers.memory import Register
 
 __all__ = ["build_cache", "refuse_unsupported"]
 
@@ -187,7 +192,17 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     is_cuda = bool(pool.k_buffer[0].is_cuda)
     if is_cuda:
         use_device_in_threads(pool.k_buffer[0].device)
-    register = cuda_register("--tiered-host-size") if is_cuda else None
+
+    def pins(setting: str) -> Register | None:
+        if not is_cuda:
+            return None
+        return pin_if_possible(
+            cuda_register(setting),
+            pool.k_buffer[0].device,
+            lambda num_bytes: metrics.add("pinning_refused_bytes", num_bytes),
+        )
+
+    register = pins("--tiered-host-size")
     emulator = Emulator(
         config.emulate, switchable=config.switchable_faults, clock=clock
     )
@@ -210,9 +225,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     else:
         device = make_device_pool(pool, layout, forward_stream)
     host = emulator.wrap(_open_host(config, layout, register))
-    cxl = _open_cxl(
-        config, layout, cuda_register("--tiered-cxl-size") if is_cuda else None
-    )
+    cxl = _open_cxl(config, layout, pins("--tiered-cxl-size"))
     if cxl is not None:
         cxl = emulator.wrap(cxl)
     disk = open_disk(config, layout, namespace, emulator, agreement)

@@ -23,10 +23,13 @@ from sgl_tiered.core.clock import SystemClock  # noqa: E402
 from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
     CudaOps,
     as_byte_pages,
+    pin_if_possible,
     use_device_in_threads,
 )
+from sgl_tiered.engines.sglang.fingerprint import _buffer  # noqa: E402
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout  # noqa: E402
 from sgl_tiered.engines.sglang.tokens import page_numbers  # noqa: E402
+from sgl_tiered.errors import ConfigError  # noqa: E402
 from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
 from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402
 from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
@@ -36,6 +39,7 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
 )
 from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
 from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
+from sgl_tiered.tiers.host import HostTier  # noqa: E402
 
 NUM_LAYERS, NUM_PAGES, PAGE_TOKENS = 3, 10, 16
 PATIENCE_S = 20.0
@@ -300,3 +304,38 @@ def test_nobody_waits_for_a_forward_to_learn_where_pages_lie(pinned_region, belo
 if __name__ == "__main__":
     check_on_host()
     print("done")
+
+
+def test_memory_that_cuda_does_not_pin_is_used_as_it_is(caplog):
+    """A start goes on with one sentence and a count of the bytes."""
+    refused, undone = [], []
+
+    def refuse(address, num_bytes):
+        raise ConfigError("--tiered-host-size", "CUDA cannot pin it", "give less")
+
+    pin = pin_if_possible(refuse, "cpu", refused.append)
+    tier = HostTier(4096, 10, register=pin)
+    tier.region[:] = 7
+    tier.close()
+    assert refused == [40960]
+    (record,) = caplog.records
+    assert "--tiered-host-size: CUDA cannot pin it" in record.getMessage()
+
+    def take(address, num_bytes):
+        return lambda: undone.append(num_bytes)
+
+    HostTier(4096, 10, register=pin_if_possible(take, "cpu", refused.append)).close()
+    assert (refused, undone) == ([40960], [40960])
+
+
+def test_weights_are_read_through_memory_that_is_not_pinned(monkeypatch):
+    """Where no more can be: the copies are slower, and a start is a start."""
+    make = torch.empty
+
+    def empty(*args, pin_memory=False, **kwargs):
+        if pin_memory:
+            raise RuntimeError("CUDA error: OS call failed or operation not supported")
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    assert len(_buffer(is_pinned=True)) == len(_buffer(is_pinned=False)) > 0

@@ -12,7 +12,6 @@ that are played by a CPU, and is marked ``gpu`` in the tests.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from sgl_tiered_kernels.page_copy.dma import CopyEngines, part_addresses
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register
+from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register, pin_if_possible
 from sgl_tiered.engines.sglang.layered.activations.cuda import (
     NOT_VALIDATED,
     CudaActOps,
@@ -35,7 +34,6 @@ from sgl_tiered.engines.sglang.layered.stream_device_pool import (
     LayeredStreamPool,
     StreamActBytes,
 )
-from sgl_tiered.errors import ConfigError
 from sgl_tiered.pipelines.stream_acts import StreamActCopier
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
 from sgl_tiered.pipelines.stream_weights import WeightSlots
@@ -75,19 +73,9 @@ class CudaPlaces:
 
     def _host_region(self, num_rows: int, row_bytes: int) -> MemoryRegion:
         """Return pinned memory; ordinary one where CUDA cannot pin so much."""
-        try:
-            register = cuda_register("--tiered-layerkv-host-size")
-            return MemoryRegion(num_rows, row_bytes, register=register)
-        except ConfigError as error:
-            logger.warning(
-                "sgl-tiered: %s Until then layers go by way of pinned buffers, and a "
-                "thread copies them once more.",
-                error,
-            )
-            # CUDA tells of it once more, to whoever launches the next kernel.
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=self.device).add_(1)
-            return MemoryRegion(num_rows, row_bytes)
+        register = cuda_register("--tiered-layerkv-host-size")
+        pin = pin_if_possible(register, self.device)
+        return MemoryRegion(num_rows, row_bytes, register=pin)
 
     def _store_kv_layer(
         self,
