@@ -47,7 +47,8 @@ class Namespace:
     def digest(self) -> bytes:
         """Return 16 bytes that name the namespace and do not reveal the salt."""
         # Length-prefixed fields: ("ab", "c") and ("a", "bc") must differ.
-        parts = [str(part).encode() for part in astuple(self)]
+        # What a sender gives need not be text: half a surrogate is a character too.
+        parts = [str(part).encode(errors="surrogatepass") for part in astuple(self)]
         framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
         return hashlib.blake2b(framed, digest_size=KEY_BYTES).digest()
 

@@ -93,15 +93,15 @@ class Adapters:
         """Return a key without its adapter, and the adapter's hash; empty for none.
 
         None where SGLang has an adapter whose hash is not known, or the device may have
-        KV of another under its id: that KV is nobody's.
+        KV of another under its id, or something stands behind the id, as with elastic
+        expert parallelism: that KV is nobody's.
         """
         lora_id = extra_key[-_ID_CHARS:]
-        if lora_id in self._mixed:
-            return None
         content = self._hashes.get(lora_id)
-        if content is not None:
+        if content is not None and lora_id not in self._mixed:
             return extra_key[:-_ID_CHARS], content
-        return None if lora_id in self._loaded else (extra_key, "")
+        has_one = any(lora_id in extra_key for lora_id in self._loaded)
+        return None if has_one or lora_id in self._mixed else (extra_key, "")
 
     @property
     def _loaded(self) -> Mapping[str, Any]:

@@ -104,3 +104,12 @@ def test_a_request_that_ends_is_no_matter_of_others_namespaces(
         lookahead.finished(rid)
     assert cache.num_namespaces == 5
     cache.check()
+
+
+def test_a_salt_that_is_no_text_names_a_namespace_too():
+    """A client may send half a surrogate; nothing may raise for it."""
+    digests = {
+        Namespace("model", "bfloat16", 4, cache_salt=salt).digest()
+        for salt in ("", "\ud800", "\ud801", "ü")
+    }
+    assert len(digests) == 4

@@ -505,6 +505,13 @@ def test_an_adapter_under_an_old_id_waits_for_an_empty_device():
     assert come_back(2.0)
 
 
+def test_what_stands_behind_an_adapters_id_makes_it_nobodys():
+    """As SGLang puts the number of experts' ranks there: else no content names it."""
+    adapters = Adapters(lora_manager(**{f"_{ID}": 1.0}), Agreement(ManualClock()))
+    assert adapters.parted(f"key{ID}|elastic_ep_size=4") is None
+    assert adapters.parted("key|elastic_ep_size=4") == ("key|elastic_ep_size=4", "")
+
+
 def test_an_adapter_that_cannot_be_read_is_nobodys(caplog):
     """The server serves on with it."""
     served = lora_manager()
