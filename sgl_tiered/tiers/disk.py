@@ -89,6 +89,8 @@ class DiskTier:
         self._voider = ThreadPoolExecutor(1, "tiered-disk-void", initializer=give_way)
         # Set while a run of it is queued and has not begun.
         self._voids = threading.Event()
+        # Set while the directory is marked otherwise than is asked for.
+        self._is_mark_due = threading.Event()
 
     @classmethod
     def open(
@@ -284,14 +286,8 @@ class DiskTier:
 
     def forget(self, addresses: npt.NDArray[np.int64]) -> None:
         """Make the slots a miss now, and void their records in the background."""
-        if self._access.forget(addresses) and not self._voids.is_set():
-            self._voids.set()
-            try:
-                self._voider.submit(self._void_forgotten)
-            except RuntimeError:
-                # While the tier closes, which voids what is left by itself; or there
-                # is no thread to be had, and the next one tries again.
-                self._voids.clear()
+        if self._access.forget(addresses):
+            self._void_soon()
 
     def look(self) -> None:
         """Bring ``health`` up to date now; takes as long as the disk does."""
@@ -307,7 +303,8 @@ class DiskTier:
             if is_open:
                 # Also for a directory that has to be opened afresh.
                 self._wanted.relabel(fingerprint)
-                self._voider.submit(self._write_mark)
+                self._is_mark_due.set()
+                self._void_soon()
 
     def health(self) -> TierHealth:
         """Return usable unless closed, gone, stuck, or resting after read errors.
@@ -364,6 +361,18 @@ class DiskTier:
             batch.note(error, "index")
             batch.ok[positions] = False
 
+    def _void_soon(self) -> None:
+        """Have what was forgotten voided, and the mark written, in the background."""
+        if self._voids.is_set():
+            return
+        self._voids.set()
+        try:
+            self._voider.submit(self._void_forgotten)
+        except RuntimeError:
+            # While the tier closes, which does what is left by itself; or there is no
+            # thread to be had, and the next one tries again.
+            self._voids.clear()
+
     def _void_forgotten(self) -> None:
         # Before looking: what is forgotten from now on is voided by the next one.
         self._voids.clear()
@@ -375,14 +384,21 @@ class DiskTier:
             self._access.count(error)
             # They stay marked, and are voided by the next attempt.
             self._access.writes.record(f"{error.strerror} (index)")
+        if self._is_mark_due.is_set():
+            self._write_mark()
 
     def _write_mark(self) -> None:
         volume = self._access.volume
+        # Before looking, as above; without a volume it is due still.
+        if volume is None:
+            return
+        self._is_mark_due.clear()
         try:
-            if volume is not None:
-                volume.directory.write_meta(self._wanted.meta)
+            volume.directory.write_meta(self._wanted.meta)
         except OSError as error:
-            # The next process discards what it finds here.
+            self._is_mark_due.set()
+            # A process that finds the former mark discards what is here.
+            self._access.count(error)
             self._access.writes.record(f"{error.strerror} (meta file)")
 
     def _refused(self, io: TierIO, started_s: float, error: str) -> TransferResult:

@@ -243,7 +243,8 @@ def _ranked(found: FoundPages) -> FoundPages:
 
 
 def _joined(parts: list[FoundPages]) -> FoundPages:
-    """Join the columns of several tiers."""
+    """Join the columns of several tiers; one that was not read has none."""
+    parts = [part for part in parts if len(part)] or parts[:1]
     names = [field.name for field in fields(FoundPages)]
     columns = {
         name: np.concatenate([getattr(part, name) for part in parts]) for name in names

@@ -334,6 +334,22 @@ def test_a_mark_that_cannot_be_written_is_a_failed_write(path, monkeypatch):
     tier.close()
 
 
+def test_a_mark_without_a_thread_is_written_by_the_next_one(path, monkeypatch):
+    """The scheduler that asks for it lives on."""
+    tier = open_tier(path)
+
+    def refuse(*work):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._voider, "submit", refuse)
+        tier.relabel("model-b")
+    tier.forget(np.array([0]))
+    tier._voider.submit(lambda: None).result(PATIENCE_S)
+    assert "model-b" in (path / META_NAME).read_text()
+    tier.close()
+
+
 def test_a_directory_opened_afresh_is_asked_for_the_mark_in_force(path, clock):
     """A disk that comes back under weights that changed keeps what is theirs."""
     tier = open_tier(path, clock=clock, rest_s=REST_S)

@@ -163,6 +163,23 @@ def test_one_failing_directory_costs_its_pages_only(paths):
     tier.close()
 
 
+def test_a_directory_that_cannot_be_scanned_costs_its_pages_only(paths):
+    """A restart finds what the others have."""
+    tier = open_striped(paths)
+    store(tier, list(PAGES), list(PAGES.values()))
+    numbers, _ = tier._places(np.arange(40))
+    tier.close()
+    calls = [FailingCalls() for _ in paths]
+    tier = open_striped(paths, calls=calls)
+    calls[1].read_error = EIO
+    found = tier.recover()
+    assert sorted(found.addresses) == np.flatnonzero(numbers != 1).tolist()
+    for each in calls:
+        each.read_error = EIO
+    assert not len(tier.recover())
+    tier.close()
+
+
 def test_one_full_directory_costs_its_pages_only(paths):
     """ENOSPC in one directory leaves the pages of the others ok."""
     calls = [FailingCalls() for _ in paths]
