@@ -194,7 +194,7 @@ class Readers:
     async def _run(self, job: Job, raw: bytes, turn: asyncio.Semaphore) -> Reading:
         connection: _Connection | None = None
         try:
-            connection = self._idle.pop() if self._idle else await self._connected()
+            connection = self._kept() or await self._connected()
             reader, writer = connection
             asked = msgspec.msgpack.encode(job)
             async with asyncio.timeout(self._timeout_s + _LATE_S):
@@ -212,6 +212,16 @@ class Readers:
             if connection is not None:
                 connection[1].close()
             turn.release()
+
+    def _kept(self) -> _Connection | None:
+        """Return a socket to a process that waits; None where there is none."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            # It has been ended, by the system for want of memory, say.
+            writer.close()
+        return None
 
     async def _connected(self) -> _Connection:
         """Return a socket to a new copy of the first process."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +117,21 @@ async def test_the_first_process_is_replaced_when_it_is_gone():
         found = [await read(readers, chat("friendly"), CHAT) for _ in range(3)]
         assert [each.prompt.alphabet for each in found] == [TOKENS] * 3
         assert "readers_ended" in troubles
+
+
+@scenario
+async def test_a_copy_that_ended_while_it_waited_costs_no_request():
+    """As the system ends one for want of memory: another one takes its place."""
+    async with reading(timeout_s=20.0) as (readers, troubles):
+        await read(readers, {"text": "one"})
+        assert readers.process is not None
+        first = readers.process.pid
+        (copy,) = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        os.kill(int(copy), signal.SIGKILL)
+        await until(lambda: readers._idle[0][0].at_eof())
+        found = await read(readers, {"text": "two"})
+        assert found.prompt.alphabet == TOKENS
+        assert troubles == []
 
 
 @scenario
