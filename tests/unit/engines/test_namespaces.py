@@ -101,3 +101,23 @@ def test_adapters_of_equal_content_share_a_namespace_and_leave_no_names():
     assert spaces.get((ids[0], "")) is None
     spaces.forget_adapter(ids[1])
     assert (len(spaces), spaces.names_of(shared), spaces.take_new()) == (0, None, [])
+
+
+def test_an_idle_server_does_not_look_at_every_tenant_for_each_request():
+    """Where very many have pages, names are looked at in proportion to what changed."""
+    pages, num_looks = Pages(), 0
+    for tenant in range(20_000):
+        pages.name(tenant, has_pages=True)
+    pages.spaces.drop_empty()
+
+    def has_pages(digest):
+        nonlocal num_looks
+        num_looks += 1
+        return digest in pages.digests
+
+    pages.spaces._has_pages = has_pages
+    for tenant in range(20_000, 25_000):
+        pages.name(tenant)
+        pages.spaces.drop_empty()
+    assert num_looks < 40 * 5_000
+    assert len(pages.spaces) < 22_000
