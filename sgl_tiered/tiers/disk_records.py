@@ -121,11 +121,12 @@ class RecordBook:
                 self._recorded[found.addresses] = True
                 self._forgotten[found.addresses[older]] = True
                 self._forgotten &= self._recorded
-                if gone.any():
-                    kept = np.flatnonzero(~gone)
-                    found = found.part(kept, found.addresses[kept])
-                self._valid[found.addresses] = True
-                self._checksums[found.addresses] = found.checksums
+                kept = found.addresses[~gone]
+                self._valid[kept] = True
+                self._checksums[kept] = found.checksums[~gone]
+            if gone.any():
+                # Hundreds of bytes a page, so not under the lock.
+                found = found.part(np.flatnonzero(~gone), kept)
             self._clear(self.forgotten())
         return found
 
