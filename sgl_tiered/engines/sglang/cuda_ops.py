@@ -34,6 +34,7 @@ __all__ = [
     "as_byte_pages",
     "cuda_register",
     "pin_if_possible",
+    "pinned_if_possible",
     "use_device_in_threads",
 ]
 
@@ -97,7 +98,7 @@ class CudaStreams:
 
     def download(self, numbers: torch.Tensor) -> tuple[Int64s, Any]:
         """Queue a copy to pinned memory on the calling thread's stream."""
-        on_host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+        on_host = pinned_if_possible(numbers.shape, torch.int64)
         on_host.copy_(numbers, non_blocking=True)
         ready = self.current_stream().record_event(self.new_event())
         return on_host.numpy(), ready
@@ -280,6 +281,16 @@ def cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
         return unregister
 
     return register
+
+
+def pinned_if_possible(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return host memory: pinned, or pageable where CUDA pins no more.
+
+    A copy to the latter is right as well, but waits for all work before it.
+    """
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def pin_if_possible(

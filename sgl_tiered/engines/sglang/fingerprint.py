@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import xxhash
 
+from sgl_tiered.engines.sglang.cuda_ops import pinned_if_possible
 from sgl_tiered.engines.sglang.weights import HashStopped, Read, WeightsHash
 
 __all__ = ["adapter_tensors", "hash_tensors", "weights_reader"]
@@ -162,14 +163,6 @@ def _add(found: Any, raw: bytes) -> None:
     found.update(len(raw).to_bytes(8, "little") + raw)
 
 
-def _buffer(*, is_pinned: bool) -> torch.Tensor:
-    """Return memory to copy to; pageable where CUDA pins no more."""
-    if is_pinned:
-        with contextlib.suppress(RuntimeError):
-            return torch.empty(_STAGE_BYTES, dtype=torch.uint8, pin_memory=True)
-    return torch.empty(_STAGE_BYTES, dtype=torch.uint8)
-
-
 class _Stage:
     """Memory that one thread copies from a device to, and the stream it does that on.
 
@@ -186,7 +179,8 @@ class _Stage:
         """Return a copy of at most ``_STAGE_BYTES`` in memory, good until the next."""
         is_cuda = flat.is_cuda
         if self._buffer is None:
-            self._buffer = _buffer(is_pinned=is_cuda)
+            make = pinned_if_possible if is_cuda else torch.empty
+            self._buffer = make((_STAGE_BYTES,), dtype=torch.uint8)
             if is_cuda:
                 self._stream = torch.cuda.Stream(flat.device)
                 if self._mark is not None:
