@@ -66,6 +66,9 @@ class Bench:
         facts = context()
         pool = facts.params.token_to_kv_pool_allocator.get_kvcache()
         self.runtime = _build_runtime(facts, read_config(settings))
+        if self.runtime.parts.adoption is not None:
+            # Nothing is written before, and what a former server left is there after.
+            self.runtime.parts.adoption.finish()
         self.allocator = PagedTokenToKVPoolAllocator(
             512,
             page_size=PAGE,
