@@ -72,6 +72,7 @@ def test_what_we_override_exists(symbols):
         "finish_offloads",
         "leave_device",
         "forget_plans",
+        "adapter_loaded",
         "weights_changed",
         "weights_changing",
         "take_ends",
