@@ -3,9 +3,12 @@
 The modes one by one, and faults, are in tests/cluster.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sgl_tiered_workloads.gate import check_equality
+from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.sessions import ChatShape, PlannedRequest, random_tokens
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
@@ -18,6 +21,7 @@ from tests.e2e.disagg_support import (
     start_pair,
 )
 from tests.e2e.e2e_support import (
+    MODELS,
     REFERENCE_POOL_TOKENS,
     drop,
     edge,
@@ -254,3 +258,45 @@ def test_sessions_at_once_equal_plain(pair, plain):
         assert told["returns_failed"] == 0
     # What its pool had lost came back to the prefill server from its host tier.
     assert edge(settle(pair.prefill), "host->device") > 0
+
+
+def test_kv_of_other_weights_is_kept_by_nobody(pair, model):
+    """Prefill was updated first: decode's tiers rest until both are flushed."""
+    trained = make_model(replace(PRESETS["tiny"], seed=1), MODELS)
+
+    def update(weights):
+        body = {"model_path": str(weights), "flush_cache": True}
+        told = pair.prefill.post("/update_weights_from_disk", body)
+        assert told["success"], told
+
+    def stored():
+        return settle(pair.decode)["cache"]["pages_stored"]
+
+    assert stats(pair.decode)["weights"]["is_settled"]
+    settle(pair.prefill)
+    update(trained)
+    before = stored()
+    pair.ask(prompt(70), 20)
+    wait_until(
+        lambda: (
+            stats(pair.decode)["weights"]["is_mixed"]
+            or stats(pair.decode)["weights"]["num_unnamed"]
+        ),
+        "decode has heard of other weights",
+    )
+    # The first may have come while prefill was still reading them.
+    wait_until(
+        lambda: stats(pair.prefill)["weights"]["fingerprint"], "prefill knows them"
+    )
+    pair.ask(prompt(71), 20)
+    assert stats(pair.decode)["weights"]["is_mixed"]
+    assert stored() == before
+    settle(pair.prefill)
+    update(model)
+    wait_until(
+        lambda: stats(pair.prefill)["weights"]["fingerprint"], "prefill knows them"
+    )
+    pair.decode.flush_cache()
+    pair.ask(prompt(72), 20)
+    assert stats(pair.decode)["weights"]["is_settled"]
+    assert stored() != before
