@@ -154,3 +154,14 @@ def test_an_adapter_that_was_trained_on_is_not_kept_as_the_former(told):
         "flushed": 0,
         "computed anew": 1,
     }
+
+
+def test_a_decode_server_hears_of_kv_that_others_weights_computed(told):
+    """A prefill server's, and its own of before, which SGLang kept in host memory."""
+    assert told["of_other_instances"] == {
+        "of the same": [True, True, True],
+        "updated": True,
+        "kept from before": [False, True],
+        "flushed": True,
+        "of others": [False, True],
+    }

@@ -279,6 +279,7 @@ class Program:
             self.put_off,
             self.adapters,
             self.adapter_while_it_runs,
+            self.of_other_instances,
         ):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.told[story.__name__] = story()
@@ -622,6 +623,35 @@ class Program:
         told["flushed"] = server.found(self.tokens, key)
         server.compute(self.tokens, key)
         told["computed anew"] = put_off()
+        server.stop()
+        return told
+
+    def of_other_instances(self) -> Any:
+        """A decode server gets KV of a prefill server, and its own back from memory."""
+        from sgl_tiered.engines.sglang.disagg.decode import DecodeRadixCache
+        from sgl_tiered.engines.sglang.disagg.figures import PrefillTold
+
+        server = self.start(1.0)
+        weights = server.runtime.weights
+        told_by: dict[int, PrefillTold] = {}
+        tree = SimpleNamespace(tiered=server.runtime, _prefill_of=told_by.get)
+        kept, short = (SimpleNamespace(bootstrap_room=room) for room in (1, 2))
+        others = SimpleNamespace(bootstrap_room=3)
+        told_by[1] = told_by[2] = PrefillTold(*weights.told(), None)
+        told_by[3] = PrefillTold("others", "epoch", None)
+
+        def checkpoint(req: Any) -> bool:
+            DecodeRadixCache._note_origin(tree, req)
+            return bool(weights.settled)
+
+        told = {"of the same": [checkpoint(req) for req in (kept, short, short)]}
+        server.update(2.0, flush=True)
+        server.settle()
+        told["updated"] = weights.settled
+        told["kept from before"] = [checkpoint(kept), weights.is_mixed]
+        server.flush()
+        told["flushed"] = weights.settled
+        told["of others"] = [checkpoint(others), weights.is_mixed]
         server.stop()
         return told
 

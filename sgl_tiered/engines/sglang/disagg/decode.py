@@ -112,12 +112,25 @@ class DecodeRadixCache(TieredRadixCache):
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Publish the request's pages, of which some were computed elsewhere."""
-        if self._prefill_of is not None and not getattr(req, "tiered_received", False):
-            req.tiered_received = True
+        self._note_origin(req)
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+
+    def _note_origin(self, req: Any) -> None:
+        """Tell by which weights a request's pages were computed, if not by those here.
+
+        By the prefill instance's; or by former ones of this instance, as SGLang keeps
+        the KV of a request that it retracts in host memory, over a flush as well.
+        """
+        weights = self.tiered.weights
+        former, now = getattr(req, "tiered_weights", None), weights.told()
+        if former is not None:
+            if former[1] != now[1]:
+                weights.received(*former)
+        elif self._prefill_of is not None:
             told = self._prefill_of(req.bootstrap_room)
             if told is not None:
-                self.tiered.weights.received(told.weights, told.epoch)
-        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+                weights.received(told.weights, told.epoch)
+        req.tiered_weights = now
 
     def check_hicache_events(self) -> None:
         """Take the ends of offloads, and move returns along."""
