@@ -32,6 +32,10 @@ failures='' lint_pid=''
 TIMEFORMAT='%R %U %S'
 cores=$(env -u OMP_NUM_THREADS nproc)
 
+side_by_side() { # side_by_side MOST: how many processes of tests this machine has room for
+  echo "$((cores < $1 ? cores : $1))"
+}
+
 note_failure() { # note_failure PART CODE
   if [ "$2" -eq 0 ]; then return; fi
   # 5: no test was selected. That is expected only where arguments select tests.
@@ -73,9 +77,10 @@ run_pytest() { # run_pytest PART TIMEOUT_S OPTIONS... -- FOLDERS...
 
 run_part() { # run_part PART
   case $1 in
-    fast) run_pytest fast "$fast_timeout_s" -n "$((cores < 8 ? cores : 8))" --dist worksteal -- \
+    fast) run_pytest fast "$fast_timeout_s" -n "$(side_by_side 8)" --dist worksteal -- \
       unit property conformance kernels contract ;;
-    e2e) run_pytest e2e 900 -- e2e ;;
+    # Each has a server, and shares it among the tests of a file.
+    e2e) run_pytest e2e 900 -n "$(side_by_side 4)" --dist loadfile -- e2e ;;
     faults) run_pytest faults 900 -- faults ;;
     cluster) run_pytest cluster 1800 -- cluster ;;
     scenarios) run_pytest scenarios 900 -- scenarios ;;

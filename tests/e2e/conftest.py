@@ -1,4 +1,6 @@
-"""Servers of the end-to-end tests: one at a time, reused as long as the flags agree.
+"""Servers of the end-to-end tests: one at a time in each process of the tests.
+
+It is reused as long as the flags agree.
 
 A test asks for a server by its spec. The one that runs is handed out again if its spec
 is equal, else it is stopped first; so tests of one server stand together in a file.
@@ -129,7 +131,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     fork_servers()
     try:
         yield servers
-        print(f"\n{servers.num_starts} servers were started")
         servers.stop()
     finally:
         servers.abandon()
