@@ -2,16 +2,18 @@
 
 A router keeps a picture of what every server holds. It is told what changed, with names
 that are chained along a prompt as the engine names pages itself. The table says which
-rows changed (one bit per row, nothing else happens there); ``take`` compares what was
+rows changed (they are queued, nothing else happens there); ``take`` compares what was
 told with what is so, so that what came and went in between is never mentioned, and
 names pages when they are told first. Parents go before children: who hears of a page
 has heard of the pages in front of it, if any tier has them.
 
-One call does bounded work. What is left over waits for the next one.
+One call does bounded work, however much is queued: a disk of millions of pages that is
+adopted must not hold every step. What is left over waits for the next call.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,6 +30,9 @@ __all__ = ["STATE_BYTES", "CopyWatch", "Gained", "Lost", "PageNames"]
 
 STATE_BYTES = 32
 """What the name of the next page is derived from: a SHA-256."""
+_LOOKS, _LOOKS_PER_PAGE = 1024, 8
+"""Changed rows that one call looks at, and more for each page that it may tell: most of
+them are pages to tell, others were lost, or came and went."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +113,19 @@ class CopyWatch:
         self._has_name: Bools = np.zeros(0, np.bool_)
         self._names: Int64s = np.zeros(0, np.int64)
         self._states: UInt8s = np.zeros((0, STATE_BYTES), np.uint8)
-        self._has_news = False
+        # Rows with news, in the order in which it came; some may have none any more.
+        self._queue: deque[Int32s] = deque()
+        self._num_queued = 0
         table.on_copies = self._changed
         self._fit()
-        self._is_news |= (table.flags & self._mask) != self._told
-        self._has_news = True
+        self._changed(np.flatnonzero(table.flags & self._mask).astype(np.int32))
 
     def retell(self, digest: bytes) -> None:
         """Look at a namespace's pages again, whose names are known only now."""
         self._fit()
         for node in self._index.nodes(digest):
             news = (self._table.flags[node.rows] & self._mask) != self._told[node.rows]
-            self._is_news[node.rows] |= news
-            self._has_news = True
+            self._changed(node.rows[news])
 
     def clear(self) -> None:
         """Begin anew: whoever listens knows that nothing is left."""
@@ -128,7 +133,8 @@ class CopyWatch:
         self._is_news[:] = False
         self._has_name[:] = False
         self._lost = [[] for _ in self._table.tiers]
-        self._has_news = False
+        self._queue.clear()
+        self._num_queued = 0
 
     def freed(self, rows: Int32s) -> None:
         """Take note of rows that the table gives back; they name other pages soon."""
@@ -141,42 +147,74 @@ class CopyWatch:
     def take(self, max_pages: int) -> list[Gained | Lost]:
         """Return what is new, in the order in which it is to be told.
 
-        What was lost comes first and whole: it costs a number per page. Of what was
-        gained, ``max_pages`` are named and told at most.
+        What was lost comes first: it costs a number per page. Of what was gained,
+        ``max_pages`` are named and told at most.
         """
-        if not self._has_news:
-            return []
         self._fit()
-        rows = np.flatnonzero(self._is_news).astype(np.int32)
-        has = self._table.flags[rows] & self._mask
-        told = self._told[rows]
-        self._lose(rows, told & ~has)
-        self._told[rows] = told & has
-        is_gained = (has & ~told) != 0
-        self._is_news[rows[~is_gained]] = False
+        gained: list[Gained | Lost] = []
+        left, num_looks = max_pages, _LOOKS + _LOOKS_PER_PAGE * max_pages
+        while self._queue and left > 0 and num_looks > 0:
+            rows = self._dequeue(max_pages)
+            num_looks -= len(rows)
+            left = self._tell_rows(rows[self._is_news[rows]], left, gained)
         found: list[Gained | Lost] = []
         for number, names in enumerate(self._lost):
             if names:
                 found.append(Lost(self._table.tiers[number], tuple(names)))
                 self._lost[number] = []
-        left = max_pages
-        for node in dict.fromkeys(self._table.node[rows[is_gained]].tolist()):
-            if left <= 0:
-                return found
-            if node is None:
-                continue
-            if self._is_news[node.rows].any():
-                left = self._tell(self._index.path_to(node), left, found)
-        # Pages that were reset away, and whose rows go with their last copy.
-        detached = rows[is_gained & ~self._table.in_index[rows]]
-        self._is_news[detached] = False
-        self._has_news = bool(self._is_news.any())
-        return found
+        return found + gained
 
     def _changed(self, rows: Int32s) -> None:
         self._fit()
-        self._is_news[rows] = True
-        self._has_news = True
+        new = rows[~self._is_news[rows]]
+        self._is_news[new] = True
+        self._queue.append(new)
+        self._num_queued += len(new)
+        if self._num_queued > 2 * len(self._is_news):
+            # Mostly rows that were freed, and named other pages: begin anew without.
+            self._queue = deque([np.flatnonzero(self._is_news).astype(np.int32)])
+            self._num_queued = len(self._queue[0])
+
+    def _dequeue(self, num_rows: int) -> Int32s:
+        """Return the next rows of the queue, so many at most."""
+        parts: list[Int32s] = []
+        left = num_rows
+        while self._queue and left > 0:
+            rows = self._queue.popleft()
+            if len(rows) > left:
+                self._queue.appendleft(rows[left:])
+                rows = rows[:left]
+            parts.append(rows)
+            left -= len(rows)
+        self._num_queued -= num_rows - left
+        return np.concatenate(parts)
+
+    def _tell_rows(self, rows: Int32s, left: int, found: list[Gained | Lost]) -> int:
+        """Tell what is new of some rows; returns how much may still be told."""
+        table = self._table
+        rows = rows[self._settle(rows)]
+        for node in dict.fromkeys(table.node[rows].tolist()):
+            if left <= 0:
+                break
+            if node is not None and self._is_news[node.rows].any():
+                left = self._tell(self._index.path_to(node), left, found)
+        # Pages that were reset away, and whose rows go with their last copy.
+        self._is_news[rows[~table.in_index[rows]]] = False
+        rest = rows[self._is_news[rows]]
+        if len(rest):
+            self._queue.appendleft(rest)
+            self._num_queued += len(rest)
+        return left
+
+    def _settle(self, rows: Int32s) -> Bools:
+        """Note what rows have lost; return which of them have gained, the only news."""
+        has = self._table.flags[rows] & self._mask
+        told = self._told[rows]
+        self._lose(rows, told & ~has)
+        self._told[rows] = told & has
+        is_gained: Bools = (has & ~told) != 0
+        self._is_news[rows[~is_gained]] = False
+        return is_gained
 
     def _lose(self, rows: Int32s, bits: UInt8s) -> None:
         """Note copies that were told of and are gone, by row and tier."""
@@ -185,7 +223,6 @@ class CopyWatch:
         for number, lost in enumerate(self._lost):
             gone = rows[(bits >> number) & 1 == 1]
             lost.extend(self._names[gone].tolist())
-        self._has_news = True
 
     def _tell(self, path: Sequence[Node], left: int, found: list[Gained | Lost]) -> int:
         """Tell what is new along a prompt; returns how much may still be told."""
@@ -229,7 +266,8 @@ class CopyWatch:
         found: list[Gained | Lost],
     ) -> int:
         """Tell what is new of a run's first ``known`` pages; returns of how many."""
-        news = np.flatnonzero(self._is_news[node.rows[:known]])[:left]
+        news = np.flatnonzero(self._is_news[node.rows[:known]])
+        news = news[self._settle(node.rows[news])][:left]
         rows = node.rows[news]
         gained = self._table.flags[rows] & self._mask & ~self._told[rows]
         for number, tier in enumerate(self._table.tiers):

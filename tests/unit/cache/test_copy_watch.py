@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -192,3 +193,31 @@ def test_pages_that_were_there_before_are_told(make_cache: MakeCache) -> None:
     before.store("abc")
     after = Story(cache)
     assert [len(change.names) for change in after.listen()] == [3]
+
+
+def test_a_portion_costs_no_more_where_more_is_left(make_cache: MakeCache) -> None:
+    """What one call touches is bounded, however many pages wait to be told."""
+    peaks = []
+    for num_pages in (2_000, 20_000):
+        story = Story(make_cache(host=num_pages, disk=num_pages))
+        for number in range(0, num_pages, 50):
+            story.store(chr(40 + number) + "x" * 49)
+        story.listen(8)
+        tracemalloc.start()
+        story.listen(8)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    # What is told is the same; only a look at all that waits would take more.
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_stale_rows_do_not_pile_up(make_cache: MakeCache) -> None:
+    """Rows that came and went while nobody listened are remembered once, not each
+    time."""
+    story = Story(make_cache(host=6, disk=8))
+    for _ in range(200):
+        story.store("abcd")
+        story.cache.drop_tier(TierId.HOST)
+    assert story.watch._num_queued <= 2 * len(story.watch._is_news)
+    assert story.watch._num_queued == sum(map(len, story.watch._queue))
+    assert story.listen() == []
