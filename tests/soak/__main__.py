@@ -8,9 +8,10 @@ All get the same rounds of requests at the same time (``load.py``); in some roun
 tiers of the second and third fail or are slow, before some the device's pages are
 forgotten. After each round, when nothing runs, a batch of four decodes on the first
 two, one after the other, for the CPU seconds of the scheduler per step; and the
-resident memory of every process is read. The first third of the time is warm-up: the
-tiers fill, tables and pools of threads get their size. It ends with a drain, whose open
-files and threads are what those of the last drain are compared with.
+resident memory of every process is read. The first third of the time (longer if not
+every fault was on by then) is warm-up: the tiers fill, tables and pools of threads get
+their size. It ends with a drain, whose open files and threads are what those of the
+last drain are compared with.
 
 Every whole answer of the tiered server is judged against plain SGLang's by the gate's
 rule for free concurrency. What plain SGLang's answers to a prompt that came again moved
@@ -76,7 +77,7 @@ SOURCES = ("sgl_tiered", "workloads/sgl_tiered_workloads", "tests/soak")
 TIERED = ("tiered", "planted")
 MB = 1e6
 WARM_UP = 1 / 3
-FAULT_EVERY, DROP_EVERY = 3, 4
+FAULT_EVERY, DROP_EVERY = 2, 3
 FAULTS = (
     "host:delay=0.001..0.005",
     "disk:fault=error@0.3",
@@ -88,7 +89,9 @@ FAULTS = (
     "host:fault=hang/for=1",
     "disk:fault=hang/for=2",
 )
-"""One of them every third round, in turns."""
+"""One of them every other round, in turns."""
+LEAST_ROUNDS = 3
+"""Of either part of a run, however short: a third of them has to be something."""
 DRAIN_S = 60.0
 
 
@@ -129,10 +132,19 @@ class Soak:
         self.sent = Counter[str]()
         self.num_faults = 0
 
-    def run(self, seconds: float) -> None:
-        """Send rounds for so long, and take a sample after each."""
-        end_s = time.monotonic() + seconds
-        while time.monotonic() < end_s:
+    def run_until(self, end_s: float, num_faults: int = 0) -> None:
+        """Send rounds, a few at least, and take a sample after each.
+
+        Args:
+            end_s: until when at least, on the monotonic clock.
+            num_faults: that must have been on by then, since the start.
+        """
+        least = self._number + LEAST_ROUNDS
+        while (
+            time.monotonic() < end_s
+            or self.num_faults < num_faults
+            or self._number < least
+        ):
             self._round()
 
     def _round(self) -> None:
@@ -250,12 +262,13 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
     """Run for so many minutes; return the figures, and the samples as ``series``."""
     run = Soak(servers, seed)
     began_s = time.monotonic()
-    run.run(60 * minutes * WARM_UP)
+    # A fault that strikes for the first time may start threads that stay.
+    run.run_until(began_s + 60 * minutes * WARM_UP, num_faults=len(FAULTS))
     first = run.drain()
     num_warm, num_before = len(run.samples), sum(run.sent.values())
     note(f"warm after {num_warm} rounds: {first}")
     warm_s = time.monotonic()
-    run.run(60 * minutes * (1 - WARM_UP))
+    run.run_until(began_s + 60 * minutes)
     rate = (sum(run.sent.values()) - num_before) / (time.monotonic() - warm_s)
     last = run.drain()
     note(f"drained: {last}")

@@ -30,6 +30,10 @@ PAGE = 16
 POOL_TOKENS = 8192
 HOST_BYTES, DISK_BYTES = 16 * MB, 64 * MB
 """1,000 and 4,000 pages of the tiny model: full after a minute or two."""
+MAX_RUNNING, CONTEXT_TOKENS = 16, 2048
+"""SGLang has a row of token numbers for each request that may run, as long as the
+context; by default thousands of 131 kB, which requests touch one after the other: its
+memory would grow for a long time."""
 _LOOK_S = 0.3
 _QUIET_CPU_S = 0.03
 _SCHEDULER = "scheduler"
@@ -57,8 +61,11 @@ class Watched:
             raise RuntimeError(f"no scheduler among {self.processes}")
 
     def rss_bytes(self) -> dict[str, int]:
-        """Return resident bytes by process."""
-        return {n: p.memory_info().rss for n, p in self.processes.items()}
+        """Return resident bytes by process, but for pages of files.
+
+        Those (libraries, mostly) the system takes and gives as it likes.
+        """
+        return {n: _resident_bytes(p.pid) for n, p in self.processes.items()}
 
     def num_fds(self) -> dict[str, int]:
         """Return open files by process."""
@@ -88,6 +95,12 @@ class Watched:
                 return
             before = now
         raise RuntimeError(f"{self.server.spec.name} is never idle")
+
+
+def _resident_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kib = {line.split(":")[0]: line.split()[1] for line in lines if "kB" in line}
+    return 1024 * (int(kib["RssAnon"]) + int(kib["RssShmem"]))
 
 
 def _specs(scratch: Path) -> dict[str, ServerSpec]:
@@ -125,6 +138,8 @@ def _shared_flags() -> tuple[str, ...]:
     }
     return (
         "--enable-metrics",
+        f"--max-running-requests={MAX_RUNNING}",
+        f"--context-length={CONTEXT_TOKENS}",
         "--log-level-http=warning",
         "--kv-events-config",
         json.dumps(events),
