@@ -72,6 +72,11 @@ fuzz: install ## odd inputs at every entry point, and planted faults (20 minutes
 	@$(SAY) fuzz "10,000 inputs per target; last line is one JSON object"
 	@exec $(PY) -m tests.fuzz $(ARGS)
 
+.PHONY: soak
+soak: install ## 45 minutes of load: memory, threads, step times, what is left (--minutes N)
+	@$(SAY) soak "plain SGLang, a tiered server and one that leaks; last line is one JSON object"
+	@exec $(PY) -m tests.soak $(ARGS)
+
 .PHONY: lint
 lint: install ## ruff, mypy --strict and the import contracts
 	@bash scripts/lint.sh "$(VENV)"

@@ -16,7 +16,7 @@ Times in seconds of the clock that is handed in. One thread: the scheduler's.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -117,6 +117,11 @@ class RequestLedger:
     def is_on(self) -> bool:
         """Whether anything is kept."""
         return self._keep > 0
+
+    @property
+    def live(self) -> Collection[str]:
+        """Names of the requests that have not ended."""
+        return self._live.keys()
 
     @property
     def num_ended(self) -> int:

@@ -22,6 +22,7 @@ from sgl_tiered_workloads.server import ServerSpec, SglangServer, free_port
 from sgl_tiered_workloads.systems import plain_spec
 
 from tests.e2e.e2e_support import (
+    FORBIDDEN_IN_LOGS,
     MODELS,
     PATIENCE_S,
     REFERENCE_POOL_TOKENS,
@@ -33,14 +34,6 @@ from tests.e2e.e2e_support import (
 )
 
 __all__: list[str] = []
-
-_FORBIDDEN_IN_LOGS = (
-    "Traceback",
-    "AssertionError",
-    "leak detected",
-    "double free",
-    "use-after-free",
-)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -96,7 +89,7 @@ class Servers:
         current.stop(20.0 if "tiered" in current.spec.flags else 0.0)
         log = current.log_path.read_text(errors="replace")
         assert died is None, f"the server died by itself: {current.log_tail()}"
-        for text in _FORBIDDEN_IN_LOGS:
+        for text in FORBIDDEN_IN_LOGS:
             assert text not in log, f"{text} in {current.log_path}"
 
     def abandon(self) -> None:

@@ -30,6 +30,7 @@ from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 __all__ = [
     "FLOOR",
+    "FORBIDDEN_IN_LOGS",
     "MODELS",
     "PATIENCE_S",
     "POOL_TOKENS",
@@ -65,6 +66,14 @@ SHAPE = ChatShape(
 BURST_PREFIX_TOKENS = 768
 BURST_SIZE = 4
 ANSWER_TOKENS = 8
+FORBIDDEN_IN_LOGS = (
+    "Traceback",
+    "AssertionError",
+    "leak detected",
+    "double free",
+    "use-after-free",
+)
+"""What no server's log may have: an invariant is broken."""
 FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
 """Our CPU attention gives equal bits however a prompt is cut, but matrix products of
 other heights round differently now and then, and a small sample may show none of it:

@@ -88,7 +88,9 @@ class Sent:
 
 def assert_right_and_idle(server, plain, cold, request):
     """Demand that nothing is left behind and that the prompt is answered right."""
-    assert pinned(settle(server)) == 0
+    state = settle(server)
+    assert pinned(state) == 0
+    assert state["flows"] == 0
     (again,) = sequential(server, [request])
     result = check_equality(
         [cold], [again], page_size=CASE.page_size, spread=plain.spread, forced=False

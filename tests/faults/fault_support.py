@@ -45,6 +45,7 @@ __all__ = [
     "faults",
     "small_filesystem",
     "struck",
+    "switch_faults",
     "under_fault",
     "used_again",
 ]

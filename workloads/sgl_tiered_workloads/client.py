@@ -158,7 +158,10 @@ class StreamingClient(Connected[aiohttp.ClientSession]):
             }
             for request in requests
         ]
+        salts = [request.salt for request in requests]
+        salted = {"cache_salt": salts[0] if single else salts} if any(salts) else {}
         return {
+            **salted,
             "input_ids": prompts[0] if single else prompts,
             "sampling_params": sampling[0] if single else sampling,
             "stream": True,

@@ -45,12 +45,14 @@ class PlannedRequest:
         prompt: token ids.
         max_new_tokens: length of the answer.
         start_s: when it should leave, from the start of the run.
+        salt: of its tenant, whose pages no other one finds; empty for none.
     """
 
     key: str
     prompt: tuple[int, ...]
     max_new_tokens: int
     start_s: float = 0.0
+    salt: str = ""
 
 
 def random_tokens(

@@ -756,6 +756,13 @@ class TieredRadixCache(LendingRadixCache):
         if self._ahead is not None:
             self._ahead.clear()
 
+    @property
+    def num_flows(self) -> int:
+        """Requests of which more than a report is kept, here or below."""
+        queued = (req.rid for req, _ in self._queued)
+        ours = {*self._keys, *self._private, *self._backs, *self._spans, *queued}
+        return len(ours | self.tiered.followed())
+
     def _forget(self, rid: str) -> None:
         self._queued = [item for item in self._queued if item[0].rid != rid]
         self._private.pop(rid, None)

@@ -8,7 +8,7 @@ tested without either. Everything here runs on the scheduler's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -74,6 +74,11 @@ class LoadCoordinator(WaitingLoads[RequestState, StagedRead]):
     def state(self, rid: str) -> RequestState | None:
         """Return what is known of a request."""
         return self._states.get(rid)
+
+    @property
+    def rids(self) -> Collection[str]:
+        """Names of the requests of which something is known."""
+        return self._states.keys()
 
     def track(
         self, rid: str, digest: bytes, tokens: Int32s, max_pages: int

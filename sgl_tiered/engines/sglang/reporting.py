@@ -280,7 +280,9 @@ def _add_state(out: Any, controller: Any, recv_req: Any) -> Any:
         out.internal_state = {"tiered_profile": profile_state(controller.scheduler)}
     elif runtime is not None:
         pool = {} if runtime.pool is None else {"pool": runtime.pool.stats()}
-        out.internal_state["tiered"] = {**runtime.stats(), **_errors(runtime), **pool}
+        flows = {"flows": controller.scheduler.tree_cache.num_flows}
+        state = {**runtime.stats(), **flows, **_errors(runtime), **pool}
+        out.internal_state["tiered"] = state
     if not question and (told := pd_state(controller.scheduler)) is not None:
         out.internal_state["tiered_pd"] = told
     return out

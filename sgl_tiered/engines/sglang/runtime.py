@@ -420,6 +420,10 @@ class TieredRuntime:
             if len(self._reports) > _MAX_REPORTS:
                 self._reports.popitem(last=False)
 
+    def followed(self) -> set[str]:
+        """Return the names of all requests of which more than a report is kept."""
+        return {*self._waits, *self.coordinator.rids, *self.ledger.live}
+
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what was decided for a request that ends, once; None if nothing."""
         kept = self._reports.pop(rid, None)

@@ -424,3 +424,17 @@ def test_a_load_that_has_begun_ends_after_the_change(rig):
     rig.settle()
     assert rig.runtime.cache.occupancy(TierId.HOST).used_slots == 0
     rig.runtime.cache.check()
+
+
+def test_a_request_is_followed_until_all_of_it_is_forgotten(rig):
+    """Its load, its wait and its times each keep it among those that are followed."""
+    runtime = rig.runtime
+    tokens = spell("abcd", LAYOUT.page_tokens, tail=1)
+    runtime.coordinator.track("loads", runtime.namespace(None, None), tokens, 4)
+    runtime.note_wait("waits", waiting=True)
+    runtime.ledger.queued("queued", 9)
+    assert runtime.followed() == {"loads", "waits", "queued"}
+    for rid in ("loads", "waits"):
+        runtime.forget_request(rid)
+    runtime.ledger.finished("queued")
+    assert runtime.followed() == set()

@@ -230,3 +230,15 @@ def test_chat_drops_a_session_whose_turn_failed() -> None:
 
     records, _ = play(script, lambda c: run_chat(c, sessions))
     assert [record.key for record in records] == ["s0.t0", "s1.t0", "s1.t1"]
+
+
+def test_salts_of_tenants_are_told() -> None:
+    """One salt for one request, one each in a batch, and none where nobody has any."""
+    asks = [PlannedRequest("a", (10,), 1, salt="mine"), PlannedRequest("b", (11,), 1)]
+
+    async def use(client: StreamingClient) -> list[RequestRecord]:
+        await client.send_batch(asks)
+        return await client.run_sequential(asks)
+
+    _, bodies = play(lambda _: [event([7], 1, True)], use)
+    assert [body.get("cache_salt") for body in bodies] == [["mine", ""], "mine", None]

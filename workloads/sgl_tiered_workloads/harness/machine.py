@@ -6,14 +6,16 @@ read is left out or empty, never guessed.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commit", "is_dirty", "machine_facts", "versions"]
+__all__ = ["commit", "is_dirty", "machine_facts", "source_hash", "versions"]
 
 _VERSIONED = ("sglang", "sgl-tiered", "torch", "numpy", "transformers", "openai")
 _ASK_S = 20.0
@@ -30,6 +32,16 @@ def is_dirty() -> bool:
     """Whether tracked files differ from the commit."""
     arguments = ("status", "--porcelain", "--untracked-files=no")
     return bool(_ask("git", *arguments, cwd=Path(__file__).parent))
+
+
+def source_hash(root: Path, folders: Iterable[str]) -> str:
+    """Return what names the sources in some folders of a checkout: 16 hex digits."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for file in sorted((root / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode() + b"\0")
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def versions() -> dict[str, str]:

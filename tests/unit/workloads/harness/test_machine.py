@@ -54,3 +54,18 @@ def test_no_fact_names_a_place() -> None:
     assert str(Path.cwd()) not in facts
     assert socket.gethostname() not in facts
     assert machine.versions()["numpy"] != "absent"
+
+
+def test_a_source_is_named_by_its_files(tmp_path: Path) -> None:
+    """Contents and names of Python files in the folders count, nothing else does."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a/one.py").write_text("1")
+    before = machine.source_hash(tmp_path, ["a"])
+    (tmp_path / "a/notes.md").write_text("1")
+    (tmp_path / "b/two.py").write_text("1")
+    assert machine.source_hash(tmp_path, ["a"]) == before
+    (tmp_path / "a/one.py").write_text("2")
+    changed = machine.source_hash(tmp_path, ["a"])
+    (tmp_path / "a/one.py").rename(tmp_path / "a/two.py")
+    assert len({before, changed, machine.source_hash(tmp_path, ["a"])}) == 3
