@@ -34,28 +34,25 @@ class NamedSpaces:
 
     Args:
         has_pages: digest -> whether the namespace has a page.
-        num_gone: returns how many namespaces have lost their last page so far.
     """
 
-    def __init__(
-        self, has_pages: Callable[[bytes], bool], num_gone: Callable[[], int]
-    ) -> None:
+    def __init__(self, has_pages: Callable[[bytes], bool]) -> None:
         self._has_pages = has_pages
-        self._num_gone = num_gone
-        # In order of naming, the oldest first.
         self._digests: dict[Names, bytes] = {}
         self._names: dict[bytes, Names] = {}
         self._new: dict[bytes, None] = {}
-        self._sweep_at = _MAX_EMPTY
-        self._swept: tuple[int, int] = (0, 0)
+        # May be without pages, the oldest first: all that were named, or lost their
+        # last page, since somebody looked. So a look costs what has changed, and not
+        # what there is.
+        self._unsure: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._digests)
 
     @property
     def num_empty(self) -> int:
-        """Names that are kept without a page; O(names)."""
-        return sum(not self._has_pages(digest) for digest in self._names)
+        """Names that are kept without a page."""
+        return sum(not self._has_pages(digest) for digest in self._unsure)
 
     def get(self, names: Names) -> bytes | None:
         """Return the digest of a namespace that is known by name."""
@@ -68,10 +65,14 @@ class NamedSpaces:
         self._digests[names] = digest
         self._names[digest] = names
         self._new[digest] = None
-        if len(self._digests) > self._sweep_at:
+        self._unsure[digest] = None
+        if len(self._unsure) > _MAX_EMPTY:
             self._sweep(_MAX_EMPTY // 2)
-            # Those with pages stay: look again when as many more have come.
-            self._sweep_at = 2 * len(self._digests) + _MAX_EMPTY // 2
+
+    def lost_pages(self, digest: bytes) -> None:
+        """Note that a namespace has lost its last page."""
+        if digest in self._names:
+            self._unsure[digest] = None
 
     def names_of(self, digest: bytes) -> Names | None:
         """Return the name of a namespace; None where it was not named yet."""
@@ -84,9 +85,8 @@ class NamedSpaces:
 
     def drop_empty(self) -> None:
         """Forget the names of all namespaces without pages; O(1) where none came."""
-        if self._swept != (len(self._digests), self._num_gone()):
+        if self._unsure:
             self._sweep(0)
-            self._swept = (len(self._digests), self._num_gone())
 
     def forget_adapter(self, lora_id: str) -> None:
         """Forget the names with an adapter, whose contents may be others now."""
@@ -94,16 +94,20 @@ class NamedSpaces:
             digest = self._digests.pop(names)
             self._names.pop(digest, None)
             self._new.pop(digest, None)
+            self._unsure.pop(digest, None)
 
     def clear(self) -> None:
         """Forget every name: digests have changed."""
         self._digests.clear()
         self._names.clear()
         self._new.clear()
+        self._unsure.clear()
 
     def _sweep(self, num_kept: int) -> None:
         """Forget all without pages but the latest so many."""
-        empty = [digest for digest in self._names if not self._has_pages(digest)]
-        for digest in empty[: max(0, len(empty) - num_kept)]:
+        empty = [digest for digest in self._unsure if not self._has_pages(digest)]
+        num_gone = max(0, len(empty) - num_kept)
+        self._unsure = dict.fromkeys(empty[num_gone:])
+        for digest in empty[:num_gone]:
             del self._digests[self._names.pop(digest)]
             self._new.pop(digest, None)
