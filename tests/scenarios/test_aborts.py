@@ -1,12 +1,13 @@
 """Requests that are aborted in a read from disk and in a split, on one and two ranks.
 
-The disk is slowed down, as much as needed: a read that takes half a second, and one that
-takes as long as computing the same prompt, so that the front of it is computed while its
-back is read. Aborts of loads from host memory are in ``tests/e2e/test_abort.py``.
+The disk is slowed down, as much as needed: a read takes half a second, or as long as
+computing the same prompt, so that its front is computed while its back is read. Aborts
+of loads from host memory are in ``tests/e2e/test_abort.py``.
 """
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from sgl_tiered_workloads.model import PRESETS
@@ -27,7 +28,7 @@ from tests.scenarios.test_ranks import on_two_ranks
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
-FLAGS = ("--sleep-on-idle", "--disable-overlap-schedule")
+FLAGS = ("--sleep-on-idle",)
 NUM_PAGES = 240
 LONG = prompt(1400, NUM_PAGES * PAGE + 5)
 PROMPT_BYTES = NUM_PAGES * PAGE * PRESETS["tiny"].kv_bytes_per_token
@@ -46,12 +47,21 @@ def timed(server, request):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
 def ranks(request):
-    """Return what makes of a server's spec one of so many ranks."""
+    """Return what makes of a server's spec one of so many ranks.
+
+    One has SGLang's overlap schedule, two do without: both, in half of the time.
+    """
     if request.param == 1:
         return lambda spec: spec
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("each rank needs a core")
-    return on_two_ranks
+
+    def of_two(spec):
+        return on_two_ranks(
+            replace(spec, flags=(*spec.flags, "--disable-overlap-schedule"))
+        )
+
+    return of_two
 
 
 @pytest.fixture(scope="module")

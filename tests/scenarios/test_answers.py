@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
-from tests.e2e.e2e_support import PATIENCE_S, edge, pinned, settle
+from tests.e2e.e2e_support import PATIENCE_S, edge, pinned, settle, stats
 from tests.scenarios.scenario_support import (
     PAGE,
     PLAIN_POOL,
@@ -261,6 +261,31 @@ def test_flush_and_drop_under_load(server, plain):
     again = server.post("/generate", body(tokens, MANY))
     assert cached(again) == {}
     same([tokens], [plain[long_answer]], [again])
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["answering", "reading"])
+def test_clear_under_load(server, plain, is_read):
+    """The disk is cleared at once, while pages of it are read or answered from."""
+    tokens = prompt(600, LONG)
+    server.post("/generate", body(tokens, 1))
+    forget(server, "disk")
+    live = Live(server, body(tokens, MANY))
+    if not is_read:
+        live.begun()
+    server.post("/hicache/storage-backend/clear", {})
+    assert live.num_tokens < MANY
+    answer = live.join()
+    same([tokens], [plain[long_answer]], [answer])
+    if not is_read:
+        assert cached(answer) == {"disk": NUM_PAGES * PAGE}
+    # What was computed since is kept; what was on disk alone is not.
+    server.post("/hicache/storage-backend/clear", {})
+    forget(server, "disk")
+    assert stats(server)["occupancy"]["disk"]["used"] == 0
+    again = server.post("/generate", body(tokens, MANY))
+    assert cached(again) == {}
+    same([tokens], [plain[long_answer]], [again])
+    assert pinned(settle(server)) == 0
 
 
 def test_memory_is_released_and_resumed(server, plain):
