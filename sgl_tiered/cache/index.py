@@ -109,8 +109,8 @@ class RadixIndex:
         self._num_tiers = len(table.tiers)
         # Of namespaces with pages, and of no others.
         self._roots: dict[bytes, Node] = {}
-        self.num_gone = 0
-        """Namespaces that lost their last page, so far."""
+        self.on_gone: Callable[[bytes], None] = _ignore
+        """Called with each namespace that has lost its last page."""
 
     @property
     def num_namespaces(self) -> int:
@@ -317,12 +317,14 @@ class RadixIndex:
         # Not a node that has left the tree before, or a root that was never kept.
         if not node.children and self._roots.get(node.digest) is node:
             del self._roots[node.digest]
-            self.num_gone += 1
+            self.on_gone(node.digest)
 
     def clear(self) -> None:
         """Forget all pages."""
-        self.num_gone += len(self._roots)
+        gone = list(self._roots)
         self._roots.clear()
+        for digest in gone:
+            self.on_gone(digest)
 
     def path_to(self, node: Node) -> list[Node]:
         """Return the nodes from below the root down to ``node``."""
@@ -341,6 +343,10 @@ class RadixIndex:
         if not different.any():
             return num_bytes // self._page_bytes
         return int(different.argmax()) * 4 // self._page_bytes
+
+
+def _ignore(digest: bytes) -> None:
+    """Take no note of a namespace."""
 
 
 def concat_rows(path: Sequence[Node]) -> Int32s:

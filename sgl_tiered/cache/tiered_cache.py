@@ -156,10 +156,9 @@ class TieredCache:
         """Namespaces with pages."""
         return self._index.num_namespaces
 
-    @property
-    def num_namespaces_gone(self) -> int:
-        """Namespaces that lost their last page, so far."""
-        return self._index.num_gone
+    def watch_namespaces(self, gone: Callable[[bytes], None]) -> None:
+        """Call ``gone`` with each namespace that loses its last page from now on."""
+        self._index.on_gone = gone
 
     def has_pages(self, digest: bytes) -> bool:
         """Return whether a namespace has a page."""

@@ -173,9 +173,7 @@ class Bench:
                 )
                 runtime.weights = SimpleNamespace(settled=True)
                 runtime.adapters = SimpleNamespace(parted=lambda key: (key, ""))
-                runtime.namespaces = NamedSpaces(
-                    self.cache.has_pages, lambda: self.cache.num_namespaces_gone
-                )
+                runtime.namespaces = NamedSpaces(self.cache.has_pages)
 
         self.runtime = Runtime()
         rows = SimpleNamespace(

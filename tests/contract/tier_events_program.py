@@ -58,9 +58,7 @@ class Runtime:
         from sgl_tiered.engines.sglang.namespaces import NamedSpaces
 
         self.cache = cache()
-        self.namespaces = NamedSpaces(
-            self.cache.has_pages, lambda: self.cache.num_namespaces_gone
-        )
+        self.namespaces = NamedSpaces(self.cache.has_pages)
 
     def namespace(self, extra_key: str | None, cache_salt: str | None) -> bytes:
         """Open a namespace."""

@@ -202,13 +202,15 @@ def same_tokens(
     assert num_compared >= 20
 
 
-def counter(server: SglangServer, name: str) -> float:
-    """Return the sum of a Prometheus counter or gauge over its labels."""
-    lines = str(server.get("/metrics")).splitlines()
+def counter(server: SglangServer, name: str, **labels: str) -> float:
+    """Return the sum of a Prometheus counter or gauge over its other labels."""
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    lines = str(server.get("/metrics", PATIENCE_S)).splitlines()
     return sum(
         float(line.rpartition(" ")[2])
         for line in lines
         if line.partition("{")[0].partition(" ")[0] == name
+        and all(each in line for each in wanted)
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
-from tests.e2e.e2e_support import PATIENCE_S, edge, pinned, settle, stats, wait_until
+from tests.e2e.e2e_support import PATIENCE_S, edge, pinned, settle, stats
 from tests.scenarios.scenario_support import (
     PAGE,
     PLAIN_POOL,
@@ -127,8 +127,6 @@ def started(servers, model, plain, tmp_path_factory):
         "--tiered-load-policy=always",
         "--tiered-disk-admission=all",
         "--tiered-staging-size=8MB",
-        # So long that an abort falls into a read.
-        "--tiered-emulate=disk:latency=0.5",
     )
     device = Device(model, 4096, PAGE, FLAGS)
     yield servers.restart(tiered_spec(device, tiers, "answers", flags))
@@ -180,9 +178,17 @@ def test_logprobs_of_the_prompt(server, plain, tier):
 @pytest.mark.parametrize("tier", TIERS)
 def test_several_answers_to_one_prompt(server, plain, tier):
     """``n`` answers share what was loaded, and each is plain's."""
+    before = settle(server)
     asked, answers = several(server, tier)
     same(asked, plain[several][1], answers)
-    assert edge(stats(server), "disk->host") > 0 or tier != "disk"
+    after = settle(server)
+    moved = {
+        name: edge(after, name) - edge(before, name)
+        for name in ("host->device", "disk->host")
+    }
+    # Once for all three.
+    assert moved["host->device"] == (0 if tier == "device" else NUM_PAGES)
+    assert moved["disk->host"] == (NUM_PAGES if tier == "disk" else 0)
     for answer in answers:
         assert sum(cached(answer).values()) == NUM_PAGES * PAGE
 
@@ -257,21 +263,28 @@ def test_flush_and_drop_under_load(server, plain):
     same([tokens], [plain[long_answer]], [again])
 
 
-def test_abort_in_a_disk_read(server, plain):
-    """Requests aborted while a crowd reads one prefix leave the others' answers."""
+@pytest.mark.parametrize("is_read", [False, True], ids=["answering", "reading"])
+def test_clear_under_load(server, plain, is_read):
+    """The disk is cleared at once, while pages of it are read or answered from."""
     tokens = prompt(600, LONG)
     server.post("/generate", body(tokens, 1))
     forget(server, "disk")
-    lives = [Live(server, body(tokens, MANY, rid=f"crowd{n}")) for n in range(3)]
-    wait_until(lambda: pinned(stats(server)) > 0, "the read has begun")
-    server.post("/abort_request", {"rid": "crowd0"})
-    server.post("/abort_request", {"rid": "crowd2"})
-    answer = lives[1].join()
-    assert cached(answer) == {"disk": NUM_PAGES * PAGE}
+    live = Live(server, body(tokens, MANY))
+    if not is_read:
+        live.begun()
+    server.post("/hicache/storage-backend/clear", {})
+    assert live.num_tokens < MANY
+    answer = live.join()
     same([tokens], [plain[long_answer]], [answer])
-    for live in (lives[0], lives[2]):
-        live.join()
-        assert live.num_tokens == 0
+    if not is_read:
+        assert cached(answer) == {"disk": NUM_PAGES * PAGE}
+    # What was computed since is kept; what was on disk alone is not.
+    server.post("/hicache/storage-backend/clear", {})
+    forget(server, "disk")
+    assert stats(server)["occupancy"]["disk"]["used"] == 0
+    again = server.post("/generate", body(tokens, MANY))
+    assert cached(again) == {}
+    same([tokens], [plain[long_answer]], [again])
     assert pinned(settle(server)) == 0
 
 

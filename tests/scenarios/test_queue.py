@@ -37,7 +37,8 @@ POOL_TOKENS = 640
 """Holds one of the long requests, and not two."""
 NUM_PAGES = 10
 PROMPT_TOKENS = NUM_PAGES * PAGE + 3
-LOW, HIGH = 1, 10
+LOW, HIGH = 1, 20
+"""SGLang preempts for a difference above 10."""
 PROMPTS = [prompt(700 + number, PROMPT_TOKENS) for number in range(4)]
 LONG_ANSWER = 300
 

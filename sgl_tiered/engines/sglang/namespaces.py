@@ -17,9 +17,6 @@ and a request with it is served by the device alone."""
 _MAX_EMPTY = 1024
 """Names kept without pages: more tenants than have requests in a queue."""
 
-_FEW, _SHARE_BITS = 4096, 4
-"""To look at so many takes 0.3 ms; of more, a sixteenth has to have changed."""
-
 Names = tuple[str, str]
 """SGLang's ``extra_key``, which begins with the adapter, and the tenant's salt."""
 
@@ -37,28 +34,26 @@ class NamedSpaces:
 
     Args:
         has_pages: digest -> whether the namespace has a page.
-        num_gone: returns how many namespaces have lost their last page so far.
     """
 
-    def __init__(
-        self, has_pages: Callable[[bytes], bool], num_gone: Callable[[], int]
-    ) -> None:
+    def __init__(self, has_pages: Callable[[bytes], bool]) -> None:
         self._has_pages = has_pages
-        self._num_gone = num_gone
-        # In order of naming, the oldest first. Adapters of equal content share one.
         self._digests: dict[Names, bytes] = {}
+        # Adapters of equal content share one.
         self._names: dict[bytes, list[Names]] = {}
         self._new: dict[bytes, None] = {}
-        self._sweep_at = _MAX_EMPTY
-        self._swept: tuple[int, int] = (0, 0)
+        # May be without pages, the oldest first: all that were named, or lost their
+        # last page, since somebody looked. So a look costs what has changed, and not
+        # what there is.
+        self._unsure: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._digests)
 
     @property
     def num_empty(self) -> int:
-        """Names that are kept without a page; O(names)."""
-        return sum(not self._has_pages(digest) for digest in self._names)
+        """Namespaces that are named and have no page."""
+        return sum(not self._has_pages(digest) for digest in self._unsure)
 
     def get(self, names: Names) -> bytes | None:
         """Return the digest of a namespace that is known by name."""
@@ -73,10 +68,14 @@ class NamedSpaces:
         self._digests[names] = digest
         self._names.setdefault(digest, []).append(names)
         self._new[digest] = None
-        if len(self._digests) > self._sweep_at:
+        self._unsure[digest] = None
+        if len(self._unsure) > _MAX_EMPTY:
             self._sweep(_MAX_EMPTY // 2)
-            # Those with pages stay: look again when as many more have come.
-            self._sweep_at = 2 * len(self._digests) + _MAX_EMPTY // 2
+
+    def lost_pages(self, digest: bytes) -> None:
+        """Note that a namespace has lost its last page."""
+        if digest in self._names:
+            self._unsure[digest] = None
 
     def names_of(self, digest: bytes) -> Names | None:
         """Return the last name of a namespace; None where it was not named yet."""
@@ -89,16 +88,9 @@ class NamedSpaces:
         return new
 
     def drop_empty(self) -> None:
-        """Forget the names of namespaces without pages; O(1) where none came.
-
-        Of very many a few may stay: all are looked at once a share of them is new or
-        has lost its pages, and not for each.
-        """
-        num_named, num_gone = self._swept
-        num_changes = abs(len(self) - num_named) + self._num_gone() - num_gone
-        if num_changes > (len(self) >> _SHARE_BITS if len(self) > _FEW else 0):
+        """Forget the names of all namespaces without pages; O(1) where none came."""
+        if self._unsure:
             self._sweep(0)
-            self._swept = (len(self), self._num_gone())
 
     def forget_adapter(self, lora_id: str) -> None:
         """Forget the names with an adapter, whose contents may be others now."""
@@ -110,11 +102,14 @@ class NamedSpaces:
         self._digests.clear()
         self._names.clear()
         self._new.clear()
+        self._unsure.clear()
 
     def _sweep(self, num_kept: int) -> None:
         """Forget all without pages but the latest so many."""
-        empty = [digest for digest in self._names if not self._has_pages(digest)]
-        for digest in empty[: max(0, len(empty) - num_kept)]:
+        empty = [digest for digest in self._unsure if not self._has_pages(digest)]
+        num_gone = max(0, len(empty) - num_kept)
+        self._unsure = dict.fromkeys(empty[num_gone:])
+        for digest in empty[:num_gone]:
             for names in tuple(self._names[digest]):
                 self._forget(names)
 
@@ -125,3 +120,4 @@ class NamedSpaces:
         if not self._names[digest]:
             del self._names[digest]
             self._new.pop(digest, None)
+            self._unsure.pop(digest, None)

@@ -184,9 +184,8 @@ class TieredRuntime:
             self.coordinator.prefetcher = self.prefetcher
         # Called when a promotion has ended.
         self.on_promoted: Callable[[], None] = lambda: None
-        self.namespaces = NamedSpaces(
-            parts.cache.has_pages, lambda: parts.cache.num_namespaces_gone
-        )
+        self.namespaces = NamedSpaces(parts.cache.has_pages)
+        parts.cache.watch_namespaces(self.namespaces.lost_pages)
         self._told_of_names = False
         self.weights = parts.weights
         self.adapters = parts.adapters or Adapters(None, self.agreement)
