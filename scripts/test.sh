@@ -79,9 +79,9 @@ run_part() { # run_part PART
   case $1 in
     fast) run_pytest fast "$fast_timeout_s" -n "$(side_by_side 8)" --dist worksteal -- \
       unit property conformance kernels contract ;;
-    # Each has a server, and shares it among the tests of a file.
+    # Each process has a server, which the tests of a file share.
     e2e) run_pytest e2e 900 -n "$(side_by_side 4)" --dist loadfile -- e2e ;;
-    faults) run_pytest faults 900 -- faults ;;
+    faults) run_pytest faults 900 -n "$(side_by_side 4)" --dist loadfile -- faults ;;
     cluster) run_pytest cluster 1800 -- cluster ;;
     scenarios) run_pytest scenarios 900 -- scenarios ;;
     *) say test "unknown part: $1"; exit 2 ;;
