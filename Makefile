@@ -72,6 +72,11 @@ fuzz: install ## odd inputs at every entry point, and planted faults (20 minutes
 	@$(SAY) fuzz "10,000 inputs per target; last line is one JSON object"
 	@exec $(PY) -m tests.fuzz $(ARGS)
 
+.PHONY: equality
+equality: install ## every combination against plain SGLang, faults and kills (45 minutes)
+	@$(SAY) equality "worlds in turns, what is kept adds up; last line is one JSON object"
+	@exec $(PY) -m tests.equality $(ARGS)
+
 .PHONY: lint
 lint: install ## ruff, mypy --strict and the import contracts
 	@bash scripts/lint.sh "$(VENV)"

@@ -7,7 +7,6 @@ has taken some inputs and refused others, and every planted fault was found.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
@@ -17,23 +16,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from sgl_tiered_workloads.harness.machine import source_hash
+
 from tests.fuzz.kit import find_fault, run_target
 from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ("sgl_tiered", "workloads/sgl_tiered_workloads", "tests/fuzz")
 MIN_TARGETS = 9
 MIN_INPUTS = 10_000
-
-
-def source_hash() -> str:
-    """Return what names the source that was run: sha256 over the package's files."""
-    digest = hashlib.sha256()
-    folders = ("sgl_tiered", "workloads/sgl_tiered_workloads", "tests/fuzz")
-    for folder in folders:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(str(file.relative_to(ROOT)).encode() + b"\0")
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def run_one(name: str, num: int, number: int) -> dict[str, Any]:
@@ -88,7 +79,7 @@ def main() -> int:
             one["target"] for one in told if not (one["accepted"] and one["refused"])
         ],
         "seed": args.seed,
-        "source": source_hash(),
+        "source": source_hash(*(ROOT / folder for folder in SOURCES)),
     }
     is_whole = args.targets is not None or (
         summary["targets"] >= MIN_TARGETS

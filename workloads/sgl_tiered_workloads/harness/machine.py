@@ -6,6 +6,7 @@ read is left out or empty, never guessed.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -13,7 +14,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commit", "is_dirty", "machine_facts", "versions"]
+__all__ = ["commit", "is_dirty", "machine_facts", "source_hash", "versions"]
 
 _VERSIONED = ("sglang", "sgl-tiered", "torch", "numpy", "transformers", "openai")
 _ASK_S = 20.0
@@ -30,6 +31,21 @@ def is_dirty() -> bool:
     """Whether tracked files differ from the commit."""
     arguments = ("status", "--porcelain", "--untracked-files=no")
     return bool(_ask("git", *arguments, cwd=Path(__file__).parent))
+
+
+def source_hash(*folders: Path) -> str:
+    """Return what names the Python source in some folders of one checkout, 32 digits.
+
+    Args:
+        folders: their names below their common parent count, and so do those of files.
+    """
+    digest = hashlib.sha256()
+    root = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
+    for folder in folders:
+        for file in sorted(folder.resolve().rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode() + b"\0")
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def versions() -> dict[str, str]:
