@@ -198,7 +198,6 @@ class Player:
     ) -> None:
         is_alike = self._rig.is_like_plain and self._is_untouched and not together
         self._ledger.add(phase, answers, like_plain=is_alike)
-        self._is_untouched = self._is_untouched and not together
 
     def _note(self) -> None:
         """Add up what was done: a server that was killed counts from 0 again."""
