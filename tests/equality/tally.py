@@ -10,7 +10,15 @@ from typing import Any
 
 from tests.equality.plan import FEATURES, TIERS, empty_cells
 
-__all__ = ["PRODUCT", "is_right", "read_calls", "summary", "times_run", "write_call"]
+__all__ = [
+    "PRODUCT",
+    "is_right",
+    "read_calls",
+    "refused_pairs",
+    "summary",
+    "times_run",
+    "write_call",
+]
 
 PRODUCT = ("sgl_tiered", "kernels", "platform_dist")
 """Folders whose source decides what is answered."""
@@ -49,6 +57,12 @@ def times_run(calls: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return Counter(world["pair"] for call in calls for world in call["worlds"])
 
 
+def refused_pairs(calls: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the pairs that the product was seen to refuse, with its sentences."""
+    worlds = (world for call in calls for world in call["worlds"])
+    return {w["pair"]: w["refused"] for w in worlds if w.get("refused")}
+
+
 def summary(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what the last call came to, and all of them together.
 
@@ -56,9 +70,8 @@ def summary(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         calls: on one source, at least one.
     """
     last = [world for world in calls[-1]["worlds"] if not world.get("refused")]
-    every = [world for call in calls for world in call["worlds"]]
-    run = [world for world in every if not world.get("refused")]
-    refused = {w["pair"]: w["refused"] for w in every if w.get("refused")}
+    run = [w for call in calls for w in call["worlds"] if not w.get("refused")]
+    refused = refused_pairs(calls)
     sums, totals = _sums(last), _sums(run)
     cells = _cells(run)
     return {
