@@ -140,8 +140,17 @@ class Call:
                 told |= player.outcome()
             if failure:
                 told |= _failed(told, failure)
+            if told.get("errors") or told.get("wrong"):
+                self._keep_logs(folder, world.pair)
         told["seconds"] = round(time.monotonic() - began_s, 1)
         return told
+
+    def _keep_logs(self, folder: Path, name: str) -> None:
+        """Keep what the servers of a world have said, for who looks for the cause."""
+        kept = self._scratch / "kept" / f"{name}-{len(self.told['worlds'])}"
+        kept.mkdir(parents=True, exist_ok=True)
+        for place, log in enumerate(sorted(folder.rglob("*.log"))):
+            shutil.copy(log, kept / f"{place}-{log.name}")
 
     def _reference(self, kind: Kind) -> Reference:
         """Return plain SGLang's answers, recorded now if they are not kept."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from sgl_tiered_workloads.gate import (
     NegativeControlError,
@@ -167,7 +168,7 @@ class Ledger:
         is_part: bool = False,
     ) -> None:
         place = len(self._entries)
-        named = {"key": f"{place} {phase}: {ours.key}", "order": place}
+        named: dict[str, Any] = {"key": f"{place} {phase}: {ours.key}", "order": place}
         self._entries.append(
             _Entry(replace(ours, **named), replace(theirs, **named), is_part)
         )

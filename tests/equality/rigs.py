@@ -180,13 +180,8 @@ class Single:
     def kill(self, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
         found: list[RequestRecord] = []
         server = self._server
-        written = edge(stats(server), "host->disk")
-        _killed_under_load(
-            server,
-            requests,
-            found,
-            lambda: edge(stats(server), "host->disk") > written,
-        )
+        written = _written(server)
+        _killed_under_load(server, requests, found, lambda: _written(server) > written)
         self._servers.abandon()
         self._server = self._servers.restart(self._spec)
         return found
@@ -228,7 +223,11 @@ class Pooled:
             return _ranked(world, replace(spec, flags=flags, env={**spec.env, **ENV}))
 
         self._pair = PoolPair(folder, kind.model(), dress)
-        self._wait_for_both()
+        try:
+            self._wait_for_both()
+        except BaseException:
+            self.abandon()
+            raise
 
     def ask(
         self, requests: Sequence[PlannedRequest], *, together: bool
@@ -479,6 +478,12 @@ def _without_folder(folder: Path) -> Iterator[None]:
     """Remove the disk's folder; the server makes a new one."""
     shutil.rmtree(folder, ignore_errors=True)
     yield
+
+
+def _written(server: SglangServer) -> int:
+    """Return how many pages have come to the disk, from whatever is above it."""
+    edges = stats(server)["edges"]
+    return sum(int(edges[name]["pages"]) for name in edges if name.endswith("->disk"))
 
 
 def _killed_under_load(

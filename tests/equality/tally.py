@@ -99,11 +99,9 @@ def summary(calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def is_right(told: Mapping[str, Any]) -> bool:
     """Return whether nothing was wrong in the last call, and its check works."""
-    return (
-        told["wrong"] == told["errors"] == 0
-        and told["planted"] == told["planted_caught"]
-        and told["compared"] > 0
-    )
+    is_caught = told["planted"] == told["planted_caught"]
+    is_clean = told["wrong"] == told["errors"] == 0
+    return bool(is_clean and is_caught and told["compared"])
 
 
 def _sums(worlds: Iterable[World]) -> dict[str, int]:
