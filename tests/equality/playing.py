@@ -67,10 +67,10 @@ class Player:
         self._enter("first", self._rig.fill(self._requests))
         for tier in self._rig.tiers:
             self._reuse(tier)
-        for tier, kind in self._world.faults:
-            self._under_fault(tier, kind)
         if self._world.is_killed and self._rig.is_killable:
             self._killed()
+        for tier, kind in self._world.faults:
+            self._under_fault(tier, kind)
         self._note()
         if self._world.is_planted:
             self._plant()

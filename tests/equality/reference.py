@@ -42,12 +42,9 @@ PAGE = 16
 CHUNK_TOKENS = 8192
 """Cuts no prompt, so that what is computed together follows from the hits alone."""
 ANSWER_TOKENS = 8
-NUM_FAMILIES, FAMILY_SIZE = 8, 3
-FEW_FAMILIES = 4
-"""Of servers with two ranks, which are slower."""
-_SHARED, _OWN, _NEXT = (150, 300), (40, 280), 35
-"""Tokens of the prefix of a family, of what a prompt has of its own, and of a second
-turn behind the answer."""
+FAMILY_SIZE = 3
+_NEXT_TOKENS = 35
+"""Of a second turn, behind the answer of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +54,35 @@ class Kind:
     Attributes:
         is_mha: the model has as many KV heads as heads, as activations need it.
         num_ranks: that share a layer: sums are added in another order.
+        is_long: prompts are of a length whose half is worth a pass of its own.
     """
 
     is_mha: bool = False
     num_ranks: int = 1
+    is_long: bool = False
 
     @property
     def name(self) -> str:
         """Short name for logs."""
-        return f"{'mha' if self.is_mha else 'gqa'}-{self.num_ranks}"
+        length = "-long" if self.is_long else ""
+        return f"{'mha' if self.is_mha else 'gqa'}-{self.num_ranks}{length}"
+
+    @property
+    def num_families(self) -> int:
+        """Families of prompts; fewer where each takes longer."""
+        return 8 // ((2 if self.num_ranks > 1 else 1) * (2 if self.is_long else 1))
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Tokens that a family shares, and that a prompt has of its own."""
+        if self.is_long:
+            return (600, 1_200), (1_500, 2_500)
+        return (150, 300), (40, 280)
+
+    @property
+    def scale(self) -> int:
+        """How many times the room of a short prompt one takes, roughly."""
+        return 6 if self.is_long else 1
 
     def model(self) -> Path:
         """Return the folder of the model, made if it is not there."""
@@ -88,6 +105,7 @@ class Reference:
         spread: of plain SGLang against itself: in other batches, and with prefixes
             reused whole, by half and not at all.
         prefill_tokens_per_s: of prompts that were computed whole.
+        step_s: of decoding, one request at a time.
     """
 
     cold: dict[str, RequestRecord]
@@ -95,6 +113,7 @@ class Reference:
     late: tuple[str, ...]
     spread: Spread
     prefill_tokens_per_s: float
+    step_s: float
 
     def requests(self, *, late: bool = False) -> list[PlannedRequest]:
         """Return the prompts in the order of the first pass."""
@@ -109,14 +128,15 @@ def device(kind: Kind, pool_tokens: int) -> Device:
     return Device(kind.model(), pool_tokens, PAGE, flags)
 
 
-def requests(seed: int, num_families: int) -> list[PlannedRequest]:
+def requests(seed: int, kind: Kind) -> list[PlannedRequest]:
     """Draw prompts: families that share a beginning, in random order."""
     draw = np.random.default_rng([seed, 17])
+    shared_ends, own_ends = kind.lengths
     found = []
-    for family in range(num_families):
-        shared = _tokens(draw, _SHARED)
+    for family in range(kind.num_families):
+        shared = _tokens(draw, shared_ends)
         for member in range(FAMILY_SIZE):
-            prompt = shared + _tokens(draw, _OWN)
+            prompt = shared + _tokens(draw, own_ends)
             found.append(PlannedRequest(f"f{family}.{member}", prompt, ANSWER_TOKENS))
     return [found[place] for place in draw.permutation(len(found))]
 
@@ -148,12 +168,14 @@ def get_reference(
         tuple(facts["late"]),
         Spread(**facts["spread"]),
         facts["prefill_tokens_per_s"],
+        facts["step_s"],
     )
 
 
 def plain(kind: Kind) -> ServerSpec:
     """Return plain SGLang, before it is spread over ranks."""
-    return plain_spec(device(kind, REFERENCE_POOL_TOKENS), f"plain-{kind.name}")
+    pool_tokens = kind.scale * REFERENCE_POOL_TOKENS
+    return plain_spec(device(kind, pool_tokens), f"plain-{kind.name}")
 
 
 def record_reference(
@@ -164,16 +186,17 @@ def record_reference(
     Raises:
         RuntimeError: it failed to answer.
     """
-    few = kind.num_ranks > 1
-    first = requests(seed, FEW_FAMILIES if few else NUM_FAMILIES)
-    late = _late(seed, len(first) // 3)
+    first = requests(seed, kind)
+    late = _late(seed, kind)
     server.flush_cache()
     cold = _checked(sequential(server, first))
     draw = np.random.default_rng([seed, 18])
     second = [
         PlannedRequest(
             f"{record.key}.next",
-            record.prompt + record.output + random_tokens(draw, _NEXT, VOCAB_TOKENS),
+            record.prompt
+            + record.output
+            + random_tokens(draw, _NEXT_TOKENS, VOCAB_TOKENS),
             ANSWER_TOKENS,
         )
         for record in cold[::4]
@@ -204,6 +227,7 @@ def record_reference(
         "spread": asdict(spread),
         "late": [one.key for one in late],
         "prefill_tokens_per_s": float(np.median(speeds)),
+        "step_s": float(np.median([record.tpot_s for record in warm])),
     }
     write_records(
         _path(server.spec, seed, source, folder),
@@ -216,11 +240,11 @@ def record_reference(
     )
 
 
-def _late(seed: int, count: int) -> list[PlannedRequest]:
+def _late(seed: int, kind: Kind) -> list[PlannedRequest]:
     draw = np.random.default_rng([seed, 19])
     return [
-        PlannedRequest(f"late{n}", _tokens(draw, (250, 500)), ANSWER_TOKENS)
-        for n in range(count)
+        PlannedRequest(f"late{n}", _tokens(draw, kind.lengths[1]), ANSWER_TOKENS)
+        for n in range(kind.num_families)
     ]
 
 

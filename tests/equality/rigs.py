@@ -111,7 +111,8 @@ class Rig(Protocol):
 
 def kind_of(world: World) -> Kind:
     """Return which of plain SGLang's answers a world is compared with."""
-    return Kind("activations" in world.on, 2 if "ranks" in world.on else 1)
+    on = world.on
+    return Kind("activations" in on, 2 if "ranks" in on else 1, "splits" in on)
 
 
 @contextlib.contextmanager
@@ -417,7 +418,7 @@ def _features(world: World, kind: Kind, reference: Reference) -> tuple[str, ...]
             "--tiered-layerkv=on",
             "--tiered-layerkv-retain=0",
             "--tiered-layerkv-decode=stream",
-            f"--tiered-layerkv-host-size={24_000 * token_bytes}",
+            f"--tiered-layerkv-host-size={24_000 * kind.scale * token_bytes}",
             f"--tiered-layerkv-staging-size={2 * _STAGED_TOKENS * layer_bytes}",
         ]
     if "activations" in on:
@@ -432,7 +433,8 @@ def _features(world: World, kind: Kind, reference: Reference) -> tuple[str, ...]
         flags += [
             "--tiered-admission=slo",
             "--tiered-slo-ttft=30",
-            "--tiered-slo-tpot=0.02",
+            # A prompt that is let in costs a decoder several steps.
+            f"--tiered-slo-tpot={2.0 * reference.step_s:.4f}",
         ]
     if on & {"orders", "prefetch"}:
         # So that there is a queue.
@@ -446,22 +448,29 @@ def _preset(kind: Kind) -> Any:
 
 
 def _pool(world: World) -> int:
-    return LAYERED_POOL_TOKENS if "layerwise" in world.on else POOL_TOKENS
+    tokens = LAYERED_POOL_TOKENS if "layerwise" in world.on else POOL_TOKENS
+    return tokens * kind_of(world).scale
+
+
+def _times(world: World) -> int:
+    """Return how many times the memory of a small world this one's pages take."""
+    kind = kind_of(world)
+    # Long prompts are half as many.
+    return (2 if kind.is_mha else 1) * (3 if kind.is_long else 1)
 
 
 def _tiers(world: World, disk: Path) -> Tiers:
     """Return host and disk; little of the host where the disk alone is below it."""
     has_disk = "disk" in world.tiers
     is_little = world.tiers == ("host", "disk")
-    times = 2 if "activations" in world.on else 1
-    host_bytes = times * (_LITTLE_BYTES if is_little else _TIER_BYTES)
-    return Tiers(host_bytes, disk if has_disk else None, times * _DISK_BYTES)
+    host_bytes = _times(world) * (_LITTLE_BYTES if is_little else _TIER_BYTES)
+    return Tiers(host_bytes, disk if has_disk else None, _times(world) * _DISK_BYTES)
 
 
 def _cxl(world: World) -> tuple[str, ...]:
     if "cxl" not in world.tiers:
         return ()
-    size = _TIER_BYTES * (2 if "activations" in world.on else 1)
+    size = _times(world) * _TIER_BYTES
     return ("--tiered-cxl=emulate:memory", f"--tiered-cxl-size={size}")
 
 
