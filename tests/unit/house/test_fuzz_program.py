@@ -1,4 +1,4 @@
-"""``make fuzz`` is a program with processes of its own: it runs, and says what it did."""
+"""``make fuzz`` runs targets in processes of their own, and says what they did."""
 
 from __future__ import annotations
 

@@ -54,3 +54,18 @@ def test_no_fact_names_a_place() -> None:
     assert str(Path.cwd()) not in facts
     assert socket.gethostname() not in facts
     assert machine.versions()["numpy"] != "absent"
+
+
+def test_a_hash_of_source_follows_names_and_contents(tmp_path: Path) -> None:
+    """And nothing else: neither where the checkout lies, nor files of other kinds."""
+    found = []
+    for place, (name, text) in enumerate(
+        [("a.py", "1"), ("a.py", "1"), ("b.py", "1"), ("a.py", "2")]
+    ):
+        folder = tmp_path / str(place) / "package"
+        folder.mkdir(parents=True)
+        (folder / name).write_text(text)
+        (folder / "notes.txt").write_text(str(place))
+        found.append(machine.source_hash(folder))
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
