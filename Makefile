@@ -77,6 +77,11 @@ soak: install ## 45 minutes of load: memory, threads, step times, what is left (
 	@$(SAY) soak "plain SGLang, a tiered server and one that leaks; last line is one JSON object"
 	@exec $(PY) -m tests.soak $(ARGS)
 
+.PHONY: equality
+equality: install ## every combination against plain SGLang, faults and kills (45 minutes)
+	@$(SAY) equality "worlds in turns, what is kept adds up; last line is one JSON object"
+	@exec $(PY) -m tests.equality $(ARGS)
+
 .PHONY: lint
 lint: install ## ruff, mypy --strict and the import contracts
 	@bash scripts/lint.sh "$(VENV)"

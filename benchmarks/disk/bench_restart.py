@@ -25,7 +25,6 @@ is one JSON object:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shutil
 import statistics
@@ -38,7 +37,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sgl_tiered_workloads.harness.machine import commit, is_dirty, machine_facts
+from sgl_tiered_workloads.harness.machine import (
+    commit,
+    is_dirty,
+    machine_facts,
+    source_hash,
+)
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.server import ServerSpec, SglangServer, exit_on_signals
 from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers, tiered_spec
@@ -373,14 +377,6 @@ def restarts(servers: Servers, args: argparse.Namespace, num: int) -> dict[str, 
     }
 
 
-def source_hash() -> str:
-    """Return a hash of the product's source, which a record is of."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted((ROOT / "sgl_tiered").rglob("*.py")):
-        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
 def note(text: str) -> None:
     """Say how far it is."""
     print(text, file=sys.stderr, flush=True)
@@ -414,7 +410,7 @@ def main() -> int:
         "machine": machine_facts(),
         "commit": commit(),
         "dirty": is_dirty(),
-        "source": source_hash(),
+        "source": source_hash(ROOT, ["sgl_tiered"]),
     }
     if args.record is not None:
         args.record.mkdir(parents=True, exist_ok=True)

@@ -54,6 +54,7 @@ __all__ = [
     "accounts",
     "answered_by",
     "assert_right",
+    "begun",
     "emptied",
     "play",
     "record_sessions",
@@ -361,12 +362,7 @@ def assert_right(
         told = [(record.key, (record.error or "")[:300]) for record in wrong[:3]]
         assert not wrong, f"{len(wrong)} requests {name}: {told}"
     for record in played.broken:
-        whole = known[record.key]
-        num = len(record.output)
-        cut = replace(
-            whole, output=whole.output[:num], top_logprobs=whole.top_logprobs[:num]
-        )
-        part = replace(record, error=None, top_logprobs=record.top_logprobs[:num])
+        cut, part = begun(known[record.key], record)
         result = _compare(reference, [cut], [part])
         assert result.passed, f"a broken stream said wrong: {result.summary()}"
     rounds: dict[int, list[RequestRecord]] = defaultdict(list)
@@ -379,6 +375,17 @@ def assert_right(
         result = _compare(reference, [known[r.key] for r in answers], answers)
         assert result.passed, result.summary()
     return result
+
+
+def begun(
+    whole: RequestRecord, broken: RequestRecord
+) -> tuple[RequestRecord, RequestRecord]:
+    """Return how a right answer begins, and what came of one that broke off."""
+    num = len(broken.output)
+    cut = replace(
+        whole, output=whole.output[:num], top_logprobs=whole.top_logprobs[:num]
+    )
+    return cut, replace(broken, error=None, top_logprobs=broken.top_logprobs[:num])
 
 
 def _compare(

@@ -6,7 +6,7 @@ Requests go to both (``Pair.ask``), or through our router (``through_router``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,10 +52,17 @@ class Pair:
     _rng: np.random.Generator = field(default_factory=np.random.default_rng)
 
     def ask(
-        self, prompt: Sequence[int], num_tokens: int
+        self, prompt: Sequence[int], num_tokens: int, **wanted: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Have a prompt answered; return what either server said."""
+        """Have a prompt answered; return what either server said.
+
+        Args:
+            prompt: token ids.
+            num_tokens: of the answer.
+            wanted: further fields of the request.
+        """
         fields = {
+            **wanted,
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
             "bootstrap_room": int(self._rng.integers(0, 2**62)),
@@ -110,6 +117,7 @@ def start_pair(
     decode: Sequence[str] = (),
     *,
     fork: bool = True,
+    env: Mapping[str, str | None] | None = None,
 ) -> Pair:
     """Start both servers at the same time, and return when both answer.
 
@@ -120,10 +128,11 @@ def start_pair(
         prefill: of the prefill server alone.
         decode: of the decode server alone.
         fork: whether a fork server may start them.
+        env: variables of both.
     """
     port = free_port()
     servers = [
-        _server(mode, mode, device, log_dir, port, (*flags, *extra), fork)
+        _server(mode, mode, device, log_dir, port, (*flags, *extra), fork, env)
         for mode, extra in (("prefill", prefill), ("decode", decode))
     ]
     with ThreadPoolExecutor(2) as both:
@@ -162,6 +171,7 @@ def _server(
     bootstrap_port: int,
     flags: Sequence[str],
     fork: bool = True,
+    env: Mapping[str, str | None] | None = None,
 ) -> SglangServer:
     """Return a server of a pair, not started yet."""
     shared = (
@@ -176,7 +186,9 @@ def _server(
         "--disaggregation-mode",
         mode,
     )
-    spec = ServerSpec(name, device.model, (*shared, *flags), _ENV, fork=fork)
+    spec = ServerSpec(
+        name, device.model, (*shared, *flags), {**_ENV, **(env or {})}, fork=fork
+    )
     return SglangServer(spec, log_dir, start_timeout_s=START_TIMEOUT_S)
 
 

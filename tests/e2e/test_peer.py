@@ -61,7 +61,11 @@ class Pair:
         self.model = model
         self.num_disks = 0
         self.a = self.start("a")
-        self.b = self.start("b")
+        try:
+            self.b = self.start("b")
+        except BaseException:
+            self.a.stop()
+            raise
 
     def start(self, name, flags=()):
         """Start a server of the pool; each start of ``a`` has an empty disk."""

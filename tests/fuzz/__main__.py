@@ -8,45 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from sgl_tiered_workloads.harness.machine import source_hash
 
-from tests.fuzz.kit import find_fault, run_target
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import TARGETS, run_one
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ("sgl_tiered", "workloads/sgl_tiered_workloads", "tests/fuzz")
 MIN_TARGETS = 9
 MIN_INPUTS = 10_000
-SOURCES = ("sgl_tiered", "workloads/sgl_tiered_workloads", "tests/fuzz")
-
-
-def run_one(name: str, num: int, number: int) -> dict[str, Any]:
-    """Run one target and its planted faults, in a process of its own."""
-    logging.disable(logging.CRITICAL)
-    started = time.monotonic()
-    tally = run_target(TARGETS[name](), num, number)
-    planted = {
-        fault.name: find_fault(TARGETS[name](), fault, num, number)
-        for fault in TARGETS[name].faults
-    }
-    return {
-        "target": name,
-        "inputs": tally.inputs,
-        "accepted": tally.accepted,
-        "refused": tally.refused,
-        "crashes": tally.crashes,
-        "wrong": tally.wrong,
-        "planted": planted,
-        "seconds": round(time.monotonic() - started, 1),
-        "findings": tally.findings,
-    }
 
 
 def main() -> int:

@@ -1,6 +1,10 @@
-"""All targets by name."""
+"""All targets by name, and how one is run."""
 
 from __future__ import annotations
+
+import logging
+import time
+from typing import Any
 
 from tests.fuzz.file_targets import (
     Calibrations,
@@ -10,10 +14,10 @@ from tests.fuzz.file_targets import (
     Traces,
 )
 from tests.fuzz.http_targets import RouterBodies, RouterInstances, TieredBodies
-from tests.fuzz.kit import Target
+from tests.fuzz.kit import Target, find_fault, run_target
 from tests.fuzz.pool_targets import PoolStates, RegistryEntries, WireMessages
 
-__all__ = ["TARGETS"]
+__all__ = ["TARGETS", "run_one"]
 
 TARGETS: dict[str, type[Target]] = {
     each.name: each
@@ -31,3 +35,25 @@ TARGETS: dict[str, type[Target]] = {
         RouterInstances,
     )
 }
+
+
+def run_one(name: str, num: int, number: int) -> dict[str, Any]:
+    """Run one target and its planted faults, in a process of its own."""
+    logging.disable(logging.CRITICAL)
+    started = time.monotonic()
+    tally = run_target(TARGETS[name](), num, number)
+    planted = {
+        fault.name: find_fault(TARGETS[name](), fault, num, number)
+        for fault in TARGETS[name].faults
+    }
+    return {
+        "target": name,
+        "inputs": tally.inputs,
+        "accepted": tally.accepted,
+        "refused": tally.refused,
+        "crashes": tally.crashes,
+        "wrong": tally.wrong,
+        "planted": planted,
+        "seconds": round(time.monotonic() - started, 1),
+        "findings": tally.findings,
+    }
