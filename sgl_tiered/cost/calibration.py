@@ -347,14 +347,14 @@ def calibration_from_dict(raw: object) -> Calibration:
     body = _FILE.fields(raw)
     calibration = _decode(Calibration, body, "")
     assert isinstance(calibration, Calibration)
-    edges = [(link.source, link.target) for link in calibration.links]
-    for edge in edges:
-        if edges.count(edge) > 1:
-            raise _wrong(f"the link {edge[0]} to {edge[1]} is there twice")
     labels = {tier.label for tier in TierId}
+    edges = [(link.source, link.target) for link in calibration.links]
     for link in calibration.links:
         if not {link.source, link.target} <= labels:
-            raise _wrong(f"{link.source} to {link.target} is no link between tiers")
+            names = f"{link.source!r} to {link.target!r}"
+            raise _wrong(f"{names} is no link between tiers")
+        if edges.count((link.source, link.target)) > 1:
+            raise _wrong(f"the link {link.source} to {link.target} is there twice")
         if link.bytes_per_s == 0:
             raise _wrong(f"the link {link.source} to {link.target} has no bandwidth")
     places = (

@@ -182,6 +182,13 @@ class SimSpec:
             hardware, model, tensor_parallel=ranks, request_s=self.request_overhead_s
         )
         num_layers, token_bytes = model.num_layers, model.kv_token_bytes // ranks
+        if not token_bytes:
+            raise ConfigError(
+                "spec.tensor_parallel",
+                f"{ranks} devices are more than a token's KV has bytes "
+                f"({model.kv_token_bytes})",
+                "use fewer devices",
+            )
         chunk, load_mode = self.chunk_tokens, self.load_mode
         if calibration is not None:
             times = _calibrated(times, calibration)

@@ -75,16 +75,16 @@ def server(servers, tmp_path_factory, prompts):
     return server
 
 
-def answers(server, prompts, policy, ends=()):
+def answers(server, prompts, policy, ends=((),) * NUM_PROMPTS):
     """Return the answers when only the disk has anything, under a load policy.
 
-    With ``ends``, each prompt is computed in parts that end there.
+    With ``ends``, each prompt is computed in parts that end at its own.
     """
     records = []
-    for request in prompts:
+    for request, own_ends in zip(prompts, ends, strict=True):
         drop(server, "device", "host")
         server.post(f"/tiered/load-policy?policy={policy}", {})
-        for end in ends:
+        for end in own_ends:
             part = replace(request, prompt=request.prompt[:end])
             sequential(server, [part])
         records += [
@@ -114,13 +114,20 @@ def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
     computed = answers(server, prompts, "never")
     split = answers(server, prompts, "auto")
     assert all(0 < record.cached_by_tier["disk"] < PROMPT_TOKENS for record in split)
+    # Before the passes below teach it other costs.
+    drop(server, "device", "host")
+    (report,) = server.generate(prompts[0].prompt, 2)["meta_info"]["tiered"]
+    assert "front" in report["reason"]
+    assert [span["action"] for span in report["spans"]] == ["compute", "load"]
+    assert report["predicted"]["total_s"] < report["predicted"]["total_without_load_s"]
+    assert 0 < report["actual"]["pages_read"] <= report["spans"][1]["pages"]
+
     # Where a machine cuts is a matter of its speed; plain passes round alike there.
-    fronts = {LAST_FULL_PAGE - record.cached_by_tier["disk"] for record in split}
-    cuts = [*PARTS, *((front,) for front in sorted(fronts))]
+    fronts = [(LAST_FULL_PAGE - each.cached_by_tier["disk"],) for each in split]
     spread = widest_spread(
         [
             measure_spread(computed, answers(server, prompts, "never", ends))
-            for ends in cuts
+            for ends in (fronts, *([parts] * NUM_PROMPTS for parts in PARTS))
         ]
     )
     judge = partial(
@@ -131,15 +138,7 @@ def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
     assert result.passed, result.summary()
     assert stats(server)["counters"]["decisions_split"] >= 1
 
-    drop(server, "device", "host")
     server.post("/tiered/load-policy?policy=auto", {})
-    told = server.generate(prompts[0].prompt, 2)["meta_info"]["tiered"]
-    (report,) = told
-    assert "front" in report["reason"]
-    assert [span["action"] for span in report["spans"]] == ["compute", "load"]
-    assert report["predicted"]["total_s"] < report["predicted"]["total_without_load_s"]
-    assert 0 < report["actual"]["pages_read"] <= report["spans"][1]["pages"]
-
     for _ in range(2):
         drop(server, "device", "host")
         records = open_loop(server, prompts)

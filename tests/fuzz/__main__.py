@@ -7,13 +7,15 @@ has taken some inputs and refused others, and every planted fault was found.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from sgl_tiered_workloads.harness.machine import source_hash
+from sgl_tiered_workloads.harness.machine import machine_facts, source_hash
 
 from tests.fuzz.targets import TARGETS, run_one
 
@@ -23,6 +25,15 @@ MIN_TARGETS = 9
 MIN_INPUTS = 10_000
 
 
+def _end_at_once() -> None:
+    """Let this process end without taking down what libraries of others keep.
+
+    One of them writes a page about a segmentation fault when Python ends it in another
+    order than it began.
+    """
+    atexit.register(os._exit, 0)
+
+
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="make fuzz")
@@ -30,11 +41,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--targets", nargs="+", choices=sorted(TARGETS))
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--record", type=Path, help="folder for the figures as a file")
     args = parser.parse_args()
     names = args.targets or list(TARGETS)
     told = []
     with ProcessPoolExecutor(
-        args.processes, mp_context=get_context("spawn"), max_tasks_per_child=1
+        args.processes,
+        mp_context=get_context("spawn"),
+        initializer=_end_at_once,
+        max_tasks_per_child=1,
     ) as workers:
         runs = [workers.submit(run_one, name, args.inputs, args.seed) for name in names]
         for each in runs:
@@ -64,6 +79,11 @@ def main() -> int:
         and summary["planted_found"] == summary["planted"]
         and all(one["planted"] for one in told)
     )
+    if args.record is not None:
+        args.record.mkdir(parents=True, exist_ok=True)
+        record = {**summary, "machine": machine_facts(), "told": told}
+        file = args.record / f"fuzz-{summary['source']}.json"
+        file.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(summary), flush=True)
     return 0 if is_whole and is_right else 1
 

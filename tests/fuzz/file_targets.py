@@ -415,7 +415,8 @@ def _value(value: Any) -> str:
             + "}"
         )
     if isinstance(value, list):
-        return "[" + ", ".join(_value(each) for each in value) + "]"
+        # One frame a level: values are nested deeply.
+        return "[" + ", ".join(map(_value, value)) + "]"
     return json.dumps(value)
 
 

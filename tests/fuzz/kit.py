@@ -268,7 +268,7 @@ def _change(rng: Rng, holder: Any, key: Any, places: list[tuple[Any, Any]]) -> N
     elif kind == 3:
         holder[pick(rng, ("version", "unknown", "", "\0", "type"))] = value
     elif kind == 4 and rng.random() < 0.1:
-        for _ in range(int(rng.integers(2, 400))):
+        for _ in range(int(rng.integers(2, 250))):
             value = [value]
         holder[key] = value
     elif kind in (5, 6) and _is_small(value):

@@ -302,6 +302,7 @@ class RegistryEntries(Target):
         registry.join("new", InstanceKind.DECODE, {})
         state = json.loads(self._path.read_text())
         state["version"] = state.pop("view_version")
+        state.setdefault("notes", {})  # left out where there are none
         msgspec.convert(state, _Fields)
         return True
 

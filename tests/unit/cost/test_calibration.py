@@ -93,7 +93,8 @@ def changed(path, value):
         (["links"], {}, "links is not a list"),
         (["links", 0, "emulated"], 1, "not a boolean"),
         (["links", 0, "bytes_per_s"], 0, "has no bandwidth"),
-        (["links", 1, "source"], "tape", "tape to host is no link"),
+        (["links", 1, "source"], "tape", "'tape' to 'host' is no link"),
+        (["links", 1, "source"], "disk\n", "to 'host' is no link"),
         (["decode", "quality", "r2"], -0.5, None),
     ],
 )

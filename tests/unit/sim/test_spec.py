@@ -65,6 +65,12 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         SimSpec(hardware="L20", model="Llama-3.1-70B").server()
 
 
+def test_more_devices_than_bytes_of_a_token_are_refused() -> None:
+    """No device's share of a token's KV is a byte."""
+    with pytest.raises(ConfigError, match="more than a token's KV has bytes"):
+        SimSpec(tensor_parallel=1 << 32).server()
+
+
 def test_tensor_parallelism_divides_sizes() -> None:
     """Each rank has its part of the tiers, and L20s share their PCIe link in pairs."""
     one = SimSpec(hardware="L20", model="Yi-34B-200K", tensor_parallel=2, host_gb=64)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_tiered_workloads.traces.base import Int64s, Trace, TraceRequest
+from sgl_tiered_workloads.traces.base import Int64s, Trace, TraceError, TraceRequest
 from sgl_tiered_workloads.traces.files import Row, json_rows
 
 __all__ = ["read_weka"]
@@ -61,6 +61,13 @@ def read_weka(path: Path, *, max_prompt_tokens: int | None = None) -> Trace:
                 break
             merged.append(conversation.take(request, serial=len(merged)))
         first_free_id = conversation.first_free_id
+    if not merged:
+        raise TraceError(
+            path,
+            None,
+            "no requests are left",
+            "give a file with requests, or a larger limit",
+        )
     merged.sort(key=lambda request: (request.arrival_s, request.serial))
     return Trace(path.name, block_tokens, tuple(merged))
 
