@@ -1,7 +1,7 @@
 """Prompts whose front is computed while their back is read: a real engine, a slow disk.
 
-A disk of 40 MB/s reads 2,000 tokens of this model in about the time that two cores
-compute them, so nearly every prompt is split.
+An idle core computes 2,000 tokens of this model in half the time in which a disk of
+10 MB/s reads them. A split pays then, and where other work makes the core slow too.
 """
 
 from dataclasses import replace
@@ -64,10 +64,8 @@ def server(servers, tmp_path_factory, prompts):
     """A server whose disk alone holds the prompts."""
     tiers = Tiers(200 * MB, tmp_path_factory.mktemp("disk"), 500 * MB)
     device = CASE.device(make_model("bench", MODELS), POOL_TOKENS)
-    flags = ("--tiered-emulate", "disk:bandwidth=40MB")
+    flags = ("--tiered-emulate", "disk:bandwidth=10MB")
     spec = tiered_spec(device, tiers, "split", flags)
-    # A model of this size computes long enough for two threads to pay.
-    spec = replace(spec, env={**spec.env, "OMP_NUM_THREADS": "2"})
     server = servers.restart(spec)
     # Twice, so that the costs are learned.
     sequential(server, prompts)
@@ -113,7 +111,8 @@ def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
     several at once end as well, and leave nothing behind."""
     computed = answers(server, prompts, "never")
     split = answers(server, prompts, "auto")
-    assert all(0 < record.cached_by_tier["disk"] < PROMPT_TOKENS for record in split)
+    loaded = [record.cached_by_tier["disk"] for record in split]
+    assert all(0 < num < LAST_FULL_PAGE for num in loaded), loaded
     # Before the passes below teach it other costs.
     drop(server, "device", "host")
     (report,) = server.generate(prompts[0].prompt, 2)["meta_info"]["tiered"]
@@ -123,7 +122,7 @@ def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
     assert 0 < report["actual"]["pages_read"] <= report["spans"][1]["pages"]
 
     # Where a machine cuts is a matter of its speed; plain passes round alike there.
-    fronts = [(LAST_FULL_PAGE - each.cached_by_tier["disk"],) for each in split]
+    fronts = [(LAST_FULL_PAGE - num,) for num in loaded]
     spread = widest_spread(
         [
             measure_spread(computed, answers(server, prompts, "never", ends))

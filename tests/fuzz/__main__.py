@@ -7,9 +7,7 @@ has taken some inputs and refused others, and every planted fault was found.
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
-import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -17,21 +15,12 @@ from pathlib import Path
 
 from sgl_tiered_workloads.harness.machine import machine_facts, source_hash
 
-from tests.fuzz.targets import TARGETS, run_one
+from tests.fuzz.targets import TARGETS, end_at_once, run_one
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("sgl_tiered", "workloads/sgl_tiered_workloads", "tests/fuzz")
 MIN_TARGETS = 9
 MIN_INPUTS = 10_000
-
-
-def _end_at_once() -> None:
-    """Let this process end without taking down what libraries of others keep.
-
-    One of them writes a page about a segmentation fault when Python ends it in another
-    order than it began.
-    """
-    atexit.register(os._exit, 0)
 
 
 def main() -> int:
@@ -48,7 +37,7 @@ def main() -> int:
     with ProcessPoolExecutor(
         args.processes,
         mp_context=get_context("spawn"),
-        initializer=_end_at_once,
+        initializer=end_at_once,
         max_tasks_per_child=1,
     ) as workers:
         runs = [workers.submit(run_one, name, args.inputs, args.seed) for name in names]
