@@ -54,7 +54,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_CONFIGURATOR + "_resolve_memory_pool_config", sized, HookType.AROUND),
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
-        (_SCHEDULER + "_create_generation_req", _mark_lossy, HookType.AFTER),
+        (_SCHEDULER + "_create_generation_req", _mark, HookType.AFTER),
         (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
@@ -116,13 +116,14 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         pooled.attach_scheduler(scheduler, runtime.pool)
 
 
-def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep requests that allow lossy KV apart, before anything is looked up."""
+def _mark(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep requests apart that may not share KV, before anything is looked up."""
     del args, kwargs
     runtime = _tiered(scheduler.tree_cache)
     if runtime is None:
         return
-    mark_generation(req, runtime.config)
+    has_adapters = runtime.adapters.has_manager
+    mark_generation(req, runtime.config, has_adapters=has_adapters)
     if runtime.config.is_lossy:
         word = "allow" if is_lossy_key(req.extra_key) else "refuse"
         runtime.metrics.add(f"requests_{word}_lossy")
