@@ -13,9 +13,9 @@ or ``"refuse"``; ``--tiered-lossy-default`` speaks for those that do not. Any ot
 is a refusal. On a server where nothing alters KV nobody allows it: no mark, but where a
 sender's own key looks like one, since the disk may hold what a former server altered.
 
-SGLang puts an adapter's id behind the ``extra_key`` and reads it there. A request without
-an adapter whose own key ends like an id would share the KV of that adapter, so it gets
-marks as well.
+SGLang puts an adapter's id behind the ``extra_key`` and reads it there. A request
+without an adapter whose own key ends like an id would share the KV of that adapter, so
+it gets marks as well.
 """
 
 from __future__ import annotations
