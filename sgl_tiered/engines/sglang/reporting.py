@@ -256,9 +256,13 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
         runtime.admission.observe_step(batch)
     if runtime is not None and runtime.config.layerkv is not None:
         runtime.step_times.observe(batch)
+    if runtime is None or batch.launch_ts is None:
+        # A decode instance's requests that come computed are launched by nobody.
+        return
+    # Of every pass, since the next one waits for it.
+    seconds = runtime.pass_times.ended(batch.launch_ts, time.monotonic())
     if (
-        runtime is None
-        or not batch.forward_mode.is_extend_without_speculative()
+        not batch.forward_mode.is_extend_without_speculative()
         or not batch.extend_lens
         or len(batch.extend_lens) != 1
         or batch.extend_lens[0] < _MIN_PREFILL_TOKENS
@@ -267,7 +271,6 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
         or getattr(batch.reqs[0], "tiered_loading_launch", None) == batch.launch_ts
     ):
         return
-    seconds = time.monotonic() - batch.launch_ts
     runtime.observe_prefill(batch.prefix_lens[0], batch.extend_lens[0], seconds)
 
 
