@@ -72,6 +72,8 @@ class Adapters:
         # Ranks on other machines may have been given other files.
         told = self._agreement.gathered(self._hash(lora_id))
         if not all(told):
+            # Also where it could not be unloaded before.
+            self._hashes.pop(lora_id, None)
             return False
         content = xxhash.xxh3_128("".join(told).encode()).hexdigest()
         self._hashes[lora_id] = content

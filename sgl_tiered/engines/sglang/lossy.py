@@ -45,10 +45,10 @@ LOSSY_DEFAULTS = (REFUSE, ALLOW)
 _OURS = "tiered-"
 # Before the sender's key: SGLang looks for an adapter's name at the end of it.
 _LOSSY, _EXACT = _OURS + "lossy|", _OURS + "exact|"
-# The same without an adapter, of keys that end like one; these get an end too.
+# The same without an adapter, of keys that may name one; these get an end too.
 _LOSSY_BASE, _EXACT_BASE = _OURS + "lossy-base|", _OURS + "exact-base|"
 _BASE_END = "|"
-_ENDS_LIKE_ADAPTER = re.compile(r"[0-9a-f]{32}\Z")
+_LIKE_ADAPTER = re.compile(r"[0-9a-f]{32}")
 
 
 class LossySettings(Protocol):
@@ -92,7 +92,7 @@ def marked_key(
         may_mean_adapter: the request has no adapter, on a server where others have.
     """
     key = extra_key or ""
-    if may_mean_adapter and _ENDS_LIKE_ADAPTER.search(key):
+    if may_mean_adapter and _LIKE_ADAPTER.search(key):
         return (_LOSSY_BASE if allows else _EXACT_BASE) + key + _BASE_END
     if allows:
         return _LOSSY + key

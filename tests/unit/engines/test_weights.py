@@ -546,8 +546,7 @@ def test_a_key_that_names_an_adapter_is_not_that_adapter(mark, end, is_lossy):
     others += [keyed(before + mark, ID) for before in ("", "tiered-exact-base|")]
     assert plain not in others
     assert not plain.endswith(ID), "SGLang takes what ends so for the adapter's"
-    parted = adapters.parted(plain)
-    assert parted == (plain, "") or (parted is None and end)
+    assert adapters.parted(plain) == (plain, "")
     assert unmarked_key(plain) == mark + ID + end
     assert is_lossy_key(plain) == is_lossy
 
@@ -578,3 +577,30 @@ def test_ranks_agree_on_an_adapter():
     assert first == second
     assert first[0][1] != ""
     assert not first[1]
+
+
+def test_ranks_agree_on_keys_that_name_an_adapter_that_one_has_not():
+    """A sender may write the id into its own key; ranks that part end the server."""
+
+    def work(number, seat):
+        served = lora_manager()
+        adapters = Adapters(served, Agreement(ManualClock(), seat))
+        served.loras[ID] = lora(1.0)
+        adapters.loaded(ID)
+        # Of two that were told to unload it and to load another content, one did.
+        if number:
+            del served.loras[ID]
+            adapters.unloaded(ID)
+        adapters.loaded(ID)
+        settings = SimpleNamespace(is_lossy=False)
+        keys = [ID, f"a{ID}b", f"{ID}|elastic_ep_size=2"]
+        reqs = [SimpleNamespace(extra_key=key, lora_id=None) for key in keys]
+        for req in reqs:
+            mark_generation(req, settings, has_adapters=True)
+        return [adapters.parted(req.extra_key) for req in reqs] + [
+            dict(adapters._hashes)
+        ]
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert first[-1] == {}
