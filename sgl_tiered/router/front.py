@@ -269,7 +269,11 @@ class Router:
         level = self._levels.get(request.match_info.handler, Level.CLIENT)
         check_key(level, request.headers.get("Authorization", ""), self._config)
         origin = request.headers.get("Origin")
-        if level is not Level.OPEN and is_foreign(origin, request.host):
+        keys = (self._config.api_key, self._config.admin_api_key)
+        local = None
+        if keys == (None, None) and request.transport is not None:
+            local = (request.transport.get_extra_info("sockname") or [None])[0]
+        if level is not Level.OPEN and is_foreign(origin, request.host, local):
             raise RefusedError(
                 403,
                 "origin",

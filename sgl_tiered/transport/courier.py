@@ -132,6 +132,18 @@ class Courier:
             and server_key not in self._admitted
         ):
             return "its key is none of those admitted here"
+        try:
+            return self._connect(endpoint, server_key)
+        except (zmq.ZMQError, OSError) as error:
+            # Such as no more open files: it is tried again with the next message.
+            return f"no connection can be made: {error}"
+
+    def _connect(self, endpoint: str, server_key: str) -> _Line | str:
+        """Make a line; return in one clause why not.
+
+        Raises:
+            zmq.ZMQError, OSError: this process has no more of what a socket takes.
+        """
         socket = self._context.socket(zmq.DEALER)
         set_limits(socket, endpoint, self._messages.max_bytes)
         socket.sndhwm = _MAX_QUEUED
@@ -145,7 +157,12 @@ class Courier:
             except (zmq.ZMQError, ValueError):
                 socket.close(linger=0)
                 return "what it names as its key is none"
-        line = _Line(socket, socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+        try:
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        except (zmq.ZMQError, OSError):
+            socket.close(linger=0)
+            raise
+        line = _Line(socket, monitor)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:

@@ -95,7 +95,11 @@ def served(api_key: str | None, admin_api_key: str | None) -> tuple[Any, Manager
     app = FastAPI()
     app.add_api_route("/flush_cache", http_server.flush_cache, methods=["POST"])
     http_server.app = app
-    http._add_endpoints(SimpleNamespace(radix_cache_backend="tiered"))
+    http._add_endpoints(
+        SimpleNamespace(
+            radix_cache_backend="tiered", api_key=api_key, admin_api_key=admin_api_key
+        )
+    )
     if api_key or admin_api_key:
         add_api_key_middleware(app, api_key=api_key, admin_api_key=admin_api_key)
     return TestClient(app, base_url="http://here:30000"), manager
@@ -126,6 +130,17 @@ def main() -> None:
             row = origins.setdefault(name, {})
             row[word] = [answer.status_code, is_reached, answer.text[:300]]
 
+    rebound = {}
+    for flags, keys in FLAGS.items():
+        page, _ = served(*keys)
+        page.base_url = "http://127.0.0.1:30000"
+        headers = {"Host": "a.page:30000", "Origin": "http://a.page:30000"}
+        headers["Authorization"] = f"Bearer {keys[1] or keys[0]}"
+        rebound[flags] = {
+            name: page.request(*call.split(" "), headers=headers).status_code
+            for name, call in CALLS.items()
+        }
+
     manager.reached.clear()
     odd = {}
     for word, call in ODD.items():
@@ -141,6 +156,7 @@ def main() -> None:
     told = {
         "matrix": matrix,
         "origins": origins,
+        "rebound": rebound,
         "odd": odd,
         "sent": sent,
         "paths": [path for path in paths if path.startswith("/tiered")],

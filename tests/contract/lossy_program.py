@@ -41,7 +41,11 @@ def keys(default: str) -> dict[str, Any]:
     from sgl_tiered.metrics.registry import MetricsRegistry
 
     config = TieredConfig(1, encoding=Encoding.INT8, lossy_default=default)
-    runtime = SimpleNamespace(config=config, metrics=MetricsRegistry())
+    runtime = SimpleNamespace(
+        config=config,
+        metrics=MetricsRegistry(),
+        adapters=SimpleNamespace(has_manager=False),
+    )
     scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tiered=runtime))
     found, questions = {}, {}
     for name, asked in ASKED.items():

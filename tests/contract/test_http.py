@@ -59,8 +59,16 @@ def test_a_page_of_another_origin_reaches_nothing(told, path):
         assert status == (200 if is_ours else 403), (word, text)
         assert is_reached is (is_ours and path not in NORMAL)
         assert is_ours or "without a browser" in text
-    foreign = 4 * len((*ADMIN, *NORMAL))
+    # Of each path, four origins and one whose site took our address.
+    foreign = 5 * len((*ADMIN, *NORMAL))
     assert told["counted"]["origin"] == foreign
+
+
+@pytest.mark.parametrize("path", [*ADMIN, *NORMAL])
+def test_a_page_that_gave_its_name_our_address_reaches_nothing(told, path):
+    """Where a key is wanted, a proxy may well call this machine by another name."""
+    assert told["rebound"]["none"][path] == 403
+    assert told["rebound"]["admin"][path] == 200
 
 
 def test_odd_questions_are_refused_in_a_sentence(told):

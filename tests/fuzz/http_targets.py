@@ -320,7 +320,11 @@ class TieredBodies(Target):
         self._former = getattr(http_server, "_global_state", None), http_server.app
         http_server._global_state = SimpleNamespace(tokenizer_manager=_Manager(self))
         self.app = http_server.app = FastAPI()
-        http._add_endpoints(SimpleNamespace(radix_cache_backend="tiered"))
+        http._add_endpoints(
+            SimpleNamespace(
+                radix_cache_backend="tiered", api_key=None, admin_api_key=None
+            )
+        )
         self._loop = asyncio.new_event_loop()
         return self
 

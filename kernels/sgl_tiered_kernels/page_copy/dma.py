@@ -5,7 +5,8 @@ addresses, so that a layer of a thousand pages costs one call and not two thousa
 Where it is missing, each copy is a call of its own. The copy engines leave the cores of
 the device to the forward; how fast they are for small pieces is measured, not assumed.
 
-Addresses are the caller's to check: device memory, or host memory that CUDA pinned.
+Addresses are the caller's to check: device memory, or host memory that CUDA pinned;
+pageable memory for ``unbatched`` engines only.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class CopyEngines:
     def batched(self) -> bool:
         """Whether a call takes all copies at once."""
         return self._batch is not None
+
+    def unbatched(self) -> CopyEngines:
+        """Return such ones that call once a copy, and take pageable memory as well."""
+        return CopyEngines(None, self._one)
 
     def submit(
         self,

@@ -25,6 +25,7 @@ from typing import Any
 import xxhash
 
 from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.sglang.lossy import has_no_adapter
 
 __all__ = ["Adapters"]
 
@@ -52,6 +53,11 @@ class Adapters:
         for lora_id in sorted(self._loaded):
             self.loaded(lora_id)
 
+    @property
+    def has_manager(self) -> bool:
+        """Whether the server may have adapters, now or later."""
+        return self._manager is not None
+
     def loaded(self, lora_id: str) -> bool:
         """Take note of an adapter that SGLang has loaded, or failed to load.
 
@@ -66,6 +72,8 @@ class Adapters:
         # Ranks on other machines may have been given other files.
         told = self._agreement.gathered(self._hash(lora_id))
         if not all(told):
+            # Also where it could not be unloaded before.
+            self._hashes.pop(lora_id, None)
             return False
         content = xxhash.xxh3_128("".join(told).encode()).hexdigest()
         self._hashes[lora_id] = content
@@ -96,6 +104,8 @@ class Adapters:
         KV of another under its id, or something stands behind the id, as with elastic
         expert parallelism: that KV is nobody's.
         """
+        if has_no_adapter(extra_key):
+            return extra_key, ""
         lora_id = extra_key[-_ID_CHARS:]
         content = self._hashes.get(lora_id)
         if content is not None and lora_id not in self._mixed:

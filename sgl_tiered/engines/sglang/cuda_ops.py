@@ -34,6 +34,7 @@ __all__ = [
     "as_byte_pages",
     "cuda_register",
     "pin_if_possible",
+    "pinned_buffer",
     "pinned_if_possible",
     "use_device_in_threads",
 ]
@@ -55,11 +56,22 @@ class CudaStreams:
     Args:
         device: which.
         forward_stream: on which SGLang's overlap scheduler runs the model; or None.
+        engines: the copy engines; those of the CUDA driver if None.
+        refused: told of buffers that CUDA did not pin, in bytes.
     """
 
-    def __init__(self, device: torch.device, forward_stream: Any) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        forward_stream: Any,
+        *,
+        engines: CopyEngines | None = None,
+        refused: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
         self._device = device
         self._forward_stream = forward_stream
+        self._engines = engines or CopyEngines(batch_function(), copy_function())
+        self._refused = refused
 
     def new_stream(self, *, urgent: bool) -> Any:
         """Return a stream; an urgent one's kernels go first."""
@@ -81,11 +93,16 @@ class CudaStreams:
         return streams
 
     def pinned(self, num_bytes: int) -> UInt8s:
-        """Allocate pinned memory."""
-        buffer: UInt8s = torch.empty(
-            num_bytes, dtype=torch.uint8, pin_memory=True
-        ).numpy()
-        return buffer
+        """Allocate pinned memory, or pageable memory where CUDA pins no more.
+
+        Only copies reach it, and those take either; no kernel reads it in place.
+        """
+        return pinned_buffer(num_bytes, self._not_pinned)
+
+    def _not_pinned(self, num_bytes: int) -> None:
+        self._refused(num_bytes)
+        # A batch might be refused memory that a single copy takes.
+        self._engines = self._engines.unbatched()
 
     def is_pinned(self, memory: UInt8s) -> bool:
         """Ask CUDA whether it knows these addresses."""
@@ -122,6 +139,7 @@ class CudaOps(CudaStreams):
         layout: shape of a page.
         forward_stream: on which SGLang's overlap scheduler runs the model; or None.
         engines: the copy engines; those of the CUDA driver if None.
+        refused: told of buffers that CUDA did not pin, in bytes.
     """
 
     def __init__(
@@ -131,8 +149,10 @@ class CudaOps(CudaStreams):
         forward_stream: Any,
         *,
         engines: CopyEngines | None = None,
+        refused: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        super().__init__(pool.k_buffer[0].device, forward_stream)
+        device = pool.k_buffer[0].device
+        super().__init__(device, forward_stream, engines=engines, refused=refused)
         self._layout = layout
         parts = [
             [as_byte_pages(buffer, layout) for buffer in buffers]
@@ -151,7 +171,6 @@ class CudaOps(CudaStreams):
             device=self._device,
         )
         self._half_rows = torch.arange(self._half_pages, device=self._device)
-        self._engines = engines or CopyEngines(batch_function(), copy_function())
 
     @property
     def layout(self) -> PageLayout:
@@ -291,6 +310,27 @@ def pinned_if_possible(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor
     with contextlib.suppress(RuntimeError):
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+def pinned_buffer(
+    num_bytes: int, refused: Callable[[int], None] = lambda num_bytes: None
+) -> UInt8s:
+    """Return a buffer for copies: pinned, or pageable where CUDA pins no more.
+
+    Args:
+        num_bytes: of it.
+        refused: told how many bytes were not pinned.
+    """
+    buffer = pinned_if_possible((num_bytes,), torch.uint8)
+    if not buffer.is_pinned():
+        logger.warning(
+            "sgl-tiered: CUDA cannot pin a buffer of %d bytes: raise the locked-memory "
+            "limit (ulimit -l). Until then copies through it wait for each other.",
+            num_bytes,
+        )
+        refused(num_bytes)
+    numbers: UInt8s = buffer.numpy()
+    return numbers
 
 
 def pin_if_possible(

@@ -193,14 +193,14 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     if is_cuda:
         use_device_in_threads(pool.k_buffer[0].device)
 
+    def refused(num_bytes: int) -> None:
+        metrics.add("pinning_refused_bytes", num_bytes)
+
     def pins(setting: str) -> Register | None:
         if not is_cuda:
             return None
-        return pin_if_possible(
-            cuda_register(setting),
-            pool.k_buffer[0].device,
-            lambda num_bytes: metrics.add("pinning_refused_bytes", num_bytes),
-        )
+        device = pool.k_buffer[0].device
+        return pin_if_possible(cuda_register(setting), device, refused)
 
     register = pins("--tiered-host-size")
     emulator = Emulator(
@@ -223,7 +223,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     elif isinstance(layout, EncodedLayout):
         device = EncodedCpuPool(pool, layout)
     else:
-        device = make_device_pool(pool, layout, forward_stream)
+        device = make_device_pool(pool, layout, forward_stream, refused)
     host = emulator.wrap(_open_host(config, layout, register))
     cxl = _open_cxl(config, layout, pins("--tiered-cxl-size"))
     if cxl is not None:

@@ -57,7 +57,8 @@ def weights_reader(
     header = json.dumps([config, engine], sort_keys=True, default=str).encode()
 
     def begin() -> Read:
-        state, mark = model().state_dict(keep_vars=True), None
+        found, mark = model().state_dict(keep_vars=True), None
+        state = {name: _memory_now(value) for name, value in found.items()}
         if torch.cuda.is_available():
             # Behind what the device was asked to write so far.
             mark = torch.cuda.Event()
@@ -71,6 +72,26 @@ def weights_reader(
         return read
 
     return begin
+
+
+def _memory_now(value: Any) -> Any:
+    """Return what a tensor's bytes are in now, wherever it is said to lie later.
+
+    A forward lets projections lie in a slot for a while (``offloaded.py``), whose bytes
+    are soon another layer's, while a thread reads the weights.
+    """
+    is_plain = isinstance(value, torch.Tensor) and not hasattr(
+        value, "__tensor_flatten__"
+    )
+    if not is_plain:
+        return value
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return value.detach()
+    except Exception:
+        # Whoever reads it finds the same, and says so.
+        logger.debug("sgl-tiered: a tensor cannot be detached", exc_info=True)
+        return value
 
 
 def adapter_tensors(adapter: Any) -> tuple[bytes, dict[str, torch.Tensor]]:

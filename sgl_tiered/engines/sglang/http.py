@@ -83,7 +83,7 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
     if server_args.radix_cache_backend != BACKEND_NAME:
         return
-    from fastapi import Depends, Header, HTTPException
+    from fastapi import Depends, Header, HTTPException, Request
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -93,17 +93,23 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
         _count_refusal(reason)
         return HTTPException(status, sentence)
 
+    has_key = server_args.api_key or server_args.admin_api_key
+
     async def refuse_foreign(
-        origin: str | None = Header(None), host: str = Header("")
+        request: Any, origin: str | None = Header(None), host: str = Header("")
     ) -> None:
         """Refuse what a browser sends for a page of another origin."""
-        if is_foreign(origin, host):
+        local = None if has_key else (request.scope.get("server") or [None])[0]
+        if is_foreign(origin, host, local):
             raise refused(
                 403,
                 "origin",
                 f"A page of {str(origin)[:100]!r} may not call this server; call it "
                 "without a browser.",
             )
+
+    # FastAPI looks for names of types in the module, which does without FastAPI.
+    refuse_foreign.__annotations__["request"] = Request
 
     async def ask_state(rid: str, name: str) -> list[Any]:
         """Ask every scheduler; SGLang's question for the state carries ours as rid."""

@@ -7,6 +7,7 @@ streams of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -48,8 +49,19 @@ def page_layout(pool: Any, page_tokens: int) -> PageLayout:
     return PageLayout(len(keys), page_tokens, row_bytes.pop())
 
 
-def make_device_pool(pool: Any, layout: PageLayout, forward_stream: Any) -> DevicePool:
+def make_device_pool(
+    pool: Any,
+    layout: PageLayout,
+    forward_stream: Any,
+    refused: Callable[[int], None] = lambda num_bytes: None,
+) -> DevicePool:
     """Return the device pool that fits where the tensors of ``pool`` are.
+
+    Args:
+        pool: SGLang's.
+        layout: of a page.
+        forward_stream: on which SGLang's overlap scheduler runs the model; or None.
+        refused: told of buffers that CUDA did not pin, in bytes.
 
     Raises:
         EngineCompatibilityError: they are on a device that we do not know.
@@ -58,7 +70,7 @@ def make_device_pool(pool: Any, layout: PageLayout, forward_stream: Any) -> Devi
     if device == "cpu":
         return CpuDevicePool(pool, layout)
     if device == "cuda":
-        return StreamPool(CudaOps(pool, layout, forward_stream))
+        return StreamPool(CudaOps(pool, layout, forward_stream, refused=refused))
     raise EngineCompatibilityError(
         f"sgl-tiered moves KV on CPU and CUDA devices, not on {device!r}; serve "
         "without --radix-cache-backend tiered."

@@ -54,7 +54,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_CONFIGURATOR + "_resolve_memory_pool_config", sized, HookType.AROUND),
         (_SCHEDULER + "init_schedule_policy", _attach_scheduler, HookType.AFTER),
         (_SCHEDULER + "get_output_streamer_class", _streamer_class, HookType.AROUND),
-        (_SCHEDULER + "_create_generation_req", _mark_lossy, HookType.AFTER),
+        (_SCHEDULER + "_create_generation_req", _mark, HookType.AFTER),
         (_SCHEDULER + "_add_request_to_queue", _note_queued, HookType.AFTER),
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
@@ -116,13 +116,14 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
         pooled.attach_scheduler(scheduler, runtime.pool)
 
 
-def _mark_lossy(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Keep requests that allow lossy KV apart, before anything is looked up."""
+def _mark(req: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Keep requests apart that may not share KV, before anything is looked up."""
     del args, kwargs
     runtime = _tiered(scheduler.tree_cache)
     if runtime is None:
         return
-    mark_generation(req, runtime.config)
+    has_adapters = runtime.adapters.has_manager
+    mark_generation(req, runtime.config, has_adapters=has_adapters)
     if runtime.config.is_lossy:
         word = "allow" if is_lossy_key(req.extra_key) else "refuse"
         runtime.metrics.add(f"requests_{word}_lossy")
@@ -255,9 +256,13 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
         runtime.admission.observe_step(batch)
     if runtime is not None and runtime.config.layerkv is not None:
         runtime.step_times.observe(batch)
+    if runtime is None or batch.launch_ts is None:
+        # A decode instance's requests that come computed are launched by nobody.
+        return
+    # Of every pass, since the next one waits for it.
+    seconds = runtime.pass_times.ended(batch.launch_ts, time.monotonic())
     if (
-        runtime is None
-        or not batch.forward_mode.is_extend_without_speculative()
+        not batch.forward_mode.is_extend_without_speculative()
         or not batch.extend_lens
         or len(batch.extend_lens) != 1
         or batch.extend_lens[0] < _MIN_PREFILL_TOKENS
@@ -266,7 +271,6 @@ def _observe_step(result: Any, scheduler: Any, batch: Any, *args: Any) -> None:
         or getattr(batch.reqs[0], "tiered_loading_launch", None) == batch.launch_ts
     ):
         return
-    seconds = time.monotonic() - batch.launch_ts
     runtime.observe_prefill(batch.prefix_lens[0], batch.extend_lens[0], seconds)
 
 

@@ -44,6 +44,7 @@ from sgl_tiered.engines.sglang.namespaces import (
 from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, disk_fingerprint
 from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
+from sgl_tiered.engines.sglang.step_times import PassTimes
 from sgl_tiered.engines.sglang.transfers import make_transfers
 from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError
@@ -187,6 +188,7 @@ class TieredRuntime:
         self.namespaces = NamedSpaces(parts.cache.has_pages)
         parts.cache.watch_namespaces(self.namespaces.lost_pages)
         self._told_of_names = False
+        self.pass_times = PassTimes()
         self.weights = parts.weights
         self.adapters = parts.adapters or Adapters(None, self.agreement)
         # Called when the same tokens have come to mean other pages.

@@ -1,4 +1,6 @@
-"""What a decoder waits for a token: from the launch of its step to that of the next."""
+"""How long passes take: for a decoder from launch to launch, for the device without
+what was launched before.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,28 @@ from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.prefill import PrefillSnapshot
 from sgl_tiered.engines.sglang.config import TieredConfig
 
-__all__ = ["StepTimes", "context_tokens", "first_decode_cost"]
+__all__ = ["PassTimes", "StepTimes", "context_tokens", "first_decode_cost"]
+
+
+class PassTimes:
+    """What each pass of one scheduler has taken of its device."""
+
+    def __init__(self) -> None:
+        self._last_end_s = float("-inf")
+
+    def ended(self, launch_s: float, now_s: float) -> float:
+        """Return the seconds of a pass whose results have just come.
+
+        The overlap schedule launches a pass under the one before. Until the results of
+        that one come it waits, which is no part of what it takes itself.
+
+        Args:
+            launch_s: when it was launched.
+            now_s: on the same clock.
+        """
+        begin_s = max(launch_s, self._last_end_s)
+        self._last_end_s = now_s
+        return now_s - begin_s
 
 
 class StepTimes:

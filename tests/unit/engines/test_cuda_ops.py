@@ -38,6 +38,7 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
     Segment,
 )
 from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
+from sgl_tiered.pipelines.streams import BufferRing  # noqa: E402
 from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
 from sgl_tiered.tiers.host import HostTier  # noqa: E402
 
@@ -328,8 +329,9 @@ def test_memory_that_cuda_does_not_pin_is_used_as_it_is(caplog):
     assert (refused, undone) == ([40960], [40960])
 
 
-def test_what_comes_from_the_device_needs_no_pinned_memory(monkeypatch):
-    """Where no more can be had: page numbers come later, and no step ends in it."""
+@pytest.fixture
+def nothing_pins(monkeypatch):
+    """CUDA refuses to pin host memory."""
     make = torch.empty
 
     def empty(*args, pin_memory=False, **kwargs):
@@ -338,5 +340,35 @@ def test_what_comes_from_the_device_needs_no_pinned_memory(monkeypatch):
         return make(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", empty)
+
+
+def test_a_pool_starts_and_grows_without_pinned_memory(nothing_pins, caplog):
+    """With a sentence and a count; copies are calls of their own, which take it."""
+    batches, refused = [], []
+    pool = make_pool("cpu")
+    layout = page_layout(pool, PAGE_TOKENS)
+
+    def one(to, frm, num_bytes, stream):
+        ctypes.memmove(to, frm, num_bytes)
+        return 0
+
+    engines = CopyEngines(lambda *batch: batches.append(batch) or 1, one)
+    ops = CudaOps(pool, layout, None, engines=engines, refused=refused.append)
+    ring = BufferRing(ops.pinned, 2, 512)
+    assert refused == [512, 512]
+    buffer = ring.lend(2 * layout.layer_page_bytes).reshape(2, -1)
+    assert refused[2:] == [2 * layout.layer_page_bytes]
+    assert "CUDA cannot pin a buffer of 512 bytes" in caplog.text
+    buffer[:] = 7
+    stream, rows = SimpleNamespace(cuda_stream=1), np.array([0, 1])
+    ops.load_by_engines(stream, 1, buffer, rows, 0, np.array([3, 4]))
+    first = layout.key_offset(1)
+    loaded = page_bytes(pool, layout, 4)[first : first + layout.layer_page_bytes]
+    assert (loaded == 7).all()
+    assert not batches
+
+
+def test_what_comes_from_the_device_needs_no_pinned_memory(nothing_pins):
+    """Where no more can be had: page numbers come later, and no step ends in it."""
     found = pinned_if_possible((3, 2), torch.int64)
     assert (tuple(found.shape), found.dtype) == ((3, 2), torch.int64)

@@ -247,6 +247,18 @@ def test_what_cannot_be_read_is_found_by_nobody(caplog):
     assert "cannot be read" in caplog.text
 
 
+def test_weights_that_are_lent_while_they_are_read_are_their_own():
+    """A forward lets a projection lie in a slot, which is another layer's soon."""
+    net = model()
+    wanted = of(net)
+    read = weights_reader(lambda: net, Config(), "sglang 1")()
+    home = net[0].weight.data
+    net[0].weight.data = torch.zeros_like(home)
+    assert read(1, threading.Event()).digest == wanted
+    net[0].weight.data = home
+    assert of(net) == wanted
+
+
 def test_what_modules_add_to_their_state_counts():
     """Also what is no tensor."""
 

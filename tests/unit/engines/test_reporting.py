@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_tiered.engines.sglang import reporting
+from sgl_tiered.engines.sglang.step_times import PassTimes
 
 
 class Cache:
@@ -14,11 +15,18 @@ class Cache:
 
     def __init__(self):
         self.observed = []
+        self.seconds = []
         self.tiered = SimpleNamespace(
             admission=None,
             config=SimpleNamespace(layerkv=None),
-            observe_prefill=lambda prefix, new, seconds: self.observed.append(new),
+            pass_times=PassTimes(),
+            observe_prefill=self.observe_prefill,
         )
+
+    def observe_prefill(self, prefix, num_new, seconds):
+        """Note a prefill."""
+        self.observed.append(num_new)
+        self.seconds.append(seconds)
 
     def repair_loads(self, runner, batch):
         """Say that all is well."""
@@ -51,3 +59,23 @@ def test_a_prefill_with_loads_teaches_nothing_of_computing(is_overlapped):
             batch = batch_of(cache, req, num_new, launch_ts, -1)
         reporting._observe_step(None, scheduler, batch, None)
     assert cache.observed == [200]
+
+
+def test_a_prefill_is_not_charged_for_the_pass_before_it(monkeypatch):
+    """The overlap schedule launches it while that one is still computed."""
+    cache, req = Cache(), SimpleNamespace()
+    scheduler = SimpleNamespace(tree_cache=cache)
+    now = [0.0]
+    monkeypatch.setattr(reporting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    decode = batch_of(cache, req, 1, 10.0, -1)
+    decode.forward_mode.is_extend_without_speculative = lambda: False
+    # The decode step from 10 to 14; prefills launched at 11, at 15 and, idle, at 30.
+    never_launched = batch_of(cache, req, 100, None, -1)
+    passes = [(decode, 14.0), (never_launched, 14.0)] + [
+        (batch_of(cache, req, 100, launch_ts, -1), end_s)
+        for launch_ts, end_s in [(11.0, 16.0), (15.0, 19.0), (30.0, 31.0)]
+    ]
+    for batch, end_s in passes:
+        now[0] = end_s
+        reporting._observe_step(None, scheduler, batch, None)
+    assert cache.seconds == [2.0, 3.0, 1.0]

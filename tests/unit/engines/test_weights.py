@@ -10,6 +10,7 @@ import pytest
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.engines.sglang.adapters import Adapters
 from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.sglang.lossy import is_lossy_key, mark_generation, unmarked_key
 from sgl_tiered.engines.sglang.weights import WeightsIdentity, _around
 from sgl_tiered.metrics.registry import MetricsRegistry
 from tests.unit.engines.ranks_support import on_two_ranks
@@ -523,6 +524,33 @@ def test_an_adapter_that_cannot_be_read_is_nobodys(caplog):
     assert "could not be read" in caplog.text
 
 
+@pytest.mark.parametrize("mark", ["", "tiered-exact-base|", "tiered-lossy|"])
+@pytest.mark.parametrize("end", ["", "|"])
+@pytest.mark.parametrize("is_lossy", [False, True])
+def test_a_key_that_names_an_adapter_is_not_that_adapter(mark, end, is_lossy):
+    """Whoever gives its id, which follows from a path, gets no KV of it, nor the
+    adapter's requests that of the model alone; on the device neither."""
+    adapters = Adapters(lora_manager(**{f"_{ID}": 1.0}), Agreement(ManualClock()))
+    settings = SimpleNamespace(is_lossy=is_lossy, lossy_default="allow")
+    config = {"sampling_params": SimpleNamespace(custom_params=None)}
+
+    def keyed(given, lora_id):
+        # As SGLang's ``Req`` does.
+        key = given if lora_id is None else (given or "") + lora_id
+        req = SimpleNamespace(extra_key=key, lora_id=lora_id, **config)
+        mark_generation(req, settings, has_adapters=adapters.has_manager)
+        return req.extra_key
+
+    plain = keyed(mark + ID + end, None)
+    others = [keyed(mark + ID, ID), keyed(mark + ID + end, ID), keyed(None, ID)]
+    others += [keyed(before + mark, ID) for before in ("", "tiered-exact-base|")]
+    assert plain not in others
+    assert not plain.endswith(ID), "SGLang takes what ends so for the adapter's"
+    assert adapters.parted(plain) == (plain, "")
+    assert unmarked_key(plain) == mark + ID + end
+    assert is_lossy_key(plain) == is_lossy
+
+
 def test_servers_that_apply_adapters_otherwise_do_not_share():
     """The modules that a server lets adapters change are part of what they are."""
     agreement = Agreement(ManualClock())
@@ -549,3 +577,30 @@ def test_ranks_agree_on_an_adapter():
     assert first == second
     assert first[0][1] != ""
     assert not first[1]
+
+
+def test_ranks_agree_on_keys_that_name_an_adapter_that_one_has_not():
+    """A sender may write the id into its own key; ranks that part end the server."""
+
+    def work(number, seat):
+        served = lora_manager()
+        adapters = Adapters(served, Agreement(ManualClock(), seat))
+        served.loras[ID] = lora(1.0)
+        adapters.loaded(ID)
+        # Of two that were told to unload it and to load another content, one did.
+        if number:
+            del served.loras[ID]
+            adapters.unloaded(ID)
+        adapters.loaded(ID)
+        settings = SimpleNamespace(is_lossy=False)
+        keys = [ID, f"a{ID}b", f"{ID}|elastic_ep_size=2"]
+        reqs = [SimpleNamespace(extra_key=key, lora_id=None) for key in keys]
+        for req in reqs:
+            mark_generation(req, settings, has_adapters=True)
+        return [adapters.parted(req.extra_key) for req in reqs] + [
+            dict(adapters._hashes)
+        ]
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert first[-1] == {}

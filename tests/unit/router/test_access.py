@@ -111,6 +111,16 @@ ORIGINS = {
 
 
 @scenario
+async def test_a_page_that_gave_its_name_our_address_reaches_nothing():
+    """Its origin is the host that it calls, which is no reason to trust it."""
+    async with cluster("a") as c:
+        c["a"].told = dict.fromkeys(("/model_info", "/get_model_info"), "{}")
+        sent = {"Origin": "http://elsewhere.example:1", "Host": "elsewhere.example:1"}
+        for call in FOR_CLIENTS | FOR_OPERATORS:
+            assert (await asked(c, call, sent))[0] == 403, call
+
+
+@scenario
 async def test_a_page_of_another_origin_reaches_nothing():
     """A browser brings no key where none is needed: it must not be enough."""
     async with cluster("a") as c:

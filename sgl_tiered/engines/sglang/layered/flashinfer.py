@@ -35,6 +35,7 @@ from sglang.srt.layers.attention.flashinfer_backend import (
 )
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_tiered.engines.sglang.cuda_ops import pinned_buffer
 from sgl_tiered.engines.sglang.layered.activations.device_rows import DeviceRows
 from sgl_tiered.engines.sglang.layered.indices import (
     fill_slots,
@@ -108,7 +109,7 @@ class PinnedUpload:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ring = BufferRing(_pinned, _NUM_UPLOADS, _UPLOAD_BYTES)
+        self._ring = BufferRing(pinned_buffer, _NUM_UPLOADS, _UPLOAD_BYTES)
 
     def __call__(self, numbers: Int32s) -> torch.Tensor:
         """Queue the copy on the calling thread's stream; return int32 [n] there."""
@@ -527,10 +528,3 @@ def _on_host(on_host: torch.Tensor | None, on_device: torch.Tensor) -> Int64s:
     lens = on_device.cpu() if on_host is None else on_host
     numbers: Int64s = lens.numpy().astype(np.int64)
     return numbers
-
-
-def _pinned(num_bytes: int) -> npt.NDArray[np.uint8]:
-    buffer: npt.NDArray[np.uint8] = torch.empty(
-        num_bytes, dtype=torch.uint8, pin_memory=True
-    ).numpy()
-    return buffer

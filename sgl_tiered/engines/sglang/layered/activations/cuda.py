@@ -15,8 +15,6 @@ import torch
 from sgl_tiered_kernels.kv_gen import rebuild_kv
 from sgl_tiered_kernels.page_copy.dma import (
     CopyEngines,
-    batch_function,
-    copy_function,
     row_addresses,
 )
 
@@ -76,7 +74,7 @@ class CudaActOps(CudaStreams):
         engines: CopyEngines | None = None,
     ) -> None:
         area: torch.Tensor = pool.acts
-        super().__init__(area.device, forward_stream)
+        super().__init__(area.device, forward_stream, engines=engines)
         self._layout = act_layout(area, num_layers)
         self._rows = area.view(-1, area.shape[2])
         self._address = area.data_ptr()
@@ -87,7 +85,6 @@ class CudaActOps(CudaStreams):
         self._offloaded = offloaded
         if offloaded is not None:
             offloaded.allocate()
-        self._engines = engines or CopyEngines(batch_function(), copy_function())
 
     @property
     def layout(self) -> PageLayout:
