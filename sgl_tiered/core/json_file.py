@@ -19,7 +19,11 @@ import orjson
 
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["JsonFile"]
+__all__ = ["JsonFile", "OutOfReachError"]
+
+
+class OutOfReachError(ConfigError):
+    """A file cannot be read or written now, whatever it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,9 @@ class JsonFile:
         """Return what a file holds, unchecked.
 
         Raises:
-            ConfigError: it cannot be read, is too large or no JSON; infinite numbers
-                and half surrogates are none.
+            OutOfReachError: it cannot be read.
+            ConfigError: it is too large or no JSON; infinite numbers and half
+                surrogates are none.
         """
         try:
             if path.stat().st_size > self.max_bytes:
@@ -51,7 +56,7 @@ class JsonFile:
             # Stricter than ``json``: what it reads can be written again.
             found: object = orjson.loads(path.read_bytes())
         except OSError as error:
-            raise ConfigError(
+            raise OutOfReachError(
                 self.what,
                 f"{path} cannot be read ({error.strerror})",
                 f"give the path of a file that {self.command} wrote",
@@ -79,7 +84,7 @@ class JsonFile:
         """Write fields and version; a former file is replaced whole.
 
         Raises:
-            ConfigError: the file cannot be written.
+            OutOfReachError: the file cannot be written.
         """
         whole = {"version": self.version, **fields}
         text = json.dumps(whole, indent=1, allow_nan=False)
@@ -92,7 +97,7 @@ class JsonFile:
         except OSError as error:
             if draft is not None:
                 Path(draft).unlink(missing_ok=True)
-            raise ConfigError(
+            raise OutOfReachError(
                 self.what,
                 f"{path} cannot be written ({error.strerror})",
                 "give a path in a folder that this user may write to",

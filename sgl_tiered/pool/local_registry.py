@@ -22,7 +22,7 @@ import msgspec
 
 from sgl_tiered.core.addresses import MAX_INSTANCE
 from sgl_tiered.core.clock import Clock, SystemClock
-from sgl_tiered.core.json_file import JsonFile
+from sgl_tiered.core.json_file import JsonFile, OutOfReachError
 from sgl_tiered.errors import ConfigError, TieredError, TransportUnavailableError
 from sgl_tiered.pool.membership import (
     MAX_INCARNATION,
@@ -261,7 +261,12 @@ class LocalRegistry:
 
     @contextlib.contextmanager
     def _state(self) -> Iterator[_State]:
-        """Lock, read, end what is over; then write, if anything has changed."""
+        """Lock, read, end what is over; then write, if anything has changed.
+
+        Raises:
+            TransportUnavailableError: that cannot be done now.
+            ConfigError: the file is none of ours.
+        """
         try:
             lock = os.open(
                 self._path.with_name(self._path.name + ".lock"),
@@ -282,6 +287,8 @@ class LocalRegistry:
                 yield state
             finally:
                 self._write(former, state)
+        except OutOfReachError as error:
+            raise TransportUnavailableError(str(error)) from None
         finally:
             os.close(lock)
 

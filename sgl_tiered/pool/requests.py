@@ -155,14 +155,23 @@ class Requests:
         request.due_s = self._clock.now() + self._retry_s
         self._channel.send(
             Envelope(
-                self._me, request.peer, request.number, self._settled(), request.body
+                self._me,
+                request.peer,
+                request.number,
+                self._settled(request.peer),
+                request.body,
             )
         )
 
-    def _settled(self) -> int:
-        """Return the lowest number that is asked about; all below it are settled."""
+    def _settled(self, peer: Incarnation) -> int:
+        """Return the lowest number that a peer is asked about; all below are settled.
+
+        Others do not count: one that never answers would make all keep their answers.
+        """
         lowest = self._next
         for number, request in self._under_way.items():
+            if request.peer != peer:
+                continue
             body = request.body
             # A cancelled request has to be known until the cancellation is answered.
             about = body.request if isinstance(body, Cancel) else number

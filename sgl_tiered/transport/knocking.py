@@ -11,6 +11,7 @@ may have its port by now, or a child may hold it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ _KEEP_ALIVE = (
 )
 """A machine that is silent for 20 s ends the connection."""
 _PIECE_BYTES = 4096
+_OURS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""What keeps this process from asking, and says nothing of another."""
 
 
 class Reach(Enum):
     """What is known of a process."""
 
     THERE = 0
+    """Or it cannot be asked now: then what it may write to stays held."""
     OVER = 1
     """Its port refuses."""
     SILENT = 2
@@ -104,8 +108,8 @@ def _connect(endpoint: Endpoint) -> tuple[Reach, socket.socket | None]:
         line = socket.create_connection(endpoint, _KNOCK_S)
     except ConnectionRefusedError:
         return Reach.OVER, None
-    except OSError:
-        return Reach.SILENT, None
+    except OSError as error:
+        return Reach.THERE if error.errno in _OURS else Reach.SILENT, None
     with contextlib.suppress(OSError):
         for level, name, value in _KEEP_ALIVE:
             line.setsockopt(level, name, value)

@@ -125,12 +125,12 @@ class LoopbackLibrary:
         return [(1, (link, is_push, *row)) for row in rows]
 
     def check(self, ticket: Any) -> TransferStatus:
-        """Copy, unless the process is stopped."""
+        """Copy, unless the process is stopped, or it cannot be known now."""
         link, is_push, local, remote, length = ticket
         state = link.process.state()
         if state in ("", "Z", "X"):
             return TransferStatus.FAILED
-        if state in ("T", "t"):
+        if state in ("T", "t", "?"):
             return TransferStatus.RUNNING
         if not self._is_itself(link):
             return TransferStatus.FAILED

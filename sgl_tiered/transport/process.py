@@ -14,6 +14,9 @@ _NUMBERS = Path("/proc/self/ns/pid")
 _EXIT_FLAGS = 0x404
 """PF_EXITING and PF_SIGNALED of the kernel's task flags."""
 _SIGKILL_BIT = 1 << 8
+_OVER = (FileNotFoundError, ProcessLookupError)
+"""What a look at a process that is over fails with; others, such as too many open
+files here, say nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Process:
 
     @classmethod
     def own(cls) -> Self:
-        """Return this process."""
+        """Return this process; OSError if it can open no file."""
         pid = os.getpid()
         return cls(pid, _look_up(pid)[1])
 
@@ -49,20 +52,26 @@ class Process:
         return f"{_machine()}/{self.pid}:{self.started}"
 
     def state(self) -> str:
-        """Return the kernel's letter, X if it is about to end, empty if it is over."""
-        letter, started = _look_up(self.pid)
+        """Return the kernel's letter, X if it is about to end, empty if it is over.
+
+        A question mark where this process cannot find out now.
+        """
+        try:
+            letter, started = _look_up(self.pid)
+        except OSError:
+            return "?"
         return letter if started == self.started else ""
 
     def has_ended(self) -> bool:
-        """Return whether nothing of it runs any more, nor will."""
+        """Return whether it is known that nothing of it runs any more, nor will."""
         letter = self.state()
         if letter != "Z":
             return letter == ""
         try:
             # Its first thread has ended; others may not have.
             return len(os.listdir(f"/proc/{self.pid}/task")) <= 1
-        except OSError:
-            return True
+        except OSError as error:
+            return isinstance(error, _OVER)
 
 
 def _machine() -> str:
@@ -76,10 +85,10 @@ def _machine() -> str:
 
 
 def _look_up(pid: int) -> tuple[str, int]:
-    """Return the state of a process and when it began."""
+    """Return the state of a process and when it began; raise OSError for not now."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except _OVER:
         return "", 0
     # The name, in parentheses, may itself hold spaces and parentheses.
     fields = text.rpartition(")")[2].split()

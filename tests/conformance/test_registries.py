@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -317,6 +318,45 @@ class TestLocalRegistry(Kit):
         assert not registry.erase("p0", 1)
         with pytest.raises(TransportUnavailableError, match="cannot be used"):
             registry.join("p0", PREFILL, {})
+
+    @pytest.mark.parametrize("missing", ["read", "write"])
+    def test_a_file_out_of_reach_for_now_is_no_answer_either(
+        self,
+        make: Callable[[], Registry],
+        monkeypatch: pytest.MonkeyPatch,
+        missing: str,
+    ) -> None:
+        """Too many open files, or no space or inode left: members stay known."""
+        registry = make()
+        lease, other = (registry.join(name, PREFILL, {}) for name in ("p0", "p1"))
+        note, seen = registry.note("p0", "a"), registry.view()
+        assert note is not None
+
+        def fails(*args: object, **kwargs: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            if missing == "read":
+                patch.setattr(Path, "read_bytes", fails)
+            else:
+                patch.setattr("tempfile.mkstemp", fails)
+            self.wait(TTL_S / 2)
+            assert not registry.renew(lease)
+            assert not registry.drain(lease)
+            assert not registry.publish(lease, "here")
+            assert not registry.lead("first", lease)
+            assert registry.note("p0", "b") is None
+            assert not registry.erase("p0", note.version)
+            registry.leave(other)
+            self.wait(TTL_S)
+            assert registry.look() is None
+            assert registry.view() == seen
+            assert registry.leader("first") is None
+            assert registry.notes() is None
+            with pytest.raises(TransportUnavailableError, match="No space left"):
+                registry.join("p0", PREFILL, {})
+        assert registry.view().members == ()
+        assert registry.notes() == {"p0": note}
 
     def test_a_file_that_others_may_change_is_refused(self, tmp_path: Path) -> None:
         """They would say where KV is sent."""

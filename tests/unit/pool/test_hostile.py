@@ -296,6 +296,28 @@ def test_answers_are_not_kept_without_end(
     assert kept.num_answers == 1
 
 
+def test_a_peer_that_is_silent_costs_nothing_at_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold its lease for hours; others forget what they have answered."""
+    monkeypatch.setattr(receiver, "_MAX_KEPT", 10)
+    node, silent = world.start(2, BLOCKS), 1
+    world.see()
+    node.pool._requests.ask((silent, 1), AskBlocks(1, BlockType.HOST), 1.0)
+    for number in range(40):
+        search = node.pool.locate(PROMPT, ids=[0], timeout_s=1.0)
+        for _ in range(4):
+            kept = [m for m in world.messages if m.receiver[0] != silent]
+            world.messages[:] = kept
+            world.deliver(len(kept))
+            world.nodes[0].poll()
+            node.poll()
+        assert search.held, number
+        # The request to the silent one is given up, and is to be undone there.
+        world.advance(1.0)
+    assert world.nodes[0].pool._receiver.num_answers == 1
+
+
 def test_what_fails_here_is_counted_and_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

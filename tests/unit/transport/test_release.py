@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -251,3 +254,40 @@ def test_a_process_has_a_name_on_its_machine_only() -> None:
     machine, _, numbers = own.name.partition("/")
     for name in ("", "x", f"{machine}x/{numbers}", f"{machine}/{own.pid}", machine):
         assert Process.named(name) is None
+
+
+@contextmanager
+def no_open_files() -> Iterator[None]:
+    """Let this process open no more than it has open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_who_cannot_be_looked_up_is_not_over() -> None:
+    """Without open files here; what it may write to would be given to others."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as child,
+    ):
+        endpoint = server.getsockname()
+        began = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2]
+        process = Process(child.pid, int(began.split()[19]))
+        knocker = Knocker()
+        with no_open_files():
+            assert not process.has_ended()
+            assert process.state() == "?"
+            assert knocker(Place(endpoint, process)) is Reach.THERE
+            assert knocker(Place(endpoint)) is Reach.THERE, "silence ends a hold"
+        assert process.state() in "RS"
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with no_open_files():
+            assert not process.has_ended()
+        assert process.has_ended()
+        knocker.keep(())
