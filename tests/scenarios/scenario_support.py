@@ -116,15 +116,9 @@ def cached(answer: Mapping[str, Any]) -> dict[str, int]:
 
     Plain SGLang does not say where from: all of it is the device's.
     """
-    meta = answer["meta_info"]
-    details = meta.get("cached_tokens_details")
-    if details is None:
-        details = {"device": meta["cached_tokens"]}
-    return {
-        name: count
-        for name, count in details.items()
-        if isinstance(count, int) and count
-    }
+    usage = usage_of(answer["meta_info"])
+    tiers = usage.cached_by_tier or {"device": usage.cached_tokens or 0}
+    return {name: count for name, count in tiers.items() if count}
 
 
 def record(
