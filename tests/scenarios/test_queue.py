@@ -3,6 +3,8 @@
 Plain SGLang answers the same requests one at a time, on a pool that holds everything.
 """
 
+import re
+
 import pytest
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
@@ -23,11 +25,12 @@ from tests.scenarios.scenario_support import (
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
+CHUNK = 64
 FLAGS = (
     "--enable-priority-scheduling",
     "--max-running-requests=2",
     "--enable-mixed-chunk",
-    "--chunked-prefill-size=64",
+    f"--chunked-prefill-size={CHUNK}",
     # Admits more than the pool will hold when the answers are long.
     "--schedule-conservativeness=0.1",
     "--enable-metrics",
@@ -140,7 +143,11 @@ def test_mixed_chunks(server, plain, tier):
     ]
     for request in requests:
         del request["top_logprobs_num"]
+    logged = len(server.log_path.read_text())
     answers = at_once(server, requests)
     same_tokens(plain, answers, skipped=100)
+    # A chunk is a token shorter for the answer that goes on beside it.
+    shared = rf"#new-token: {CHUNK - 1}, .*#running-req: 1,"
+    assert re.search(shared, server.log_path.read_text()[logged:])
     assert {cached(answer).get(tier) for answer in answers} == {NUM_PAGES * PAGE}
     assert pinned(settle(server)) == 0
