@@ -75,15 +75,22 @@ def body(
     }
 
 
-def start_plain(servers: Any, spec: ServerSpec) -> SglangServer:
-    """Return a plain server, or skip with what SGLang said while it did not start."""
+def start_plain(servers: Any, spec: ServerSpec, needs: str = "") -> SglangServer:
+    """Return a plain server, or skip with what SGLang said while it did not start.
+
+    Args:
+        servers: starts it.
+        spec: of the server.
+        needs: what is missing where it does not start, as far as that is known.
+    """
     try:
         server: SglangServer = servers.get(spec)
     except ServerStartError as error:
         lines = [line for line in error.log_tail.splitlines() if "Error" in line]
         if not lines:
             raise
-        pytest.skip(f"plain SGLang does not start so on this machine: {lines[-1]}")
+        missing = f"; it needs {needs}" if needs else ""
+        pytest.skip(f"plain SGLang does not start here{missing}: {lines[-1]}")
     return server
 
 
