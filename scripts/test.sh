@@ -83,7 +83,7 @@ run_part() { # run_part PART
     e2e) run_pytest e2e 900 -n "$(side_by_side 4)" --dist loadfile -- e2e ;;
     faults) run_pytest faults 900 -n "$(side_by_side 4)" --dist loadfile -- faults ;;
     cluster) run_pytest cluster 1800 -- cluster ;;
-    scenarios) run_pytest scenarios 900 -- scenarios ;;
+    scenarios) run_pytest scenarios 900 -n "$(side_by_side 2)" --dist loadfile -- scenarios ;;
     *) say test "unknown part: $1"; exit 2 ;;
   esac
 }

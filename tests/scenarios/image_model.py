@@ -53,6 +53,8 @@ def make_image_model(folder: Path) -> None:
         "pad_token_id": 0,
     }
     vision = {"depth": 2, "embed_dim": 64, "hidden_size": 128, "num_heads": 2}
+    # By this name in real models' files, and read by SGLang; transformers has another.
+    vision["in_chans"] = 3
     config = Qwen2VLConfig(
         text_config=text,
         vision_config=vision,

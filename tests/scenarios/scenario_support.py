@@ -75,15 +75,22 @@ def body(
     }
 
 
-def start_plain(servers: Any, spec: ServerSpec) -> SglangServer:
-    """Return a plain server, or skip with what SGLang said while it did not start."""
+def start_plain(servers: Any, spec: ServerSpec, needs: str = "") -> SglangServer:
+    """Return a plain server, or skip with what SGLang said while it did not start.
+
+    Args:
+        servers: starts it.
+        spec: of the server.
+        needs: what is missing where it does not start, as far as that is known.
+    """
     try:
         server: SglangServer = servers.get(spec)
     except ServerStartError as error:
         lines = [line for line in error.log_tail.splitlines() if "Error" in line]
         if not lines:
             raise
-        pytest.skip(f"plain SGLang does not start so on this machine: {lines[-1]}")
+        missing = f"; it needs {needs}" if needs else ""
+        pytest.skip(f"plain SGLang does not start here{missing}: {lines[-1]}")
     return server
 
 
@@ -116,15 +123,9 @@ def cached(answer: Mapping[str, Any]) -> dict[str, int]:
 
     Plain SGLang does not say where from: all of it is the device's.
     """
-    meta = answer["meta_info"]
-    details = meta.get("cached_tokens_details")
-    if details is None:
-        details = {"device": meta["cached_tokens"]}
-    return {
-        name: count
-        for name, count in details.items()
-        if isinstance(count, int) and count
-    }
+    usage = usage_of(answer["meta_info"])
+    tiers = usage.cached_by_tier or {"device": usage.cached_tokens or 0}
+    return {name: count for name, count in tiers.items() if count}
 
 
 def record(

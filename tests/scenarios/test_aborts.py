@@ -1,8 +1,8 @@
 """Requests that are aborted in a read from disk and in a split, on one and two ranks.
 
-The disk is slowed down, as much as needed: a read takes half a second, or as long as
-computing the same prompt, so that its front is computed while its back is read. Aborts
-of loads from host memory are in ``tests/e2e/test_abort.py``.
+The disk is slowed down: a read takes as long as computing the same prompt, so that its
+front is computed while its back is read. Aborts of loads from host memory are in
+``tests/e2e/test_abort.py``.
 """
 
 import os
@@ -35,7 +35,8 @@ PROMPT_BYTES = NUM_PAGES * PAGE * PRESETS["tiny"].kv_bytes_per_token
 MANY = 100
 """Tokens of an answer that is not over before an abort meets it."""
 WHEN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
-"""Shares of a split prompt's time after which it is aborted."""
+"""Shares of a split prompt's time after which it is aborted; again until enough met."""
+MET = 4
 
 
 def timed(server, request):
@@ -81,9 +82,12 @@ def plain(servers, model, ranks):
 @pytest.fixture(scope="module")
 def started(servers, model, ranks, plain, tmp_path_factory):
     tiers = Tiers(64 * MB, tmp_path_factory.mktemp("disk"), 128 * MB)
-    flags = ("--tiered-disk-admission=all",)
-    env = {"SGL_TIERED_ALLOW_FAULTS": "1"}
-    spec = tiered_spec(Device(model, 8192, PAGE, FLAGS), tiers, "aborts", flags, env)
+    _, _, seconds = plain
+    flags = (
+        "--tiered-disk-admission=all",
+        f"--tiered-emulate=disk:bandwidth={PROMPT_BYTES / seconds:.0f}",
+    )
+    spec = tiered_spec(Device(model, 8192, PAGE, FLAGS), tiers, "aborts", flags)
     server = servers.restart(ranks(spec))
     server.post("/generate", body(LONG, 1))
     settle(server)
@@ -91,10 +95,9 @@ def started(servers, model, ranks, plain, tmp_path_factory):
     servers.stop()
 
 
-def slow(server, text, policy):
-    """Slow the disk down, and load by a policy, once nothing runs any more."""
+def load_by(server, policy):
+    """Load by a policy, once nothing runs any more."""
     settle(server)
-    server.post(f"/tiered/faults?emulate={text}", {})
     server.post(f"/tiered/load-policy?policy={policy}", {})
 
 
@@ -110,7 +113,7 @@ def demand_plain(server, wanted):
 
 def test_aborts_in_a_disk_read(started, plain):
     """Those of a crowd that wait for one read may go; who stays is answered."""
-    slow(started, "disk:latency=0.5", "always")
+    load_by(started, "always")
     _, again, _ = plain
     for gone in ((0, 2), (0, 1, 2)):
         forget(started, "disk")
@@ -137,7 +140,7 @@ def test_aborts_in_a_split(started, plain):
     """Wherever an abort meets a prompt that is computed at its front and read at its
     back, nothing is left behind, and the same prompt is answered right."""
     cold, _, seconds = plain
-    slow(started, f"disk:bandwidth={PROMPT_BYTES / seconds:.0f}", "auto")
+    load_by(started, "auto")
 
     def num_split():
         return stats(started)["counters"].get("decisions_split", 0)
@@ -150,10 +153,12 @@ def test_aborts_in_a_split(started, plain):
         print(cached(answer), num_split() - before, split_s, seconds)
     assert num_split() > before, "nothing was split"
     num_met = 0
-    for share in WHEN:
+    for number, share in enumerate(WHEN * 3):
+        if num_met >= MET:
+            break
         forget(started, "disk")
         before = num_split()
-        rid = f"split{share}"
+        rid = f"split{number}"
         live = Live(started, body(LONG, MANY, rid=rid))
         time.sleep(share * split_s)
         started.post("/abort_request", {"rid": rid})
@@ -162,7 +167,7 @@ def test_aborts_in_a_split(started, plain):
         # Counted once the front was computed; and no token, so that it never ended.
         num_met += num_split() > before and live.num_tokens == 0
         print(share, num_split() - before, live.num_tokens)
-    assert num_met >= 1, "no abort met a prompt behind its front"
+    assert num_met > 0, "no abort met a prompt behind its front"
     demand_plain(started, cold)
     started.flush_cache()
     assert {each["used"] for each in stats(started)["occupancy"].values()} == {0}

@@ -4,6 +4,9 @@ Each scenario makes the same calls to plain SGLang and to a server with tiers.
 """
 
 import re
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -288,14 +291,29 @@ def test_clear_under_load(server, plain, is_read):
     assert pinned(settle(server)) == 0
 
 
-def test_memory_is_released_and_resumed(server, plain):
-    """Without a memory saver the calls only flush; answers before and after agree."""
+def test_memory_is_released_and_resumed(servers, model, plain, tmp_path):
+    """The release forgets all KV, also below the device; after the resume answers are
+    plain's, and are reused from every tier."""
+    servers.stop()
+    device = Device(model, 4096, PAGE, FLAGS)
+    tiers = Tiers(16 * MB, tmp_path, 64 * MB)
+    flags = ("--tiered-load-policy=always", "--tiered-disk-admission=all")
+    spec = tiered_spec(device, tiers, "released", flags)
+    program = (sys.executable, str(Path(__file__).parent / "cpu_server.py"))
+    server = servers.get(replace(spec, program=program))
     tokens = prompt(600, LONG)
     server.post("/generate", body(tokens, MANY))
-    forget(server, "host")
+    settle(server)
     for call in ("release", "resume"):
-        tags = {"tags": ["kv_cache"]}
-        server.post(f"/{call}_memory_occupation", tags)
+        asked = {"tags": ["kv_cache"]}
+        server.post(f"/{call}_memory_occupation", asked)
     again = server.post("/generate", body(tokens, MANY))
+    assert cached(again) == {}
     same([tokens], [plain[long_answer]], [again])
+    for tier in TIERS:
+        forget(server, tier)
+        answer = server.post("/generate", body(tokens, MANY))
+        assert cached(answer) == {tier: NUM_PAGES * PAGE}
+        same([tokens], [plain[long_answer]], [answer])
     assert pinned(settle(server)) == 0
+    servers.stop()

@@ -27,10 +27,14 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
 NUM_PAGES = 20
 PROMPTS = [prompt(800 + number, NUM_PAGES * PAGE + 7) for number in range(3)]
+ON_GPU = "a GPU for its Triton kernels"
 MODES = {
-    "deterministic": ("--enable-deterministic-inference",),
-    "fp8 weights": ("--quantization=fp8",),
-    "int8 weights and activations": ("--quantization=w8a8_int8",),
+    "deterministic": (
+        "--enable-deterministic-inference",
+        "an attention backend that SGLang has on accelerators only",
+    ),
+    "fp8 weights": ("--quantization=fp8", ON_GPU),
+    "int8 weights and activations": ("--quantization=w8a8_int8", ON_GPU),
 }
 
 
@@ -109,7 +113,8 @@ def relative(mine, other):
 @pytest.mark.parametrize("name", MODES)
 def test_modes(servers, model, tmp_path, name):
     """The mode's answers over pages from host and disk are plain's in that mode."""
-    plain, tiered = specs(model, name.split()[0], MODES[name], tmp_path)
+    flag, needs = MODES[name]
+    plain, tiered = specs(model, name.split()[0], (flag,), tmp_path)
 
     def ask(server, tier):
         answers = []
@@ -118,7 +123,7 @@ def test_modes(servers, model, tmp_path, name):
             answers.append(server.post("/generate", body(tokens)))
         return answers
 
-    server = start_plain(servers, plain)
+    server = start_plain(servers, plain, needs)
     wants = [ask(server, tier) for tier in ("device", "host", "disk")]
     if not any(cached(answer) for answer in wants[1]):
         servers.stop()

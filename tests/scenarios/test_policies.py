@@ -109,10 +109,9 @@ def test_a_policy(servers, model, plain, tmp_path, policy):
         forget(server, "disk")
         answers = at_once(server, bodies)
         same(prompts, plain, answers)
-        # The first of each family found it on disk; nobody found nothing.
+        # At least one of each family; a read that takes too long is not waited for.
         tiers = [set(cached(answer)) for answer in answers]
         assert sum("disk" in one for one in tiers) >= NUM_FAMILIES
-        assert all(tiers)
     after = settle(server)
     assert edge(after, "disk->host") > edge(before, "disk->host")
     assert pinned(after) == 0

@@ -3,6 +3,8 @@
 Plain SGLang answers the same requests one at a time, on a pool that holds everything.
 """
 
+import re
+
 import pytest
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
@@ -23,24 +25,29 @@ from tests.scenarios.scenario_support import (
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
+CHUNK = 64
 FLAGS = (
     "--enable-priority-scheduling",
     "--max-running-requests=2",
     "--enable-mixed-chunk",
-    "--chunked-prefill-size=64",
+    f"--chunked-prefill-size={CHUNK}",
     # Admits more than the pool will hold when the answers are long.
     "--schedule-conservativeness=0.1",
     "--enable-metrics",
     "--sleep-on-idle",
 )
-POOL_TOKENS = 640
-"""Holds one of the long requests, and not two."""
+POOL_TOKENS = 1024
+"""Holds two requests whose answers are short, and not two with long answers."""
 NUM_PAGES = 10
 PROMPT_TOKENS = NUM_PAGES * PAGE + 3
 LOW, HIGH = 1, 20
 """SGLang preempts for a difference above 10."""
 PROMPTS = [prompt(700 + number, PROMPT_TOKENS) for number in range(4)]
-LONG_ANSWER = 300
+LONG_ANSWER = 400
+SHORT_ANSWER = 250
+MAY_END = {"ignore_eos": False}
+"""SGLang keeps room for the whole answer of a request that ignores the end token; only
+others can outgrow the pool. The answers here have none."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +56,12 @@ def plain(servers, model):
     device = Device(model, PLAIN_POOL, PAGE, flags)
     server = servers.get(plain_spec(device, "plain-queue"))
     answers = [
-        server.post("/generate", body(tokens, LONG_ANSWER, priority=LOW))
+        server.post(
+            "/generate", body(tokens, LONG_ANSWER, priority=LOW, sampling=MAY_END)
+        )
         for tokens in PROMPTS
     ]
+    assert [len(one["output_ids"]) for one in answers] == [LONG_ANSWER] * len(PROMPTS)
     servers.stop()
     return answers
 
@@ -90,13 +100,13 @@ def test_preemption(server, plain, tier):
 
     What it took away is computed or loaded again, and all answers are plain's.
     """
-    num_tokens = (150, 150, 40)
+    num_tokens = (SHORT_ANSWER, SHORT_ANSWER, 40)
     low = [
         Live(server, body(tokens, count, priority=LOW)).begun()
         for tokens, count in zip(PROMPTS[:2], num_tokens, strict=False)
     ]
     high = Live(server, body(PROMPTS[2], num_tokens[2], priority=HIGH)).begun()
-    preempted = [live.num_tokens < 150 for live in low]
+    preempted = [live.num_tokens < SHORT_ANSWER for live in low]
     answers = [live.join() for live in (*low, high)]
     assert any(preempted)
     assert sum(a["meta_info"]["num_retractions"] for a in answers[:2]) > 0
@@ -109,7 +119,11 @@ def test_retraction(server, plain, tier):
     """Answers that outgrow the pool are taken back and go on as plain's."""
     before = counter(server, "sglang:num_retracted_requests_total")
     answers = at_once(
-        server, [body(tokens, LONG_ANSWER, priority=LOW) for tokens in PROMPTS]
+        server,
+        [
+            body(tokens, LONG_ANSWER, priority=LOW, sampling=MAY_END)
+            for tokens in PROMPTS
+        ],
     )
     same(PROMPTS, plain, answers)
     assert sum(a["meta_info"]["num_retractions"] for a in answers) > 0
@@ -129,7 +143,11 @@ def test_mixed_chunks(server, plain, tier):
     ]
     for request in requests:
         del request["top_logprobs_num"]
+    logged = len(server.log_path.read_text())
     answers = at_once(server, requests)
     same_tokens(plain, answers, skipped=100)
+    # A chunk is a token shorter for the answer that goes on beside it.
+    shared = rf"#new-token: {CHUNK - 1}, .*#running-req: 1,"
+    assert re.search(shared, server.log_path.read_text()[logged:])
     assert {cached(answer).get(tier) for answer in answers} == {NUM_PAGES * PAGE}
     assert pinned(settle(server)) == 0

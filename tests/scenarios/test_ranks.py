@@ -4,6 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from sgl_tiered_workloads.server import ServerStartError
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
 from tests.e2e.e2e_support import pinned, settle
@@ -72,15 +73,24 @@ def test_two_ranks_with_default_sizes(servers, model, plain):
 
 
 def test_another_number_of_ranks_on_one_folder(servers, model, plain, tmp_path):
-    """One rank finds nothing of two ranks' pages, and each answers as plain does."""
+    """Two ranks find nothing of one rank's pages; then one rank is refused in a
+    sentence, and what two ranks left is found by two."""
     tiers = Tiers(16 * MB, tmp_path, 64 * MB)
     one = tiered_spec(Device(model, 2048, PAGE, FLAGS), tiers, "folder", ALWAYS)
-    for number, spec in ((2, on_two_ranks(one)), (1, one)):
+    from_disk = [{"disk": NUM_PAGES * PAGE}] * len(PROMPTS)
+    for number, spec in ((1, one), (2, on_two_ranks(one))):
         server = servers.get(spec)
         cold = ask(server, "device")
         assert [cached(answer) for answer in cold] == [{}] * len(PROMPTS)
         same(PROMPTS, plain[number][0], cold)
         warm = ask(server, "disk")
-        assert [cached(a) for a in warm] == [{"disk": NUM_PAGES * PAGE}] * len(PROMPTS)
+        assert [cached(answer) for answer in warm] == from_disk
         same(PROMPTS, plain[number][1], warm)
         servers.stop()
+    with pytest.raises(ServerStartError, match="--tp-size 2 keeps its pages in it"):
+        servers.get(one)
+    server = servers.restart(on_two_ranks(one))
+    warm = ask(server, "disk")
+    assert [cached(answer) for answer in warm] == from_disk
+    same(PROMPTS, plain[2][1], warm)
+    servers.stop()
