@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 CASE = Case(16, overlap=False)
 POOL_TOKENS = 4_096
 PROMPT_TOKENS = 1_000
-NUM_PROMPTS = 3
+NUM_PROMPTS = 2
 LAST_FULL_PAGE = 992
 PARTS = ((496, LAST_FULL_PAGE), (144, 400, 560), (160, 976))
 """Where prompts are cut that plain passes compute, besides where splits cut them. Most
