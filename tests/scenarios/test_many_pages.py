@@ -48,7 +48,8 @@ FLAGS = ("--sleep-on-idle", "--enable-metrics")
 AT_ONCE = 25
 ALWAYS = ("--tiered-load-policy=always", "--tiered-disk-admission=all")
 
-NUM_TENANTS, BATCH = 10_000, 500
+NUM_TENANTS, BATCH = 10_000, 50
+"""Fewer at once than copies to the host may wait: what is more is not kept."""
 NUM_NAMESPACES = 100_000
 TENANTS = range(7, NUM_TENANTS, NUM_TENANTS // 40)
 """Some that are asked again."""
@@ -150,6 +151,8 @@ def test_ten_thousand_salts(servers, small, tmp_path):
         same([tokens] * len(TENANTS), wanted, answers)
 
     server = servers.restart(spec)
+    # SGLang's first request of itself has a page, and no salt.
+    server.flush_cache()
     before = 0
     for first in range(0, NUM_TENANTS, BATCH):
         salts = [f"tenant {n}" for n in range(first, first + BATCH)]
@@ -160,13 +163,14 @@ def test_ten_thousand_salts(servers, small, tmp_path):
         settle(server)
         before = before or num_series(server)
     state = settle(server)
+    assert not state["counters"].get("offload_dropped_pages")
     assert (state["namespaces"], state["empty_namespaces"]) == (NUM_TENANTS, 0)
     assert state["occupancy"]["disk"]["used"] == NUM_TENANTS
     assert num_series(server) <= before + 50
     ask_some(server)
 
     server = servers.restart(spec)
-    assert stats(server)["namespaces"] == NUM_TENANTS
+    assert stats(server)["adoption"]["adopted"] == NUM_TENANTS
     ask_some(server)
     drop(server, "device", "host", "disk")
     state = settle(server)
