@@ -364,7 +364,6 @@ class Tree:
     def weights_changed(self):
         self.said.append("changed")
 
-
     def flushed(self):
         self.tiered.weights.was_emptied = True
         self.said.append("flushed")
