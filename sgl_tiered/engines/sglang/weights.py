@@ -131,6 +131,11 @@ class WeightsIdentity:
         """Whether the device may hold KV of several weights."""
         return self._is_mixed
 
+    @property
+    def was_emptied(self) -> bool:
+        """Whether no KV was left on the device at some time since ``changing``."""
+        return self._was_emptied
+
     def changing(self) -> None:
         """Note that the weights are about to change, or to go away."""
         self._stop()
@@ -428,7 +433,9 @@ def _around(may_change: Callable[[Any, Any], bool]) -> Callable[..., Any]:
             # Else it was said when they went away, and nothing was computed since.
             cache.weights_changing()
         try:
-            return original(manager, recv_req)
+            result = original(manager, recv_req)
+            _flush_alike(manager, cache.tiered)
+            return result
         finally:
             # Also where it failed: who knows how far it came.
             is_over = manager._session is None
@@ -436,6 +443,23 @@ def _around(may_change: Callable[[Any, Any], bool]) -> Callable[..., Any]:
                 cache.weights_changed()
 
     return hook
+
+
+def _flush_alike(manager: Any, runtime: Any) -> None:
+    """Flush what a rank has cached, where another has flushed.
+
+    SGLang flushes on the ranks that have loaded weights, not on those that failed to;
+    ranks with other caches build other batches, and hang.
+    """
+    told = runtime.agreement.gathered(runtime.weights.was_emptied)
+    if any(told) and not all(told):
+        logger.warning(
+            "sgl-tiered: %d of %d ranks have flushed their cache after a change of "
+            "weights that failed on the others: all of them are flushed",
+            sum(told),
+            len(told),
+        )
+        manager.flush_cache()
 
 
 def _loaded_adapter(result: Any, scheduler: Any, recv_req: Any) -> None:

@@ -353,8 +353,9 @@ def test_what_a_rank_read_before_a_change_is_not_used_after_it():
 class Tree:
     """What the hooks tell."""
 
-    def __init__(self):
-        self.tiered = object()
+    def __init__(self, agreement):
+        weights = SimpleNamespace(was_emptied=False)
+        self.tiered = SimpleNamespace(agreement=agreement, weights=weights)
         self.said = []
 
     def weights_changing(self):
@@ -363,10 +364,19 @@ class Tree:
     def weights_changed(self):
         self.said.append("changed")
 
+    def flushed(self):
+        self.tiered.weights.was_emptied = True
+        self.said.append("flushed")
 
-def manager(**state):
-    state = {"_session": None, "offload_tags": set(), **state}
-    tree = Tree()
+
+def manager(agreement=None, **state):
+    tree = Tree(agreement or Agreement(ManualClock()))
+    state = {
+        "_session": None,
+        "offload_tags": set(),
+        "flush_cache": tree.flushed,
+        **state,
+    }
     return SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree), **state), tree
 
 
@@ -395,6 +405,29 @@ def test_an_update_that_breaks_has_an_end_as_well():
     with pytest.raises(RuntimeError):
         _around(lambda *_: True)(update, updater, ASKED)
     assert tree.said == ["changing", "changed"]
+
+
+@pytest.mark.parametrize("session", [None, object()])
+@pytest.mark.parametrize("num_flush", [0, 1, 2])
+def test_ranks_of_which_some_failed_to_load_weights_have_flushed_alike(
+    session, num_flush
+):
+    """SGLang flushes where they were loaded; ranks with other caches would hang."""
+
+    def work(number, seat):
+        agreement = Agreement(ManualClock(), seat)
+        updater, tree = manager(agreement, _session=session)
+
+        def update(self, recv_req):
+            if number < num_flush:
+                self.flush_cache()
+            return number
+
+        assert _around(lambda *_: True)(update, updater, ASKED) == number
+        return "flushed" in tree.said, tree.said[-1]
+
+    last = "changed" if session is None else "flushed" if num_flush else "changing"
+    assert on_two_ranks(work) == [(num_flush > 0, last)] * 2
 
 
 def test_a_change_goes_on_within_a_session():
