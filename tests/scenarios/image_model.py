@@ -1,7 +1,12 @@
-"""A tiny Qwen2-VL with random weights and a tokenizer of its own, for image prompts."""
+"""A tiny Qwen2-VL with random weights and a tokenizer of its own, for image prompts.
+
+``python -m tests.scenarios.image_model FOLDER``
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 __all__ = ["IMAGE", "make_image_model"]
@@ -17,7 +22,16 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 def make_image_model(folder: Path) -> None:
-    """Write the model, its tokenizer and its processor into an empty folder."""
+    """Write the model, its tokenizer and its processor into an empty folder.
+
+    In a process of its own: with all that transformers loads for images, Python's end
+    is a segmentation fault under pytest.
+    """
+    command = (sys.executable, "-m", "tests.scenarios.image_model", str(folder))
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+
+
+def _write(folder: Path) -> None:
     import torch
     from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS, train_tokenizer
     from transformers import AutoTokenizer, Qwen2VLConfig
@@ -79,3 +93,7 @@ def make_image_model(folder: Path) -> None:
         tokenizer=tokenizer,
         video_processor=Qwen2VLVideoProcessor(),
     ).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    _write(Path(sys.argv[1]))
