@@ -4,14 +4,13 @@ Each scenario makes the same calls to plain SGLang and to a server with tiers.
 """
 
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
+from tests.e2e.cpu_server import CPU_SERVER
 from tests.e2e.e2e_support import PATIENCE_S, edge, pinned, settle, stats
 from tests.scenarios.scenario_support import (
     PAGE,
@@ -299,8 +298,7 @@ def test_memory_is_released_and_resumed(servers, model, plain, tmp_path):
     tiers = Tiers(16 * MB, tmp_path, 64 * MB)
     flags = ("--tiered-load-policy=always", "--tiered-disk-admission=all")
     spec = tiered_spec(device, tiers, "released", flags)
-    program = (sys.executable, str(Path(__file__).parent / "cpu_server.py"))
-    server = servers.get(replace(spec, program=program))
+    server = servers.get(replace(spec, program=CPU_SERVER))
     tokens = prompt(600, LONG)
     server.post("/generate", body(tokens, MANY))
     settle(server)
