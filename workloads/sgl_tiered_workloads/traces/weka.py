@@ -36,10 +36,10 @@ def read_weka(path: Path, *, max_prompt_tokens: int | None = None) -> Trace:
     Args:
         path: the file, plain or gzipped.
         max_prompt_tokens: stop a conversation at its first longer request, as a
-            model of that context length would.
+            model of that context length would; nothing may be left.
 
     Raises:
-        TraceError: the file is not in this format.
+        TraceError: the file is not in this format, or has no requests.
     """
     path = Path(path)
     merged: list[TraceRequest] = []
@@ -61,13 +61,8 @@ def read_weka(path: Path, *, max_prompt_tokens: int | None = None) -> Trace:
                 break
             merged.append(conversation.take(request, serial=len(merged)))
         first_free_id = conversation.first_free_id
-    if not merged:
-        raise TraceError(
-            path,
-            None,
-            "no requests are left",
-            "give a file with requests, or a larger limit",
-        )
+    if not merged and max_prompt_tokens is None:
+        raise TraceError(path, None, "it has no requests", "give a file with some")
     merged.sort(key=lambda request: (request.arrival_s, request.serial))
     return Trace(path.name, block_tokens, tuple(merged))
 
