@@ -22,6 +22,8 @@ class CacheStats:
         pages_loaded: pages landed on the device, by the tier they came from.
         pages_stored: pages that got a copy in the tier.
         pages_evicted: copies dropped to make room.
+        pages_uncopied: those of them that the next tier had no copy of, whatever the
+            reason: refused there, not admitted, or evicted before they were written.
         pages_bad: copies dropped because their bytes were wrong or unreadable.
         pages_failed: copies that did not arrive in the tier.
         pages_adopted: copies taken over from a former process.
@@ -37,6 +39,7 @@ class CacheStats:
     pages_loaded: Mapping[TierId, int]
     pages_stored: Mapping[TierId, int]
     pages_evicted: Mapping[TierId, int]
+    pages_uncopied: Mapping[TierId, int]
     pages_bad: Mapping[TierId, int]
     pages_failed: Mapping[TierId, int]
     pages_adopted: Mapping[TierId, int]
@@ -45,6 +48,8 @@ class CacheStats:
     def lost_writes(self) -> dict[str, int]:
         """Return the writes that did not happen, by edge and reason, for exporters."""
         lost = {"offload_no_room_pages": self.num_refused_offload_pages}
+        for tier, num_pages in self.pages_uncopied.items():
+            lost[f"evict_{tier.label}_uncopied_pages"] = num_pages
         for tier, reasons in self.pages_dropped.items():
             for reason, num_pages in reasons.items():
                 name = f"demote_{tier.label}_{reason}_pages".replace(" ", "_")
@@ -63,6 +68,7 @@ class StatsCounters:
         self.loaded = dict.fromkeys(tiers, 0)
         self.stored = dict.fromkeys(tiers, 0)
         self.evicted = dict.fromkeys(tiers, 0)
+        self.uncopied = dict.fromkeys(tiers[:-1], 0)
         self.bad = dict.fromkeys(tiers, 0)
         self.failed = dict.fromkeys(tiers, 0)
         self.adopted = dict.fromkeys(tiers, 0)
@@ -83,6 +89,7 @@ class StatsCounters:
             pages_loaded=dict(self.loaded),
             pages_stored=dict(self.stored),
             pages_evicted=dict(self.evicted),
+            pages_uncopied=dict(self.uncopied),
             pages_bad=dict(self.bad),
             pages_failed=dict(self.failed),
             pages_adopted=dict(self.adopted),

@@ -165,7 +165,12 @@ class PageStore:
         missing = max(num_slots - slots.free_slots, min(missing, 2 * num_slots))
         victims = self.evictors[tier].select(missing, protected=protected, below=below)
         column = self.table.entry_of[tier]
+        is_last = tier + 1 == len(self.tiers)
         for victim in victims:
+            if not is_last:
+                lower = self.table.entry_of[tier + 1][victim.rows]
+                num_uncopied = int(np.count_nonzero(lower < 0))
+                self.counters.uncopied[self.tiers[tier]] += num_uncopied
             self.bury(tier, victim.rows, Cause.EVICTED)
             gone = self.table.discard(column[victim.rows].astype(np.int64))
             assert len(gone) == len(victim.rows), "a victim was in use"

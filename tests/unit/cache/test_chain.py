@@ -216,8 +216,25 @@ def test_a_page_that_is_worth_less_is_given_up(make_cache: MakeCache) -> None:
     assert story.dropped(DISK) == {"no room": 3}
     assert story.cache.stats.lost_writes() == {
         "offload_no_room_pages": 0,
+        "evict_host_uncopied_pages": 0,
         "demote_disk_no_room_pages": 3,
     }
+
+
+def test_what_leaves_a_tier_before_it_was_written_is_counted(
+    make_cache: MakeCache,
+) -> None:
+    """Pages evicted while they waited for their turn; not those that were written."""
+    story = Story(make_cache(host=3, disk=9))
+    story.store("abc")
+    story.demote_all()
+    story.store("xyz")
+    story.store("pqr")
+    story.demote_all()
+    stats = story.cache.stats
+    assert dict(stats.pages_evicted) == {HOST: 6, DISK: 0}
+    assert dict(stats.pages_uncopied) == {HOST: 3}
+    assert stats.lost_writes()["evict_host_uncopied_pages"] == 3
 
 
 def test_bad_settings_of_the_chain_are_named() -> None:
