@@ -2,16 +2,30 @@
 
 ``test_summary.py FOLDER SECONDS [FAILED PARTS...]``; the folder has, for each part,
 ``PART.time`` (seconds of wall clock, user and system time) and, of pytest's,
-``PART.xml``.
+``PART.xml``. Where ``TEST_RECORDS`` names a folder, what came of each part is kept there
+as a file that names the hash of the product's source, the commit and the machine: what
+takes hours need not be run again while that source stands.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+from sgl_tiered_workloads.harness.machine import (
+    commit,
+    is_dirty,
+    machine_facts,
+    source_hash,
+)
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("sgl_tiered", "kernels", "platform_dist", "workloads/sgl_tiered_workloads")
 NUM_SLOWEST = 20
 
 
@@ -21,6 +35,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     slowest: list[tuple[float, str]] = []
     bad: list[str] = []
+    parts: dict[str, dict[str, Any]] = {}
     print(f"\n{'part':10} {'wall s':>8} {'CPU s':>8}   tests")
     for timed in sorted(folder.glob("*.time"), key=lambda path: path.stat().st_mtime):
         part = timed.stem
@@ -40,13 +55,28 @@ def main() -> None:
             bad.append(f"error: {part}: see above")
         print(f"{part:10} {wall:8.0f} {user + system:8.0f}   {_line(here)}")
         counts += here
+        parts[part] = {"wall_s": wall, "cpu_s": round(user + system, 1), **here}
     print(f"\nThe {NUM_SLOWEST} slowest tests, with what was set up for them:")
     for seconds, name in sorted(slowest, reverse=True)[:NUM_SLOWEST]:
         print(f"{seconds:8.1f} s  {name}")
     print("", *bad, sep="\n")
+    if "TEST_RECORDS" in os.environ:
+        _keep(Path(os.environ["TEST_RECORDS"]), parts, bad)
     minutes, seconds = divmod(round(elapsed_s), 60)
     closing = f" {_line(counts)} in {elapsed_s:.2f}s (0:{minutes:02d}:{seconds:02d}) "
     print(closing.center(80, "="))
+
+
+def _keep(folder: Path, parts: dict[str, dict[str, Any]], bad: list[str]) -> None:
+    """Write a record of each part, in place of an earlier one on the same source."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = source_hash(ROOT, PRODUCT)
+    facts = {"commit": commit(), "dirty": is_dirty(), "machine": machine_facts()}
+    for part, told in parts.items():
+        failed = [line for line in bad if f": {part}: " in line]
+        record = {"part": part, "source": source, **told, "not_green": failed, **facts}
+        file = folder / f"{part}-{source}.json"
+        file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _cases(report: Path) -> list[ET.Element]:
