@@ -2,9 +2,9 @@
 
 ``test_summary.py FOLDER SECONDS [FAILED PARTS...]``; the folder has, for each part,
 ``PART.time`` (seconds of wall clock, user and system time) and, of pytest's,
-``PART.xml``. Where ``TEST_RECORDS`` names a folder, what came of each part is kept there
-as a file that names the hash of the product's source, the commit and the machine: what
-takes hours need not be run again while that source stands.
+``PART.xml``. Where ``TEST_RECORDS`` names a folder, what came of each part is kept
+there as a file that names the hash of the product's source, the commit and the machine:
+what takes hours need not be run again while that source stands.
 """
 
 from __future__ import annotations
