@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -463,10 +464,10 @@ class PoolNode:
 
     def _see(self, view: View) -> None:
         for lost in self._transport.take_lost():
-            _LOG.info("bytes do not reach %s: %s", lost.address.endpoint, lost.reason)
+            _LOG.info("bytes do not reach %r: %s", lost.address.endpoint, lost.reason)
         self._view = view
-        self._channel.see(view)
-        self.pool.see(view)
+        for see in (self._channel.see, self.pool.see):
+            self.incidents.guard("a look at a view", partial(see, view))
 
     def _begin_anew(self) -> None:
         self._lease = self._held

@@ -17,11 +17,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from sgl_tiered.transport.endpoints import Endpoint
 from sgl_tiered.transport.process import Process
 
-__all__ = ["Endpoint", "Knocker", "Place", "Reach", "knock"]
-
-Endpoint = tuple[str, int]
+__all__ = ["Knocker", "Place", "Reach", "knock"]
 
 _KNOCK_S = 2.0
 _KEEP_ALIVE = (

@@ -181,6 +181,7 @@ class OneRank:
             MetricsRegistry(),
             page_tokens=SHAPE.page_tokens,
             page_bytes=self.shard.layout(SHAPE).page_bytes,
+            incidents=node.incidents,
         )
 
     def see(self, view: View) -> None:
