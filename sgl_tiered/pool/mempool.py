@@ -122,7 +122,9 @@ class MemPool:
         self._pause = pause
         self._view = View(0)
         grace_s = self._config.grace_s
-        self._watch = watch or ReleaseWatch(clock, after_death_s=grace_s)
+        self._watch = watch or ReleaseWatch(
+            clock, after_death_s=grace_s, incidents=self.incidents
+        )
         self._requests = Requests(
             self._me, channel, clock, self._config.retry_s, self.incidents
         )

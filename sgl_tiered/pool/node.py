@@ -178,7 +178,7 @@ def make_pool(
     grace_s, watch = transport.quarantine.grace_s, None
     if crew is not None:
         # It looks in its own time, between the meetings of the ranks.
-        watch = ReleaseWatch(SystemClock(), after_death_s=grace_s)
+        watch = ReleaseWatch(SystemClock(), after_death_s=grace_s, incidents=incidents)
         common, clock = crew.channel(channel), crew.clock
     assert common is not None, "who is alone has a channel"
     return MemPool(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ipaddress
 import re
 
-__all__ = ["Endpoint", "tcp_endpoint"]
+__all__ = ["MAX_PORT", "Endpoint", "tcp_endpoint"]
 
 Endpoint = tuple[str, int]
 
 _SCHEME = "tcp://"
 _MAX_HOST = 253
-_MAX_PORT = 65535
+MAX_PORT = 65535
 _TOLD = 80
 _PORT = re.compile(r"[0-9]{1,5}")
 # Longer labels, and empty ones, are refused by resolvers in ways of their own.
@@ -29,8 +29,8 @@ def tcp_endpoint(text: str) -> Endpoint:
         raise ValueError(f"{told}: it does not begin with {_SCHEME}")
     host, _, port = text.removeprefix(_SCHEME).rpartition(":")
     # By length first: Python reads no number of thousands of digits.
-    if not _PORT.fullmatch(port) or not 1 <= int(port) <= _MAX_PORT:
-        raise ValueError(f"{told}: its port is none of 1 to {_MAX_PORT}")
+    if not _PORT.fullmatch(port) or not 1 <= int(port) <= MAX_PORT:
+        raise ValueError(f"{told}: its port is none of 1 to {MAX_PORT}")
     if len(host) > _MAX_HOST:
         raise ValueError(f"{told}: its host has more than {_MAX_HOST} characters")
     if host.startswith("[") and host.endswith("]"):

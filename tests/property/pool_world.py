@@ -333,6 +333,7 @@ class Node:
             world.look_for,
             after_death_s=CONFIG.grace_s,
             threaded=False,
+            incidents=self.incidents,
         )
         self.pool = MemPool(
             self.store,

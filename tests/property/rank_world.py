@@ -158,6 +158,7 @@ class OneRank:
             world.look_for,
             after_death_s=CONFIG.grace_s,
             threaded=False,
+            incidents=node.incidents,
         )
         self.pool = MemPool(
             self.store,
