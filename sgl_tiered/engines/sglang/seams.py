@@ -476,8 +476,22 @@ SEAMS: tuple[Seam, ...] = (
             "clear_deferred_abort_state",
             "_encode_kv_status_message",
             "parse_kv_status_message",
+            "requires_dcp_relayout",
+            "prepare_dcp_token_item_lens",
             "send_kvcache",
+            "transfer_worker",
+            "conclude_failure",
         ),
+    ),
+    Seam(
+        "a decode instance's registration",
+        _DISAGG + "mooncake.conn.KVArgsRegisterInfo",
+        attributes=("from_zmq",),
+    ),
+    Seam(
+        "a decode instance's request",
+        _DISAGG + "mooncake.conn.TransferInfo",
+        attributes=("from_zmq",),
     ),
     Seam(
         "a transfer's sender",
@@ -496,7 +510,11 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "a transfer's receiver",
         _DISAGG + "mooncake.conn.MooncakeKVReceiver",
-        attributes=("send_metadata", "_send_abort_notification"),
+        attributes=(
+            "send_metadata",
+            "_send_abort_notification",
+            "_connect_to_bootstrap_server",
+        ),
     ),
     Seam(
         "requests that a decode instance has no room for yet",

@@ -9,10 +9,12 @@ nothing of it can arrive any more; and memory is not taken back by the clock.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -35,12 +37,17 @@ from sgl_tiered.engines.sglang.disagg.figures import (
     PrefillTold,
     read_told,
 )
+from sgl_tiered.engines.sglang.disagg.incoming import (
+    refusal_on_decode,
+    refusal_on_prefill,
+)
 from sgl_tiered.engines.sglang.disagg.layers import send_layers
 from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
     open_kv_transport,
 )
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
+from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place
 from sgl_tiered.transport.release import ReleaseWatch
 
@@ -62,6 +69,8 @@ and our part."""
 _MOST_ROOMS = 4096
 """Transfers whose requests have not ended; those that never do are forgotten."""
 _SETTLE_S = 0.2
+_NOWHERE = Place(("", 0))
+"""It is silent: no process listens there."""
 
 
 class TieredKVManager(MooncakeKVManager):
@@ -90,7 +99,8 @@ class TieredKVManager(MooncakeKVManager):
             ),
             0,
         )
-        self.releases = ReleaseWatch(SystemClock())
+        self.incidents = Incidents("prefill and decode")
+        self.releases = ReleaseWatch(SystemClock(), incidents=self.incidents)
         # What a decode instance is told of this one, given the bytes/s of the link to
         # it: who it is in the pool and what its work costs. None: nothing returns.
         self.tell: Callable[[float], PrefillFigures | None] = lambda bytes_per_s: None
@@ -118,6 +128,7 @@ class TieredKVManager(MooncakeKVManager):
                 on_device=has_accelerator(),
             ),
             SystemClock(),
+            incidents=self.incidents,
         )
         logger.info("sgl-tiered: KV is transferred by %s", self.engine.kind)
 
@@ -131,6 +142,7 @@ class TieredKVManager(MooncakeKVManager):
             "pushes_failed": self.engine.num_failed,
             "rooms_unsettled": len(self._unsettled),
             "releases_held": self.releases.num_held,
+            "refused": self.incidents.counts,
             **({"returning": told} if (told := self.returning()) else {}),
             **_sent(self.sources),
         }
@@ -149,14 +161,20 @@ class TieredKVManager(MooncakeKVManager):
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Any:
         receive = super()._make_worker_recv(socket, timeout_ms)
-        if self.disaggregation_mode != DisaggregationMode.PREFILL:
-            return receive
+        is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        refusal = refusal_on_prefill if is_prefill else refusal_on_decode
 
         def noting() -> Any:
             message = receive()
-            if message and message[0] == b"None" and len(message) > _SESSION_PART:
-                # SGLang says what is wrong with one that is no text.
-                session = message[_SESSION_PART].decode("ascii", "replace")
+            if not message:
+                return None
+            why = refusal(self, message)
+            if why:
+                # For SGLang's thread, nothing has come.
+                self.incidents.note("message", why)
+                return None
+            if is_prefill and message[0] == b"None":
+                session = message[_SESSION_PART].decode("ascii")
                 told = message[_ADDRESS_PART : _ADDRESS_PART + 1]
                 self._told[session] = told[0] if told else b""
                 if len(self._told) > _MOST_ROOMS:
@@ -247,9 +265,27 @@ class TieredKVManager(MooncakeKVManager):
     def parse_kv_status_message(self, msg: list[bytes]) -> Any:
         """Read SGLang's message, and what the prefill instance tells behind it."""
         parsed = super().parse_kv_status_message(msg)
-        if parsed is not None and len(msg) == _STATUS_PARTS + 2:
+        # Of a room that nobody asked for it would only be kept.
+        is_told = parsed is not None and len(msg) == _STATUS_PARTS + 2
+        if is_told and parsed[0] in self.request_status:
             _keep(self._prefill_of, parsed[0], read_told(msg[-1]))
         return parsed
+
+    # -- When a transfer cannot be made -----------------------------------------
+
+    def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
+        """Send what is queued; what raises fails its transfer, and no other."""
+        taken = _Taken(queue)
+        while True:
+            try:
+                super().transfer_worker(taken, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - others are to be sent
+                self.incidents.note("failed", "a transfer could not be made", error)
+                self.incidents.guard(
+                    "the end of a transfer", partial(_fail, self, taken)
+                )
+            else:
+                return
 
     # -- When a failed push is over --------------------------------------------
 
@@ -281,7 +317,9 @@ class TieredKVManager(MooncakeKVManager):
                 if not self._unsettled:
                     self._settling = None
             for room in done:
-                self._maybe_ack_drained_abort(room)
+                self.incidents.guard(
+                    "a word on a transfer", partial(self._maybe_ack_drained_abort, room)
+                )
             if self._settling is None:
                 return
             threading.Event().wait(_SETTLE_S)
@@ -357,6 +395,14 @@ class TieredKVSender(MooncakeKVSender):
 class TieredKVReceiver(MooncakeKVReceiver):
     """A prompt's KV on its way in."""
 
+    @classmethod
+    def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> Any:
+        """Connect to a prefill instance; one that is nowhere is out of reach."""
+        try:
+            return super()._connect_to_bootstrap_server(bootstrap_info)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise zmq.ZMQError(errno.EINVAL, f"it is nowhere: {error}") from error
+
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         """Ask for KV, and count what is asked for."""
         super().send_metadata(kv_indices, *args, **kwargs)
@@ -368,7 +414,7 @@ class TieredKVReceiver(MooncakeKVReceiver):
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         infos = tuple(self.bootstrap_infos)
         if force_arm or self.init_time is not None:
-            places = [Place((i["rank_ip"], int(i["rank_port"]))) for i in infos]
+            places = [_place(each) for each in infos]
             self.kv_mgr.releases.hold(
                 self.bootstrap_room, places, lambda: self._remind(infos)
             )
@@ -387,6 +433,7 @@ class TieredKVReceiver(MooncakeKVReceiver):
             generation=generation,
         ).to_zmq()
         for info in infos:
+            # Also what cannot be connected to.
             with contextlib.suppress(zmq.ZMQError):
                 socket, lock = self._connect_to_bootstrap_server(info)
                 with lock:
@@ -395,6 +442,40 @@ class TieredKVReceiver(MooncakeKVReceiver):
 
 class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
     """SGLang's own: it says where prefill instances are."""
+
+
+class _Taken:
+    """A queue that knows what was taken from it last."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.put = queue.put
+        self.last: Any = None
+
+    def get(self) -> Any:
+        """Return the next one."""
+        self.last = None
+        self.last = self._queue.get()
+        return self.last
+
+
+def _fail(manager: Any, taken: _Taken) -> None:
+    """Let the transfer fail that was taken last."""
+    if taken.last is not None:
+        manager.conclude_failure(
+            bootstrap_room=taken.last.room,
+            failure_reason="The transfer could not be made: see the prefill's log.",
+        )
+
+
+def _place(info: Mapping[str, Any]) -> Place:
+    """Return where a prefill instance says that it is; nowhere where that is odd."""
+    host = info.get("rank_ip")
+    try:
+        port = int(info["rank_port"])
+    except (KeyError, TypeError, ValueError):
+        return _NOWHERE
+    return Place((host, port)) if isinstance(host, str) else _NOWHERE
 
 
 def _keep(rooms: OrderedDict[int, PrefillTold], room: int, told: PrefillTold) -> None:

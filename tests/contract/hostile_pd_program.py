@@ -1,0 +1,348 @@
+"""Lets SGLang's own threads of our backend read hostile messages; prints JSON.
+
+    hostile_pd_program.py MODE...
+
+Modes: ``prefill`` and ``decode`` (the threads that hear of the other side), ``worker``
+(the one that sends), ``receiver`` (where a prefill instance says that it is). With
+``unguarded`` before a mode, what looks at messages first is taken away: a planted
+fault, which must be found.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+import threading
+import warnings
+from collections import defaultdict
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn as common
+from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from sgl_tiered.core.clock import ManualClock, SystemClock
+from sgl_tiered.engines.sglang.disagg import conn
+from sgl_tiered.engines.sglang.disagg.engine import RawEngine
+from sgl_tiered.engines.sglang.disagg.figures import PrefillTold
+from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
+from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.incidents import Incidents
+from sgl_tiered.transport.knocking import Reach
+from sgl_tiered.transport.release import ReleaseWatch
+
+warnings.simplefilter("ignore")
+
+ROOM = 7
+ITEM = 64
+LIMITS = settings(
+    max_examples=150,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+)
+
+mooncake.get_spec = lambda: SimpleNamespace(speculative_algorithm=None)
+
+
+class Inbox:
+    """A socket from which messages come, until there are no more."""
+
+    def __init__(self, manager: Any, messages: list[list[bytes]]) -> None:
+        self._manager = manager
+        self._messages = list(messages)
+
+    def recv_multipart(self) -> list[bytes]:
+        """Return the next one; after the last the thread is to end."""
+        if self._messages:
+            return self._messages.pop(0)
+        self._manager._stopped = True
+        return [b"ABORT"] if self._manager.is_prefill else [b"1", b"1"]
+
+
+def manager(*, is_prefill: bool) -> Any:
+    """Return a manager as its constructor leaves it, without sockets and threads."""
+    made: Any = object.__new__(conn.TieredKVManager)
+    made.is_prefill = is_prefill
+    mode = DisaggregationMode.PREFILL if is_prefill else DisaggregationMode.DECODE
+    made.disaggregation_mode = mode
+    made.incidents = Incidents("prefill and decode")
+    made.engine = RawEngine(
+        BatchedTransport(ScriptedLibrary(), threaded=False), SystemClock()
+    )
+    made.server_args = SimpleNamespace(enable_pd_role_switch=False)
+    made.aux = np.zeros(3 * 4 * ITEM, np.uint8)
+    made.kv_args = SimpleNamespace(
+        aux_data_ptrs=[made.aux.ctypes.data + 4 * ITEM],
+        aux_data_lens=[4 * ITEM],
+        aux_item_lens=[ITEM],
+        kv_item_lens=[128, 128],
+        state_types=[],
+        page_size=16,
+        num_draft_entries=0,
+    )
+    for name in ("_deferred_ack_targets", "failure_records", "_unsettled", "sent"):
+        setattr(made, name, {})
+    for name in ("decode_kv_args_table", "transfer_infos", "req_to_decode_prefix_len"):
+        setattr(made, name, {})
+    for name in ("state_layout_rejections", "failed_session_probes"):
+        setattr(made, name, {})
+    for name in ("_told", "_telling", "_prefill_of"):
+        setattr(made, name, conn.OrderedDict())
+    made._deferred_abort_ack_tracker, made.prefill_response_tracker = {}, {ROOM: set()}
+    made.required_prefill_response_num_table = {ROOM: 1}
+    made.request_status = {ROOM: KVPoll.Bootstrapping}
+    made._staging_outstanding = defaultdict(int)
+    made.session_failures = defaultdict(int)
+    made.failed_sessions, made.state_strides_validated = set(), set()
+    made._deferred_ack_poisoned_rooms = set()
+    made.failure_lock, made.session_lock = threading.Lock(), threading.Lock()
+    made._worker_threads, made._stopped = [], False
+    made.enable_deferred_decode_kv_release = True
+    made.enable_staging = made.is_mla_backend = made.is_hybrid_mla_backend = False
+    made.deferred_bootstrap = made._staging_ctx = made._staging_handler = None
+    made.defer_decode_allocation = made.enable_trace = False
+    made.sources = made.weights = None
+    made.attn_tp_size = made.dcp_size = made.state_tp_size = made.pp_size = 1
+    made.attn_cp_size, made.bootstrap_port = 1, 1
+    made.dcp_rank = made.attn_tp_rank = made.pp_rank = made.attn_cp_rank = 0
+    made._send_multipart_locked = lambda *args, **how: None
+    made._start_heartbeat_checker_thread = lambda: threading.Thread()
+    return made
+
+
+def heard(made: Any, messages: list[list[bytes]]) -> None:
+    """Let SGLang's thread read messages; raise what ended it."""
+    made.server_socket = Inbox(made, messages)
+    ended: list[BaseException] = []
+    former = threading.excepthook
+    threading.excepthook = lambda told: ended.append(told.exc_value)
+    try:
+        if made.is_prefill:
+            made.start_prefill_thread()
+        else:
+            made.start_decode_thread()
+        made._worker_threads[0].join(60.0)
+    finally:
+        threading.excepthook = former
+    if ended:
+        raise ended[0]
+    assert not made._worker_threads[0].is_alive()
+
+
+# What a decode instance says.
+
+REGISTRATION = [
+    b"None",
+    b"10.0.0.1",
+    b"5000",
+    b"right:1",
+    struct.pack("<4Q", *range(4)),
+    struct.pack("<Q", 9),
+    b"",
+    b"0",
+    b"1",
+    b"128",
+    *[b""] * 6,
+    b"1",
+    b"0",
+    b"",
+    struct.pack("<2Q", 128, 128),
+    msgspec.msgpack.encode(ADDRESS),
+]
+METADATA = [
+    str(ROOM).encode(),
+    b"10.0.0.1",
+    b"5000",
+    b"right:1",
+    np.arange(2, dtype=np.int32).tobytes(),
+    b"0",
+    b"",
+    b"1",
+    b"0",
+    b"",
+]
+TOLD = msgspec.msgpack.encode(PrefillTold("name", "epoch", None))
+STATUS = [str(ROOM).encode(), str(int(KVPoll.Success)).encode(), b"0", b"", TOLD]
+AUX = [b"AUX_DATA", b"7", b"0", b"1", struct.pack(">I", ITEM), b"\x05" * ITEM]
+TAGS = [b"WATERMARK", b"STAGING_RSP", b"ABORT", b"CHUNK_READY", b"STAGING_REQ"]
+FRAMES = st.one_of(
+    st.sampled_from([b"", b"0", b"1", b"2", b"-1", b"7", b"None", b"right:1", b"\xff"]),
+    st.sampled_from([b"9" * 20, b"1e9", b"a..b", b"\xc3", b"65536", b"1_0", b" 7 "]),
+    st.just(5000).map(lambda num: b"9" * num),
+    st.sampled_from([*TAGS, b"ABORT_ACK", b"AUX_DATA"]),
+    st.integers(0, 2**32 - 1).map(lambda num: struct.pack("<I", num)),
+    st.binary(max_size=24),
+)
+
+
+@st.composite
+def changed(draw: st.DrawFn, right: list[bytes]) -> list[bytes]:
+    """A message with other frames here and there, or fewer, or more."""
+    message = list(right)
+    for _ in range(draw(st.integers(0, 3))):
+        if message:
+            at = draw(st.integers(0, len(message) - 1))
+            message[at] = draw(FRAMES)
+    num = draw(st.sampled_from([*[len(message)] * 4, *range(1, len(message))]))
+    more = draw(st.sampled_from([[], [], [], [b"x"]]))
+    return [*message[:num], *more]
+
+
+TAGGED = st.tuples(
+    st.sampled_from([*TAGS, b"ABORT_ACK", b"AUX_DATA"]), st.lists(FRAMES, max_size=7)
+).map(lambda each: [each[0], *each[1]])
+ANY = st.lists(FRAMES, min_size=1, max_size=22)
+TO_PREFILL = st.lists(
+    st.one_of(changed(REGISTRATION), changed(METADATA), TAGGED, ANY), max_size=6
+)
+TO_DECODE = st.lists(st.one_of(changed(STATUS), changed(AUX), TAGGED, ANY), max_size=6)
+
+
+def prefill() -> dict[str, int]:
+    """The thread that hears of decode instances: it serves the next one still."""
+    refused: dict[str, int] = defaultdict(int)
+
+    @LIMITS
+    @given(TO_PREFILL)
+    def run(messages: list[list[bytes]]) -> None:
+        made = manager(is_prefill=True)
+        with suppress(KeyError):
+            # Nothing is sent here; the room of the right one is another.
+            del made.request_status[ROOM]
+        heard(made, [*messages, REGISTRATION, METADATA])
+        assert "right:1" in made.decode_kv_args_table
+        assert "right:1" in made.transfer_infos[ROOM]
+        assert not made.state_layout_rejections.get("right:1")
+        assert not made._told, "what was told is kept"
+        for kind, number in made.incidents.counts.items():
+            refused[kind] += number
+
+    run()
+    return refused
+
+
+def decode() -> dict[str, int]:
+    """The thread that hears of prefill instances: it hears the next one still."""
+    refused: dict[str, int] = defaultdict(int)
+
+    @LIMITS
+    @given(TO_DECODE)
+    def run(messages: list[list[bytes]]) -> None:
+        made = manager(is_prefill=False)
+        heard(made, messages)
+        # Another request has the room.
+        made.request_status[ROOM] = KVPoll.Bootstrapping
+        made.prefill_response_tracker[ROOM] = set()
+        made._stopped, made._worker_threads = False, []
+        heard(made, [AUX, STATUS])
+        assert made.request_status[ROOM] == KVPoll.Success
+        assert made.prefill_of(ROOM) == PrefillTold("name", "epoch", None)
+        aux = made.aux.reshape(3, 4 * ITEM)
+        assert not aux[0].any(), "bytes before what is lent"
+        assert not aux[2].any(), "bytes behind what is lent"
+        assert (aux[1, ITEM : 2 * ITEM] == 5).all()
+        assert set(made._prefill_of) <= {ROOM}, "of rooms that nobody asked for"
+        for kind, number in made.incidents.counts.items():
+            refused[kind] += number
+
+    run()
+    return refused
+
+
+def worker() -> dict[str, int]:
+    """The thread that sends: a transfer that it cannot make fails, the next is made."""
+    made = manager(is_prefill=True)
+    failed: list[int] = []
+    made.conclude_failure = lambda *, bootstrap_room, failure_reason: failed.append(
+        bootstrap_room
+    )
+
+    class Chunk:
+        room = ROOM
+        staging_counted = True
+        wait_event = indices_event = None
+        prefill_kv_indices = np.arange(2, dtype=np.int32)
+        index_slice = slice(0, 2)
+        is_last_chunk = True
+
+    made.check_status = lambda room: KVPoll.Transferring
+    # It names a session that has never registered, though it was asked for.
+    made.transfer_infos[ROOM] = {
+        "odd": mooncake.TransferInfo.from_zmq([*METADATA[:3], b"odd", *METADATA[4:]])
+    }
+    queue = mooncake.FastQueue()
+    for chunk in (Chunk(), Chunk(), None):
+        queue.put(chunk)
+    made.transfer_worker(queue, None)
+    assert failed == [ROOM, ROOM], failed
+    assert made._unsettled == {} or made._settling is not None
+    return made.incidents.counts
+
+
+def receiver() -> dict[str, int]:
+    """Where a prefill instance says that it is: no place is a place that is silent."""
+    for info in (
+        {},
+        {"rank_ip": 5, "rank_port": 5},
+        {"rank_ip": "\ud800", "rank_port": 5},
+        {"rank_ip": "10.0.0.1", "rank_port": "9" * 5000},
+        {"rank_ip": "10.0.0.1", "rank_port": 65536},
+        {"rank_ip": "a..b", "rank_port": 5},
+        {"rank_ip": None, "rank_port": None},
+    ):
+        made = manager(is_prefill=False)
+        clock = ManualClock()
+        made.releases = ReleaseWatch(clock, threaded=False, incidents=made.incidents)
+        made._counts = {"requests_aborted": 0}
+        made.local_ip, made.rank_port = "127.0.0.1", 1
+        made._deferred_abort_generation = 0
+        it: Any = object.__new__(conn.TieredKVReceiver)
+        it.kv_mgr, it.bootstrap_room, it.init_time = made, ROOM, 1.0
+        it.bootstrap_infos, it._abort_generation = [info], None
+        it.conclude_state = None
+        it._send_abort_notification()
+        sent = it._send_bootstrap_message(
+            bootstrap_info=info, message=[b"x"], operation="send_metadata"
+        )
+        is_text = info.get("rank_ip") in ("10.0.0.1", "a..b")
+        assert sent in ((True, False) if is_text else (False,)), info
+        for _ in range(8):
+            made.releases.look()
+            clock.advance(1.0)
+        assert made.incidents.counts == {}, made.incidents.counts
+        (hold,) = made.releases._holds.values()
+        assert hold.reach is Reach.SILENT, info
+    common.CommonKVReceiver.close_all_sockets()
+    return {}
+
+
+def main() -> None:
+    """Run the modes."""
+    told: dict[str, Any] = {}
+    for mode in sys.argv[1:]:
+        if mode == "unguarded":
+            conn.refusal_on_prefill = conn.refusal_on_decode = lambda *args: ""
+            continue
+        try:
+            told[mode] = dict(globals()[mode]())
+        except Exception as error:  # noqa: BLE001 - a finding
+            told[mode] = f"{type(error).__name__}: {str(error)[:200]}"
+    print("\n" + json.dumps(told))
+
+
+if __name__ == "__main__":
+    zmq.Context.instance()
+    main()
