@@ -16,7 +16,7 @@ from enum import Enum
 from urllib.parse import urlsplit
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.router.config import InstanceConfig, RouterConfig, is_loopback
+from sgl_tiered.router.config import InstanceConfig, RouterConfig, host_of, is_loopback
 from sgl_tiered.router.refusals import RefusedError
 
 __all__ = ["Hosts", "Level", "check_key"]
@@ -101,8 +101,7 @@ class Hosts:
 
     def name(self, urls: Iterable[str]) -> None:
         """Allow the hosts that a registry names, also when they have left it."""
-        hosts = (urlsplit(url).hostname for url in urls)
-        self._named.update(host for host in hosts if host)
+        self._named.update(host for url in urls if (host := host_of(url)))
 
     def trouble(self, config: InstanceConfig) -> str:
         """Return in a sentence why an instance may not be added; empty if it may."""

@@ -12,6 +12,7 @@ from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.membership import check_name
 from sgl_tiered.pool.registry_url import check_url
 from sgl_tiered.router.feed import FeedSource
+from sgl_tiered.transport.endpoints import tcp_endpoint
 
 __all__ = [
     "COLOCATED",
@@ -21,6 +22,7 @@ __all__ = [
     "InstanceConfig",
     "RouterConfig",
     "Timeouts",
+    "host_of",
     "is_loopback",
     "parse_instance",
 ]
@@ -59,7 +61,7 @@ class InstanceConfig:
     @property
     def host(self) -> str:
         """The host of its address, as a peer connects to it."""
-        return urlsplit(self.url).hostname or ""
+        return host_of(self.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,14 @@ class RouterConfig:
                 raise ConfigError(name, f"{value} is too small", f"use {least} or more")
 
 
+def host_of(url: str) -> str:
+    """Return the host of an address; an empty text where there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:  # half an IPv6 address, or letters that stand for others
+        return ""
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach an address.
 
@@ -309,6 +319,8 @@ def _endpoint(value: str, setting: str) -> str:
             f"{value} is what the server binds, not what a subscriber connects to",
             "write the server's host, e.g. tcp://127.0.0.1:5557",
         )
-    if not re.fullmatch(r"tcp://[^/:\s]+:\d+|tcp://\[[0-9a-fA-F:]+\]:\d+", value):
-        raise ConfigError(setting, f"{value!r} is no endpoint", "write tcp://HOST:PORT")
+    try:
+        tcp_endpoint(value)
+    except ValueError as error:
+        raise ConfigError(setting, str(error), "write tcp://HOST:PORT") from None
     return value

@@ -19,14 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
 
 import msgspec
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.membership import Member
 from sgl_tiered.router.access import Hosts
-from sgl_tiered.router.config import InstanceConfig, is_loopback, parse_instance
+from sgl_tiered.router.config import (
+    InstanceConfig,
+    host_of,
+    is_loopback,
+    parse_instance,
+)
 
 __all__ = [
     "FLAG",
@@ -121,8 +125,8 @@ def config_of(member: Member) -> InstanceConfig:
     url = told.get("http", "")
     if not url:
         raise ConfigError(setting, "it tells no HTTP address", "start it anew")
-    control = urlsplit(told.get("control", "")).hostname or ""
-    is_near = is_loopback(urlsplit(url).hostname or "")
+    control = host_of(told.get("control", ""))
+    is_near = is_loopback(host_of(url))
     if is_near and control and not is_loopback(control):
         # Here that address would be another server, or none.
         raise ConfigError(

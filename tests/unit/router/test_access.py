@@ -202,7 +202,7 @@ def test_hosts_with_a_key_are_named_ones() -> None:
     here, there = parse_instance("http://127.0.0.1:1"), parse_instance("http://h:1")
     assert hosts.trouble(here)
     assert hosts.trouble(there)
-    hosts.name(["http://h:7", ""])
+    hosts.name(["http://[", "http://h:7", "", "http://\N{ACCOUNT OF}.com"])
     assert not hosts.trouble(there)
     hosts = Hosts(RouterConfig(instance_api_key="k", allow_hosts=("127.0.0.1",)), [])
     assert not hosts.trouble(here)

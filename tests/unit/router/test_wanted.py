@@ -69,6 +69,12 @@ def test_a_member_tells_all_that_a_router_has_to_know() -> None:
     [
         ({}, "no HTTP address"),
         ({"http": "127.0.0.1:1"}, "no address"),
+        ({"http": "http://["}, "no address"),
+        ({"http": "http://[::x]:5"}, "no address"),
+        ({"http": "http://\N{ACCOUNT OF}.com:5"}, "no address"),
+        ({"http": "http://h:1", "events": "tcp://h:" + "9" * 5000}, "is no"),
+        ({"http": "http://h:1", "events": "tcp://h:65536"}, "is no"),
+        ({"http": "http://h:1", "events": "tcp://a..b:5"}, "is no"),
         ({"http": "http://h:1,kind=prefill"}, "said before"),
         ({"http": "http://h:1", "bootstrap": "0"}, "bootstrap"),
         ({"http": "http://h:1", "events": "tcp://*:1"}, "what the server binds"),
