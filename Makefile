@@ -22,6 +22,12 @@ help: ## list the targets
 install: ## make the virtual environment with SGLang, the plugin and the tools
 	@bash scripts/install.sh "$(VENV)"
 
+.PHONY: lock
+lock: ## choose the newest versions that go together, for scripts/constraints.txt
+	@rm -rf .cache/lock && UNLOCKED=1 bash scripts/install.sh .cache/lock
+	@.cache/lock/bin/python scripts/lock.py >.cache/constraints.txt
+	@mv .cache/constraints.txt scripts/constraints.txt && rm -rf .cache/lock
+
 .PHONY: demo
 demo: install ## plain SGLang against SGLang with tiers, on a model that we trained
 	@$(SAY) demo "plain SGLang, then SGLang with tiers, on the same work (about 8 minutes)"
