@@ -86,7 +86,7 @@ def with_adapters(spec, paths):
 
 
 def test_adapters_share_pages_by_their_weights(servers, model, tmp_path):
-    """Pages of one adapter in two places are pulled; of two with one name they are not."""
+    """Pages of one adapter in two places are pulled; of two of one name not."""
     paths = {
         "a": {"poems": tmp_path / "a" / "poems", "sql": tmp_path / "a" / "sql"},
         "b": {"poems": tmp_path / "b" / "poems", "sql": tmp_path / "b" / "sql"},
