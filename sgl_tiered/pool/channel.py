@@ -16,6 +16,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.guard import CONTROL, CONTROL_KEY, Guard
@@ -107,12 +108,8 @@ class ControlChannel:
         self._courier.keep(set(self._peers.values()))
 
     def send(self, message: Envelope) -> None:
-        """Send, without waiting and without a promise."""
-        peer = self._peers.get(message.receiver[0])
-        if peer is not None:
-            refusal = self._courier.send(*peer, self._guard.stamp(message))
-            if refusal:
-                _LOG.debug("instance %d: %s", message.receiver[0], refusal)
+        """Send, without waiting and without a promise: what fails is a lost message."""
+        self._incidents.guard("a message's sending", partial(self._send, message))
 
     def take(self) -> list[Envelope]:
         """Return what has arrived since the last call, of whom it says that it is."""
@@ -131,6 +128,13 @@ class ControlChannel:
         """Leave the network; may be called twice."""
         self._server.close()
         self._courier.close()
+
+    def _send(self, message: Envelope) -> None:
+        peer = self._peers.get(message.receiver[0])
+        if peer is not None:
+            refusal = self._courier.send(*peer, self._guard.stamp(message))
+            if refusal:
+                _LOG.debug("instance %d: %s", message.receiver[0], refusal)
 
     def _put(self, request: Request) -> None:
         """Take a message, on the thread of the endpoint."""

@@ -28,6 +28,7 @@ from sgl_tiered.pool.membership import (
     Member,
     Note,
     View,
+    check_endpoints,
     check_name,
     first_free_id,
     incarnation_after,
@@ -55,6 +56,7 @@ _NO_ANSWER = (
 """What a request ends with that etcd did not answer, or not in its words: what it says
 is JSON of any shape until it is read."""
 _MAX_TRIES = 20
+_MAX_REVISION = (1 << 63) - 1
 _REST_S = 0.2
 
 
@@ -112,6 +114,7 @@ class EtcdRegistry:
     ) -> Lease:
         """Begin a new incarnation; a former one under this name is over at once."""
         check_name(name)
+        check_endpoints(endpoints)
         try:
             for _ in range(_MAX_TRIES):
                 lease = self._try_to_join(name, kind, endpoints)
@@ -363,7 +366,10 @@ class EtcdRegistry:
         request = {"key": _encoded(whole), "range_end": _encoded(_end_of(whole))}
         answer = self._post("kv/range", request)
         found = [_decoded(each) for each in answer.get("kvs", [])]
-        return found, int(answer["header"]["revision"])
+        revision = int(answer["header"]["revision"])
+        if not 0 <= revision <= _MAX_REVISION:
+            raise ValueError("etcd has no such revision")
+        return found, revision
 
     def _transact(
         self, compare: list[dict[str, Any]], changes: list[dict[str, Any]]
@@ -400,10 +406,13 @@ def _encoded(text: str) -> str:
 
 
 def _decoded(entry: Mapping[str, str]) -> dict[str, str]:
-    """Return key, value and revision of an entry, as text."""
+    """Return key, value and revision of an entry, as text.
+
+    One that is no text must not hide the others: it is refused where it is read.
+    """
     return {
-        "key": base64.b64decode(entry["key"]).decode(),
-        "value": base64.b64decode(entry.get("value", "")).decode(),
+        "key": base64.b64decode(entry["key"]).decode(errors="replace"),
+        "value": base64.b64decode(entry.get("value", "")).decode(errors="replace"),
         "mod_revision": entry["mod_revision"],
     }
 

@@ -24,7 +24,8 @@ from sgl_tiered.pool.membership import Member, View
 from sgl_tiered.pool.messages import Answer, AskDone, Incarnation
 from sgl_tiered.pool.requests import Request, Requests
 from sgl_tiered.pool.transfer import Transfer
-from sgl_tiered.transport.knocking import Endpoint, Place
+from sgl_tiered.transport.endpoints import tcp_endpoint
+from sgl_tiered.transport.knocking import Place
 from sgl_tiered.transport.process import Process
 from sgl_tiered.transport.release import ReleaseWatch
 
@@ -126,9 +127,10 @@ class Fences:
         fence = self._open.get(key)
         if fence is None:
             member = self._records.get(peer)
-            fence = self._open[key] = Fence(self._me, peer, member)
+            fence = Fence(self._me, peer, member)
             self._watch.hold(key, _places(member))
             fence.safe = self._facts.watch(partial(self._is_safe, fence))
+            self._open[key] = fence
         return fence
 
     def poll(self) -> None:
@@ -213,17 +215,12 @@ def _places(member: Member | None) -> tuple[Place, ...]:
     """Return where the process of an entry can be looked for."""
     if member is None:
         return ()
-    endpoint = _endpoint(member.endpoints.get(CONTROL, ""))
-    if endpoint is None:
+    try:
+        endpoint = tcp_endpoint(member.endpoints.get(CONTROL, ""))
+    except ValueError:
         return ()
     names = member.endpoints.get(PROCESS, "").split(",")
     return tuple(dict.fromkeys(Place(endpoint, Process.named(name)) for name in names))
-
-
-def _endpoint(url: str) -> Endpoint | None:
-    """Return host and port of ``tcp://host:port``; None if it is not that."""
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    return (host.strip("[]"), int(port)) if host and port.isdecimal() else None
 
 
 def _has_port_of(members: Sequence[Member], former: Member) -> bool:

@@ -16,16 +16,14 @@ from collections.abc import Mapping
 
 import msgspec
 
-from sgl_tiered.pool.membership import View
+from sgl_tiered.pool.membership import CONTROL, View
 from sgl_tiered.pool.messages import Answer, Envelope, Incarnation
 from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["CONTROL", "CONTROL_KEY", "Guard"]
 
-CONTROL = "control"
-"""Name of the endpoint in a member's entry."""
 CONTROL_KEY = "control_key"
-"""Name of its public key there."""
+"""Name of a member's public key in its entry, beside its endpoint ``CONTROL``."""
 _NONCE_BYTES = 8
 
 

@@ -77,13 +77,16 @@ class Guests:
 
     def lose(self, peer: Incarnation) -> None:
         """Take all blocks from a peer whose incarnation is over."""
-        blocks = self._blocks.pop(peer, None)
+        blocks = self._blocks.get(peer)
         if blocks:
             addresses = np.array(sorted(blocks), np.uint64)
+            # First, as it may fail: then nothing has changed.
+            fence = self._fences.open(peer)
             # Held still: refused from now on, and free with the release.
             refusal = self._store.free(addresses)
             assert not refusal, refusal
-            self._quarantine.append((self._fences.open(peer), addresses))
+            self._quarantine.append((fence, addresses))
+        self._blocks.pop(peer, None)
 
     def poll(self) -> None:
         """Free blocks that nobody writes to any more."""

@@ -31,6 +31,7 @@ from sgl_tiered.pool.membership import (
     Member,
     Note,
     View,
+    check_endpoints,
     check_name,
     first_free_id,
     incarnation_after,
@@ -108,6 +109,7 @@ class LocalRegistry:
     ) -> Lease:
         """Begin a new incarnation; a former one under this name is over at once."""
         check_name(name)
+        check_endpoints(endpoints)
         with self._state() as state:
             known = state["names"].get(name)
             if known is None:

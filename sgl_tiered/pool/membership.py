@@ -18,15 +18,18 @@ import msgspec
 
 from sgl_tiered.core.addresses import MAX_INSTANCE
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.transport.endpoints import tcp_endpoint
 from sgl_tiered.transport.incidents import Incidents
 
 __all__ = [
+    "CONTROL",
     "InstanceKind",
     "Lease",
     "Member",
     "Note",
     "Registry",
     "View",
+    "check_endpoints",
     "check_name",
     "default_name",
     "first_free_id",
@@ -38,6 +41,11 @@ __all__ = [
 
 MAX_INCARNATION = (1 << 32) - 1
 _MAX_NAME = 200
+CONTROL = "control"
+"""Name of the endpoint in a member's entry that messages go to."""
+_MAX_ENDPOINTS = 64
+_MAX_ENDPOINT = 1 << 16
+"""Characters of one: the processes of some 900 ranks are one."""
 
 
 class InstanceKind(StrEnum):
@@ -133,7 +141,7 @@ class Registry(Protocol):
         """Begin a new incarnation; a former one under this name is over at once.
 
         Raises:
-            ConfigError: the name cannot be used, or no id is left.
+            ConfigError: the name or an endpoint cannot be used, or no id is left.
             TransportUnavailableError: the registry cannot be reached.
         """
         ...
@@ -216,6 +224,34 @@ def check_name(name: str) -> None:
         )
 
 
+def check_endpoints(endpoints: Mapping[str, str]) -> None:
+    """Raise ConfigError unless all can be handed to whoever reads them.
+
+    All must be text of one line that can be sent, and ``CONTROL`` one that can be
+    connected to; what others mean is for those who use them.
+    """
+    problem = ""
+    if len(endpoints) > _MAX_ENDPOINTS:
+        problem = f"there are {len(endpoints)}, and at most {_MAX_ENDPOINTS} are read"
+    for name, text in endpoints.items():
+        if len(name) > _MAX_NAME or len(text) > _MAX_ENDPOINT:
+            problem = f"{name[:_MAX_NAME]!r} is too long"
+        # Neither are half surrogates, which no encoder takes.
+        elif not (name.isprintable() and text.isprintable()):
+            problem = f"{name!r} has other than printable text"
+    if CONTROL in endpoints and not problem:
+        try:
+            tcp_endpoint(endpoints[CONTROL])
+        except ValueError as error:
+            problem = str(error)
+    if problem:
+        raise ConfigError(
+            "endpoints of an instance",
+            problem,
+            "give addresses such as tcp://10.0.0.5:5557",
+        )
+
+
 def default_name(port: int) -> str:
     """Return a name for who serves at a port of this machine, one that keeps it."""
     host = socket.gethostname().partition(".")[0] or "host"
@@ -269,7 +305,9 @@ def member_from(fields: Mapping[str, Any]) -> Member:
     try:
         member = msgspec.convert(fields, Member)
         check_name(member.name)
-    except (msgspec.ValidationError, ConfigError) as error:
+        check_endpoints(member.endpoints)
+        member.memory.encode()
+    except (msgspec.ValidationError, ConfigError, UnicodeEncodeError) as error:
         raise ValueError(f"no member: {error}") from None
     if not 0 <= member.instance <= MAX_INSTANCE:
         raise ValueError(f"no member: its id is {member.instance}")

@@ -122,7 +122,9 @@ class MemPool:
         self._pause = pause
         self._view = View(0)
         grace_s = self._config.grace_s
-        self._watch = watch or ReleaseWatch(clock, after_death_s=grace_s)
+        self._watch = watch or ReleaseWatch(
+            clock, after_death_s=grace_s, incidents=self.incidents
+        )
         self._requests = Requests(
             self._me, channel, clock, self._config.retry_s, self.incidents
         )
@@ -483,16 +485,19 @@ class MemPool:
     # Upkeep.
 
     def see(self, view: View) -> None:
-        """Act on a new view: what concerns incarnations that are over, ends now."""
+        """Act on a new view: what concerns incarnations that are over, ends now.
+
+        Whatever stands in it, nothing is raised: what fails is counted.
+        """
         former, self._view = self._view, view
-        self._entries.see(view)
-        self._fences.see(view)
-        self._receiver.see(view)
+        what = "a look at a view"
+        for see in (self._entries.see, self._fences.see, self._receiver.see):
+            self.incidents.guard(what, partial(see, view))
         for member in former.members:
             peer = (member.instance, member.incarnation)
             if not view.has(*peer):
-                self._lose(peer)
-        self._entries.forget(view)
+                self.incidents.guard(what, partial(self._lose, peer))
+        self.incidents.guard(what, partial(self._entries.forget, view))
 
     def poll(self) -> None:
         """Take messages, move transfers along, free what can be freed.
@@ -500,9 +505,9 @@ class MemPool:
         Whatever others have said, nothing is raised: what fails is counted.
         """
         for envelope in self._channel.take():
-            self._guarded(partial(self._take, envelope))
+            self.incidents.guard("a poll", partial(self._take, envelope))
         for step in self._steps:
-            self._guarded(step)
+            self.incidents.guard("a poll", step)
 
     def begin_anew(self, incarnation: int) -> None:
         """Go on as a new incarnation, as the lease of the last one is over.
@@ -512,19 +517,23 @@ class MemPool:
         """
         self.stop("the lease of this instance was over")
         self._me = (self._instance, incarnation)
-        self._requests.begin_anew(self._me)
-        self._receiver.begin_anew(self._me)
-        self._words.begin_anew(incarnation)
-        self._fences.begin_anew(self._me)
+        for step in (
+            partial(self._requests.begin_anew, self._me),
+            partial(self._receiver.begin_anew, self._me),
+            partial(self._words.begin_anew, incarnation),
+            partial(self._fences.begin_anew, self._me),
+        ):
+            self.incidents.guard("a new beginning", step)
 
     def stop(self, reason: str) -> None:
         """End all that is under way with others; the reason is one clause."""
-        self._sender.stop(reason)
-        self._fetches.end_all(reason)
+        what = "the end of what is under way"
+        self.incidents.guard(what, partial(self._sender.stop, reason))
+        self.incidents.guard(what, partial(self._fetches.end_all, reason))
         for member in self._view.members:
-            self._requests.lose((member.instance, member.incarnation), reason)
-        for search in self._searches:
-            search.advance()
+            peer = (member.instance, member.incarnation)
+            self.incidents.guard(what, partial(self._requests.lose, peer, reason))
+        self.incidents.guard(what, self._search)
         self._searches.clear()
 
     def close(self, reason: str) -> None:
@@ -554,12 +563,6 @@ class MemPool:
     def _peer(self, instance: int) -> Incarnation | None:
         member = self._view.member(instance)
         return None if member is None else (instance, member.incarnation)
-
-    def _guarded(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001 - the owner's thread has to live on
-            self.incidents.note("failed", f"{type(error).__name__} in a poll", error)
 
     def _take(self, envelope: Envelope) -> None:
         if not isinstance(envelope.body, Answer):

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ def make_pool(
     grace_s, watch = transport.quarantine.grace_s, None
     if crew is not None:
         # It looks in its own time, between the meetings of the ranks.
-        watch = ReleaseWatch(SystemClock(), after_death_s=grace_s)
+        watch = ReleaseWatch(SystemClock(), after_death_s=grace_s, incidents=incidents)
         common, clock = crew.channel(channel), crew.clock
     assert common is not None, "who is alone has a channel"
     return MemPool(
@@ -463,10 +464,10 @@ class PoolNode:
 
     def _see(self, view: View) -> None:
         for lost in self._transport.take_lost():
-            _LOG.info("bytes do not reach %s: %s", lost.address.endpoint, lost.reason)
+            _LOG.info("bytes do not reach %r: %s", lost.address.endpoint, lost.reason)
         self._view = view
-        self._channel.see(view)
-        self.pool.see(view)
+        for see in (self._channel.see, self.pool.see):
+            self.incidents.guard("a look at a view", partial(see, view))
 
     def _begin_anew(self) -> None:
         self._lease = self._held

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from sgl_tiered.pool.peers import (
 )
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.transport.base import TransferStatus
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["PeerPulls"]
 
@@ -69,6 +71,7 @@ _FORCED_S = 60.0
 _MAX_PULLS = 64
 _MAX_ENDED = 1024
 _MAX_REASONS = 32
+_FAILED = "the pull failed here"
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +112,7 @@ class PeerPulls:
         page_tokens, page_bytes: of one page.
         load_policy: ``auto`` (pull what pays), ``always`` (for experiments: as if
             computing took a minute) or ``never``; asked each time.
+        incidents: counts what fails here.
     """
 
     def __init__(
@@ -122,7 +126,9 @@ class PeerPulls:
         page_tokens: int,
         page_bytes: int,
         load_policy: Callable[[], str] = lambda: "auto",
+        incidents: Incidents | None = None,
     ) -> None:
+        self._incidents = incidents or Incidents("pulls")
         self._load_policy = load_policy
         self._store = store
         self._peers = peers
@@ -174,6 +180,9 @@ class PeerPulls:
     ) -> None:
         """Begin what pays for a request; asked again for one, it does nothing.
 
+        Whatever peers and the cache do, nothing is raised: what fails is counted, and
+        there is no pull.
+
         Args:
             rid: of the request.
             digest: its namespace.
@@ -186,6 +195,27 @@ class PeerPulls:
             return
         if self._load_policy() == "never":
             return
+
+        def begin() -> None:
+            self._look(rid, digest, tokens, device_pages, max_pages, hints)
+
+        if not self._incidents.guard("the beginning of a pull", begin):
+            wanted = self._wanted.setdefault(rid, Wanted())
+            wanted.reason = _FAILED
+            self._count(_FAILED)
+            for pull in [each for each in self._pulls if rid in each.wanted]:
+                self._break(pull)
+
+    def _look(
+        self,
+        rid: str,
+        digest: bytes,
+        tokens: Int32s,
+        device_pages: int,
+        max_pages: int,
+        hints: Sequence[Hint],
+    ) -> None:
+        """Begin what pays."""
         present = self._store.num_present(digest, tokens, device_pages)
         first = device_pages + present
         if first >= max_pages:
@@ -214,7 +244,7 @@ class PeerPulls:
         pull = next((p for p in self._pulls if rid in p.wanted), None)
         if pull is None:
             return False
-        self._advance(pull)
+        self._move(pull)
         if pull not in self._pulls:
             return False
         if self._clock.now() < pull.give_up_at_s:
@@ -232,9 +262,9 @@ class PeerPulls:
                 pull.wanted.pop(rid, None)
 
     def poll(self) -> None:
-        """Take the ends of searches and pulls."""
+        """Take the ends of searches and pulls; what fails is counted, not raised."""
         for pull in list(self._pulls):
-            self._advance(pull)
+            self._move(pull)
 
     def reset(self) -> None:
         """Forget requests: the cache was emptied. What is under way ends unused."""
@@ -300,9 +330,11 @@ class PeerPulls:
         pull = _Pull(digest, tokens, first, max_pages, now_s, now_s)
         pull.wanted[rid] = wanted
         if holders:
+            # First, so that it is known where what follows fails.
+            self._pulls.append(pull)
             reason = self._fetch(pull, holders)
-            if not reason:
-                self._pulls.append(pull)
+            if reason:
+                self._pulls.remove(pull)
             return reason
         reason = self._no_search(worth_s, max_pages - first)
         if reason:
@@ -341,6 +373,25 @@ class PeerPulls:
             self._num_unasked = 0
             return ""
         return "peers seldom hold anything, and asking them takes too long"
+
+    def _move(self, pull: _Pull) -> None:
+        """Move one pull along; it is over where that fails."""
+        if not self._incidents.guard("a pull", partial(self._advance, pull)):
+            self._break(pull)
+
+    def _break(self, pull: _Pull) -> None:
+        """End a pull of which something has failed here."""
+        if pull in self._pulls:
+            self._incidents.guard(
+                "the end of a pull", partial(self._over, pull, _FAILED)
+            )
+        if pull.addresses is None:
+            return
+        # One by one: some may be the cache's by now. Where they are still written to,
+        # the pool holds them, and they are free when it says so.
+        for at in range(len(pull.addresses)):
+            block = pull.addresses[at : at + 1]
+            self._incidents.guard("the end of a pull", partial(self._store.free, block))
 
     def _advance(self, pull: _Pull) -> None:
         """Move one pull along."""

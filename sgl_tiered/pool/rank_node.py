@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from sgl_tiered.core.background import give_way
@@ -41,6 +42,7 @@ class RankNode:
     Attributes:
         pool: the calls; None of them after ``close``.
         store: what ``make_store`` made.
+        incidents: counts what fails here.
 
     Raises:
         TransportUnavailableError: the memory cannot be used; or another rank is not in
@@ -58,6 +60,7 @@ class RankNode:
         memories: Callable[[BlockStore], Sequence[NodeMemory]] | None = None,
         make_reads: Callable[[BlockStore], DiskReads] | None = None,
     ) -> None:
+        self.incidents = Incidents("pool")
         self._crew = crew
         self._view = View(0)
         self._is_closed = False
@@ -86,7 +89,7 @@ class RankNode:
                 wake=lambda: None,
                 reads=reads,
                 crew=crew,
-                incidents=Incidents("pool"),
+                incidents=self.incidents,
             )
             self._undo = undo.pop_all()
 
@@ -120,4 +123,4 @@ class RankNode:
 
     def _see(self, view: View) -> None:
         self._view = view
-        self.pool.see(view)
+        self.incidents.guard("a look at a view", partial(self.pool.see, view))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -179,7 +180,9 @@ class Receiver:
         self._is_draining = member is not None and member.draining
         for peer in self._guests.peers:
             if not view.has(*peer):
-                self._guests.lose(peer)
+                # One that fails is tried again with the next view.
+                what = f"the end of instance {peer[0]}"
+                self._incidents.guard(what, partial(self._guests.lose, peer))
         self._words.see(view)
         self._servings.forget(lambda peer: view.has(*peer))
         for peer in [peer for peer in self._answers if not view.has(*peer)]:
@@ -243,7 +246,8 @@ class Receiver:
         self._settled.clear()
         self._servings.forget(lambda peer: False)
         for peer in self._guests.peers:
-            self._guests.lose(peer)
+            what = f"the end of what instance {peer[0]} had"
+            self._incidents.guard(what, partial(self._guests.lose, peer))
 
     def advance(self) -> None:
         """Answer what is done by now."""

@@ -6,7 +6,8 @@ JSON values, so that nothing which our own classes refuse is left out; ``on_the_
 makes of one the bytes that a control endpoint would get. Reading those gives a message
 or a refusal, and a pool that gets the message goes on, whatever it says.
 
-``entries`` are values that a registry may hold for a member.
+``entries`` are values that a registry may hold for a member, ``odd_endpoints`` what may
+stand in one as its endpoints.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from sgl_tiered.core.plans import Int32s
 from sgl_tiered.transport.messages import VERSION
 
-__all__ = ["answers", "entries", "envelopes", "on_the_wire"]
+__all__ = ["answers", "entries", "envelopes", "odd_endpoints", "on_the_wire"]
 
 _NUMBERS = st.one_of(
     st.integers(0, 40),
@@ -204,6 +205,38 @@ def on_the_wire(message: Mapping[str, Any], request_id: int = 1) -> bytes:
     )
 
 
+# Made by calls, as Hypothesis tells what strategies are made of.
+_DIGITS = st.just(5000).map(lambda num: "9" * num)
+_LONG = st.just(1 << 17).map(lambda num: "x" * num)
+_HOSTS = st.one_of(
+    st.sampled_from(["h", "127.0.0.1", "[::1]", "[", "[::x]", "a..b", "", "*", "a b"]),
+    st.sampled_from(["a" * 63, "a" * 64, "\ud800", "a\0", "a\nb"]),
+    st.just(200).map(lambda num: "a." * num),
+    _TEXTS,
+)
+_PORTS = st.one_of(
+    _NUMBERS.map(str),
+    st.sampled_from(["0", "65535", "65536", "", "*", "\u0665", "\u00b2", "5:5"]),
+    _DIGITS,
+    _TEXTS,
+)
+_SCHEMES = _mostly(
+    st.just("tcp://"), st.sampled_from(["", "ipc://", "tcp:", "http://"])
+)
+_URLS = st.tuples(_SCHEMES, _HOSTS, _PORTS).map(lambda each: "{}{}:{}".format(*each))
+
+
+def odd_endpoints() -> st.SearchStrategy[dict[str, str]]:
+    """What may stand in a member's entry as its endpoints; much of it is wrong."""
+    few = st.sampled_from(["\udfff", "a\nb", ""])
+    texts = st.one_of(_URLS, _TEXTS, few, _DIGITS, _LONG)
+    names = st.one_of(st.sampled_from(["control", "process", "http"]), _TEXTS)
+    return st.one_of(
+        st.fixed_dictionaries({"control": _URLS}, optional={"process": texts}),
+        st.dictionaries(names, texts, max_size=4),
+    )
+
+
 def entries() -> st.SearchStrategy[Any]:
     """What may stand in a registry in the place of a member's entry."""
     scalars = st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS)
@@ -221,7 +254,7 @@ def entries() -> st.SearchStrategy[Any]:
             "instance": st.one_of(st.integers(0, 3), anything),
             "incarnation": st.one_of(st.integers(1, 3), anything),
             "kind": st.one_of(st.sampled_from(["decode", "encode"]), anything),
-            "endpoints": st.one_of(st.just({"http": "x:1"}), anything),
+            "endpoints": st.one_of(st.just({"http": "x:1"}), odd_endpoints(), anything),
             "draining": st.one_of(st.booleans(), anything),
             "memory": anything,
             "further": anything,

@@ -170,7 +170,7 @@ class ControlServer:
             self._socket.zap_domain = b"tiered"
         try:
             self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
             self._release()
             raise TransportUnavailableError(
                 f"control endpoint {endpoint} cannot be bound: {error}"
@@ -426,7 +426,7 @@ class ControlClient:
         )
         try:
             self._socket.connect(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
             self._release()
             raise TransportUnavailableError(
                 f"control endpoint {endpoint} cannot be used: {error}"

@@ -115,7 +115,8 @@ class Courier:
 
     def _refuse(self, endpoint: str, reason: str) -> str:
         if self._refusals.get(endpoint) != reason:
-            _LOG.warning("a message to %s is not sent: %s", endpoint, reason)
+            # repr: what others wrote must not look like lines of ours.
+            _LOG.warning("a message to %r is not sent: %s", endpoint, reason)
             self._refusals[endpoint] = reason
         return reason
 
@@ -165,7 +166,8 @@ class Courier:
         line = _Line(socket, monitor)
         try:
             socket.connect(endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:
+            # ValueError: half a surrogate is in it, which no encoder takes.
             _close(line)
             return f"the endpoint cannot be used: {error}"
         self._lines[endpoint, server_key] = line
@@ -185,7 +187,7 @@ class Courier:
             elif isinstance(read[1], Refused):
                 line.trouble = read[1].detail
         if line.trouble != former:
-            _LOG.warning("%s does not take our messages: %s", endpoint, line.trouble)
+            _LOG.warning("%r does not take our messages: %r", endpoint, line.trouble)
 
 
 def _close(line: _Line) -> None:

@@ -48,6 +48,23 @@ class Incidents:
         with self._lock:
             return dict(self._counts)
 
+    def guard(self, what: str, step: Callable[[], object]) -> bool:
+        """Carry out a step; what it raises is counted as ``failed``, and told.
+
+        Args:
+            what: what is done, in a few words.
+            step: the step.
+
+        Returns:
+            Whether it came to its end.
+        """
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - who calls it has to live on
+            self.note("failed", f"{type(error).__name__} in {what}", error)
+            return False
+        return True
+
     def note(self, kind: str, detail: str, error: BaseException | None = None) -> None:
         """Count one.
 

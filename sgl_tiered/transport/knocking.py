@@ -17,11 +17,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from sgl_tiered.transport.endpoints import MAX_PORT, Endpoint
 from sgl_tiered.transport.process import Process
 
-__all__ = ["Endpoint", "Knocker", "Place", "Reach", "knock"]
-
-Endpoint = tuple[str, int]
+__all__ = ["Knocker", "Place", "Reach", "knock"]
 
 _KNOCK_S = 2.0
 _KEEP_ALIVE = (
@@ -104,12 +103,18 @@ def knock(endpoint: Endpoint) -> Reach:
 
 
 def _connect(endpoint: Endpoint) -> tuple[Reach, socket.socket | None]:
+    if not 1 <= endpoint[1] <= MAX_PORT:
+        # Nobody listens there; and of 65536 a resolver makes 0, which refuses.
+        return Reach.SILENT, None
     try:
         line = socket.create_connection(endpoint, _KNOCK_S)
     except ConnectionRefusedError:
         return Reach.OVER, None
     except OSError as error:
         return Reach.THERE if error.errno in _OURS else Reach.SILENT, None
+    except ValueError:
+        # No host has such a name: UnicodeError.
+        return Reach.SILENT, None
     with contextlib.suppress(OSError):
         for level, name, value in _KEEP_ALIVE:
             line.setsockopt(level, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -11,6 +12,8 @@ __all__ = ["Process"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NUMBERS = Path("/proc/self/ns/pid")
+_NUMBERS_OF = re.compile(r"([0-9]{1,10}):([0-9]{1,20})")
+"""The kernel's numbers have no more digits, and Python reads none of thousands."""
 _EXIT_FLAGS = 0x404
 """PF_EXITING and PF_SIGNALED of the kernel's task flags."""
 _SIGKILL_BIT = 1 << 8
@@ -41,10 +44,10 @@ class Process:
     def named(cls, name: str) -> Self | None:
         """Return the process of a ``name``; None if it is none of this machine's."""
         machine, _, numbers = name.partition("/")
-        pid, _, started = numbers.partition(":")
-        if machine != _machine() or not (pid.isdecimal() and started.isdecimal()):
+        found = _NUMBERS_OF.fullmatch(numbers)
+        if found is None or machine != _machine():
             return None
-        return cls(int(pid), int(started))
+        return cls(int(found[1]), int(found[2]))
 
     @property
     def name(self) -> str:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from sgl_tiered.core.clock import Clock
+from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Knocker, Place, Reach
 
 __all__ = ["ReleaseWatch"]
@@ -70,6 +72,10 @@ class ReleaseWatch:
             may write to it began to refuse; at most 10 s after the end of one of this
             machine's.
         threaded: False for tests, which call ``look`` themselves.
+        incidents: counts what fails here: it ends neither the thread nor other holds.
+
+    Attributes:
+        incidents: as given, or its own.
     """
 
     def __init__(
@@ -79,7 +85,9 @@ class ReleaseWatch:
         *,
         after_death_s: float = _AFTER_DEATH_S,
         threaded: bool = True,
+        incidents: Incidents | None = None,
     ) -> None:
+        self.incidents = incidents or Incidents("releases")
         self._clock = clock
         self._knocker = Knocker()
         self._look_for = look_for or self._knocker
@@ -121,10 +129,7 @@ class ReleaseWatch:
         with self._work:
             self._holds[key] = hold
             if self._threaded and self._thread is None and not self._is_closed:
-                self._thread = threading.Thread(
-                    target=self._run, name="tiered-release", daemon=True
-                )
-                self._thread.start()
+                self.incidents.guard("the start of a watch", self._start)
             self._work.notify()
 
     def forget(self, key: Hashable) -> None:
@@ -162,8 +167,8 @@ class ReleaseWatch:
         """Look for the processes of all holds once."""
         with self._lock:
             wanted = {place for hold in self._holds.values() for place in hold.places}
-        found = {place: self._look_for(place) for place in wanted}
-        self._knocker.keep(wanted)
+        found = {place: self._found(place) for place in wanted}
+        self._keep(wanted)
         now_s = self._clock.now()
         reminders = []
         with self._lock:
@@ -185,7 +190,7 @@ class ReleaseWatch:
                         now_s - hold.since_s,
                     )
         for remind in reminders:
-            remind()
+            self.incidents.guard("a reminder", remind)
 
     def close(self) -> None:
         """End the thread; nothing is looked for any more."""
@@ -193,14 +198,31 @@ class ReleaseWatch:
             self._is_closed = True
             self._work.notify()
 
+    def _start(self) -> None:
+        """Start the thread; one that cannot be is started by the next hold."""
+        thread = threading.Thread(target=self._run, name="tiered-release", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _found(self, place: Place) -> Reach:
+        """Look for one process; what fails here says nothing of it."""
+        found = [Reach.THERE]
+        self.incidents.guard(
+            "a look for a process", lambda: found.append(self._look_for(place))
+        )
+        return found[-1]
+
+    def _keep(self, places: Collection[Place]) -> None:
+        self.incidents.guard("an end of a look", partial(self._knocker.keep, places))
+
     def _run(self) -> None:
         while True:
-            self.look()
+            self.incidents.guard("a look for processes", self.look)
             with self._work:
                 if not self._is_closed:
                     self._work.wait(_LOOK_S if self._holds else None)
                 if self._is_closed:
-                    self._knocker.keep(())
+                    self._keep(())
                     return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import errno
 import json
 import os
@@ -202,11 +203,26 @@ class Kit:
                 "incarnation": 1,
                 "endpoints": {},
             },
+            {
+                "kind": "prefill",
+                "name": "p7",
+                "instance": 7,
+                "incarnation": 1,
+                "endpoints": {"control": "tcp://h:" + "9" * 5000},
+            },
+            {
+                "kind": "prefill",
+                "name": "p7",
+                "instance": 7,
+                "incarnation": 1,
+                "endpoints": {"control": "tcp://a..b:5", "http": "x:1"},
+            },
             ["later"],
             None,
             "text",
             5,
         ],
+        ids=lambda entry: type(entry).__name__,
     )
     def test_an_entry_of_another_version_is_passed_over(
         self, make: Callable[[], Registry], entry: object
@@ -574,6 +590,52 @@ class TestWithoutEtcd:
             assert not call()
         assert not registry.notes()
         assert registry.view().members == ()
+        registry.close()
+
+    def test_one_odd_entry_hides_no_other(self) -> None:
+        """Whoever may write to etcd, and whatever: half text, half numbers."""
+
+        def entry(number: int, value: bytes) -> dict[str, str]:
+            key = f"/sgl-tiered/default/members/{number}".encode()
+            return {
+                "key": base64.b64encode(key).decode(),
+                "value": base64.b64encode(value).decode(),
+                "mod_revision": "1",
+            }
+
+        def member(number: int, control: str) -> dict[str, object]:
+            return {
+                "name": f"p{number}",
+                "instance": number,
+                "incarnation": 1,
+                "kind": "prefill",
+                "endpoints": {"control": control},
+            }
+
+        right = json.dumps(member(0, "tcp://10.0.0.1:5")).encode()
+        odd = [
+            b"\xff\xfe no text",
+            json.dumps(member(2, "tcp://\ud800:5")).encode(),
+            json.dumps(member(3, "tcp://h:" + "9" * 5000)).encode(),
+            b'{"instance": ' + b"9" * 5000 + b"}",
+        ]
+        kvs = [entry(n, value) for n, value in enumerate([right, *odd])]
+        revisions = ["5", "9" * 30, "9" * 5000]
+
+        def say(request: httpx.Request) -> httpx.Response:
+            told = {"kvs": kvs, "header": {"revision": revisions[0]}}
+            return httpx.Response(200, json=told, request=request)
+
+        client = httpx.Client(transport=httpx.MockTransport(say))
+        registry = EtcdRegistry("http://127.0.0.1:1", client=client)
+        found = registry.look()
+        assert found is not None
+        assert [each.name for each in found.members] == ["p0"]
+        assert registry._incidents.counts == {"entry": 4}
+        for _ in range(2):
+            # Other ranks are told of a view as JSON, whose numbers have an end.
+            del revisions[0]
+            assert registry.look() is None
         registry.close()
 
     def test_an_outage_is_told_now_and_then(

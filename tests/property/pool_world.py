@@ -131,8 +131,9 @@ class World:
 
     def look_for(self, place: Whereabouts) -> Reach:
         """Say whether a process is there, whatever the registry says."""
-        instance, start = place.endpoint
-        return Reach.THERE if self.starts[int(instance)] == start else Reach.OVER
+        host, start = place.endpoint
+        is_there = host.isdecimal() and self.starts.get(int(host)) == start
+        return Reach.THERE if is_there else Reach.OVER
 
     def stop(self, instance: int) -> Node:
         """Let an instance stop until its lease is over, which all others see."""
@@ -332,6 +333,7 @@ class Node:
             world.look_for,
             after_death_s=CONFIG.grace_s,
             threaded=False,
+            incidents=self.incidents,
         )
         self.pool = MemPool(
             self.store,

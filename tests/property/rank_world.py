@@ -158,6 +158,7 @@ class OneRank:
             world.look_for,
             after_death_s=CONFIG.grace_s,
             threaded=False,
+            incidents=node.incidents,
         )
         self.pool = MemPool(
             self.store,
@@ -181,6 +182,7 @@ class OneRank:
             MetricsRegistry(),
             page_tokens=SHAPE.page_tokens,
             page_bytes=self.shard.layout(SHAPE).page_bytes,
+            incidents=node.incidents,
         )
 
     def see(self, view: View) -> None:

@@ -2,9 +2,9 @@
 
 Instances 0 and 1 work with each other; 2 is a member with an entry of its own, and all
 that comes from it is made up (``sgl_tiered.testing.hostile``), or is said in the name
-of another one. Whatever it is: no exception, no page of an honest namespace that is not
-what its tokens say, no answer to who has another's key, bounded memory; and when it has
-left, no block is missing.
+of another one; so is what its entry says of where it can be reached. Whatever it is: no
+exception, no page of an honest namespace that is not what its tokens say, no answer to
+who has another's key, bounded memory; and when it has left, no block is missing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.channel import MESSAGES
 from sgl_tiered.pool.fetch import Fetch, Search
 from sgl_tiered.pool.guard import Guard
+from sgl_tiered.pool.membership import View, member_fields, members_from
 from sgl_tiered.pool.mempool import PoolUsage
 from sgl_tiered.pool.messages import Answer, Envelope, from_wire
-from sgl_tiered.testing.hostile import answers, envelopes, on_the_wire
+from sgl_tiered.testing.hostile import (
+    answers,
+    envelopes,
+    odd_endpoints,
+    on_the_wire,
+)
 from sgl_tiered.testing.strategies import prompts
 from sgl_tiered.transport.base import TransferStatus
 from sgl_tiered.transport.messages import Refused
@@ -40,6 +46,7 @@ from tests.property.pool_world import (
     LAYOUT,
     SHAPE,
     Node,
+    Strict,
     World,
     content,
     key_of,
@@ -68,6 +75,9 @@ class HostilePoolMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         """Start all instances."""
         self.world = World(in_cache=self.in_cache)
+        self.endpoints: dict[str, str] = {}
+        self.members = self.world.view
+        self.world.view = self.view  # type: ignore[method-assign]
         self.known: list[int] = []
         self.numbers: list[int] = []
         self.asked: list[Envelope] = []
@@ -87,6 +97,8 @@ class HostilePoolMachine(RuleBasedStateMachine):
             return
         receiver._MAX_KEPT = self.former
         self.world.start(EVIL, BLOCKS)
+        # Who has left stays known by its last entry.
+        self.endpoints = {}
         for _ in range(3):
             self.world.settle(15.0)
             self.take()
@@ -152,6 +164,13 @@ class HostilePoolMachine(RuleBasedStateMachine):
     def says(self, n: int, data: st.DataObject) -> None:
         """Anything, under its own key."""
         self.deliver(n, self.made_up(n, data), key_of(EVIL))
+
+    @rule(endpoints=st.one_of(st.just({}), odd_endpoints()))
+    def registers(self, endpoints: dict[str, str]) -> None:
+        """Another entry, of where it can be reached; one that is odd is no member's."""
+        self.endpoints = endpoints
+        self.world.version += 1
+        self.world.see()
 
     @rule(n=HONEST, data=st.data())
     def begins(self, n: int, data: st.DataObject) -> None:
@@ -234,6 +253,14 @@ class HostilePoolMachine(RuleBasedStateMachine):
                 assert held.num_pages <= num_tokens, "more pages than tokens"
 
     # Below: what the rules share.
+
+    def view(self) -> View:
+        """Return the members, as they are read from the registry."""
+        found = self.members()
+        entries = {str(each.instance): member_fields(each) for each in found.members}
+        if str(EVIL) in entries:
+            entries[str(EVIL)]["endpoints"] |= self.endpoints
+        return View(found.version, members_from(entries, Strict()))
 
     def made_up(self, n: int, data: st.DataObject) -> dict:
         return data.draw(
@@ -333,12 +360,14 @@ class OnlyBlocks(HostilePoolMachine):
     """What is said of blocks, alone: a smaller room, for a fault that is known."""
 
     says = pretends = answers = locate = send = fetch = None  # type: ignore[assignment]
+    registers = None  # type: ignore[assignment]
 
 
 class OnlyQuestions(HostilePoolMachine):
     """What is answered, alone."""
 
     says = pretends = begins = compute = send = fetch = None  # type: ignore[assignment]
+    registers = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

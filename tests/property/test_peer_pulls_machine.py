@@ -84,6 +84,7 @@ class Instance:
             MetricsRegistry(),
             page_tokens=SHAPE.page_tokens,
             page_bytes=LAYOUT.page_bytes,
+            incidents=node.incidents,
         )
 
     @property

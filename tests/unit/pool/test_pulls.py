@@ -26,6 +26,7 @@ from sgl_tiered.pool.peers import Hint, Holder
 from sgl_tiered.pool.pulls import PeerPulls
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import TransferStatus
+from sgl_tiered.transport.incidents import Incidents
 
 PAGE = 4
 LAYOUT = PageLayout(2, PAGE, 64)
@@ -119,6 +120,7 @@ class Bench:
     peers: TestPeers = field(default_factory=TestPeers)
     clock: ManualClock = field(default_factory=ManualClock)
     metrics: MetricsRegistry = field(default_factory=MetricsRegistry)
+    incidents: Incidents = field(default_factory=Incidents)
 
     def __post_init__(self) -> None:
         prefill = PrefillCost(1000, 1, 1, 1e9, overhead_s=1e-6)
@@ -143,6 +145,7 @@ class Bench:
             self.metrics,
             page_tokens=PAGE,
             page_bytes=LAYOUT.page_bytes,
+            incidents=self.incidents,
         )
 
     def arrive(
@@ -479,3 +482,62 @@ def test_alone_in_a_pool_nothing_is_asked(bench: Bench) -> None:
     bench.arrive(hints=())
     assert bench.pulls.wanted("r") is None
     assert not bench.peers.searches
+
+
+def fails(*args: object, **kwargs: object) -> Any:
+    raise ValueError("planted")
+
+
+@pytest.mark.parametrize("part", ["peers.fetch", "peers.search", "store.num_present"])
+def test_a_pull_that_fails_here_is_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """It is counted, the request is computed, and no block stays taken."""
+    owner, name = part.split(".")
+    hints = () if name == "search" else HINT
+    with monkeypatch.context() as planted:
+        planted.setattr(getattr(bench, owner), name, fails)
+        bench.arrive(hints=hints)
+    assert bench.incidents.counts == {"failed": 1}
+    assert bench.reason() == "the pull failed here"
+    assert not bench.pulls.should_wait("r")
+    assert bench.pulls.num_under_way == 0
+    assert bench.all_free()
+    bench.arrive("another")
+    bench.peers.flights[-1].land()
+    bench.pulls.poll()
+    assert bench.found() == NUM_PAGES
+
+
+@pytest.mark.parametrize("call", ["poll", "should_wait"])
+@pytest.mark.parametrize("part", ["cost", "store", "metrics"])
+def test_the_end_of_a_pull_may_fail(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, call: str, part: str
+) -> None:
+    """In whatever part: it is over, others go on, and no block stays taken."""
+    other = np.arange(1000, 1000 + 4 * PAGE + 1, dtype=np.int32)
+    bench.arrive(hints=() if part == "cost" else HINT)
+    bench.arrive("other", other, HINT)
+    if part == "cost":
+        (search,) = bench.peers.searches
+        search.done, search.holders = True, [Holder(1, NUM_PAGES)]
+    else:
+        bench.peers.flights[0].land()
+    method = {
+        "cost": (bench.pulls, "_saved_s"),
+        "store": (bench.store, "insert_behind"),
+        "metrics": (bench.metrics, "record_transfer"),
+    }[part]
+    with monkeypatch.context() as planted:
+        planted.setattr(*method, fails)
+        if call == "poll":
+            bench.pulls.poll()
+        else:
+            assert not bench.pulls.should_wait("r")
+    assert bench.incidents.counts == {"failed": 1}
+    assert bench.reason() == "the pull failed here"
+    assert bench.pulls.num_under_way == 1
+    bench.peers.flights[-1].land()
+    bench.pulls.poll()
+    assert bench.found(other) == 4
+    assert bench.all_free()

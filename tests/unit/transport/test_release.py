@@ -8,13 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.core.clock import ManualClock, SystemClock
+from sgl_tiered.transport import release
 from sgl_tiered.transport.knocking import Knocker, Place, Reach, knock
 from sgl_tiered.transport.process import Process
 from sgl_tiered.transport.release import ReleaseWatch
@@ -140,8 +143,6 @@ def test_knocking() -> None:
 
 def test_a_watch_looks_by_itself() -> None:
     """With its thread it knocks as soon as something is held."""
-    import threading
-
     knocked = threading.Event()
 
     def note(place: Place) -> Reach:
@@ -291,3 +292,97 @@ def test_who_cannot_be_looked_up_is_not_over() -> None:
             assert not process.has_ended()
         assert process.has_ended()
         knocker.keep(())
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        ("a..b", 5),
+        ("a" * 64, 5),
+        ("\ud800", 5),
+        ("a\0b", 5),
+        ("127.0.0.1", 65536),
+        ("127.0.0.1", -1),
+        ("127.0.0.1", 0),
+        ("127.0.0.1", 1 << 70),
+        ("", -1),
+    ],
+    ids=range(9),
+)
+def test_what_is_no_endpoint_is_silent(endpoint: tuple[str, int]) -> None:
+    """As a name that nobody knows: no answer comes from there."""
+    assert knock(endpoint) is Reach.SILENT
+    assert Knocker()(Place(endpoint)) is Reach.SILENT
+
+
+def fails(*args: object) -> Reach:
+    raise RuntimeError("planted")
+
+
+def test_a_place_that_cannot_be_looked_for_is_held_and_no_other(rig: Rig) -> None:
+    """What is not known of one says nothing of others; it is counted."""
+    rig.watch.hold("odd", [OTHER], fails)
+    rig.watch.hold("both", [PREFILL, OTHER])
+    del rig.said[OTHER]
+    rig.said[PREFILL] = Reach.OVER
+    for _ in range(12):
+        rig.watch.look()
+        rig.clock.advance(1.0)
+    assert rig.is_safe()
+    rig.clock.advance(LONG_S)
+    assert not rig.watch.is_safe("odd", has_word=False)
+    assert not rig.watch.is_safe("both", has_word=False)
+    # Twelve looks and two reminders.
+    assert rig.watch.incidents.counts == {"failed": 14}
+
+
+@pytest.mark.parametrize("part", ["place", "reminder", "knocker", "look"])
+def test_the_thread_of_a_watch_lives_on(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Whatever fails: a later hold becomes safe."""
+    monkeypatch.setattr(release, "_LOOK_S", 0.01)
+    monkeypatch.setattr(release, "_REMIND_S", 0.0)
+    has_failed = threading.Event()
+
+    def failing(*args: object) -> Reach:
+        has_failed.set()
+        raise RuntimeError("planted")
+
+    def look_for(place: Place) -> Reach:
+        return failing() if place == OTHER and part == "place" else Reach.OVER
+
+    watch = ReleaseWatch(SystemClock(), look_for, after_death_s=0.0)
+    with monkeypatch.context() as planted:
+        if part == "knocker":
+            planted.setattr(watch._knocker, "keep", failing)
+        if part == "look":
+            planted.setattr(watch, "look", failing)
+        remind = (failing,) if part == "reminder" else ()
+        watch.hold("odd", [OTHER], *remind)
+        assert has_failed.wait(60.0)
+    watch.hold("good", [PREFILL])
+    end_s = time.monotonic() + 60.0
+    while not watch.is_safe("good", has_word=False):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    assert watch.incidents.counts["failed"] >= 1
+    watch.close()
+
+
+def test_a_thread_that_cannot_be_started_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the next hold; and who holds goes on."""
+    watch = ReleaseWatch(SystemClock(), lambda place: Reach.OVER, after_death_s=0.0)
+    with monkeypatch.context() as planted:
+        planted.setattr(threading.Thread, "start", fails)
+        watch.hold("first", [PREFILL])
+    assert watch.num_held == 1
+    assert watch.incidents.counts == {"failed": 1}
+    watch.hold("second", [OTHER])
+    end_s = time.monotonic() + 60.0
+    while not watch.is_safe("first", has_word=False):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    watch.close()

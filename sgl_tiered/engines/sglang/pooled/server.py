@@ -249,6 +249,7 @@ def join_pool(
         page_tokens=layout.page_tokens,
         page_bytes=layout.page_bytes,
         load_policy=lambda: parts.cache.planner.load_policy,
+        incidents=node.incidents,
     )
     logger.info(
         "sgl-tiered: in the pool %s as %s (instance %d), bytes by %s",
