@@ -55,7 +55,7 @@ doctor: install ## what this machine offers, and the flags it suggests
 
 .PHONY: test
 test: install ## lint and all tests but the long ones, as CI does; PART=NAME for a part
-	@$(TEST) "$(or $(PART),lint fast e2e faults)" $(ARGS)
+	@$(TEST) "$(or $(PART),lint fast servers)" $(ARGS)
 
 .PHONY: test-unit
 test-unit: install ## the tests that start no server
