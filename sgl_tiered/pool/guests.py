@@ -29,6 +29,7 @@ class Guests:
     def __init__(self, store: BlockStore, fences: Fences) -> None:
         self._store = store
         self._fences = fences
+        self._num_blocks = sum(store.usage(each).capacity for each in store.media)
         self._blocks: dict[Incarnation, set[int]] = {}
         self._quarantine: list[tuple[Fence, UInt64s]] = []
 
@@ -53,8 +54,10 @@ class Guests:
         self._blocks.setdefault(peer, set()).update(addresses.tolist())
 
     def has(self, peer: Incarnation, addresses: UInt64s) -> bool:
-        """Return whether all of these belong to the peer."""
-        return self._blocks.get(peer, set()).issuperset(addresses.tolist())
+        """Return whether all of these, none of which is named twice, are the peer's."""
+        blocks = self._blocks.get(peer, set())
+        # First by their number: a message may name two million.
+        return len(addresses) <= len(blocks) and blocks.issuperset(addresses.tolist())
 
     def take_back(self, peer: Incarnation, addresses: UInt64s) -> None:
         """Make blocks of a peer ours: active, and no longer held."""
@@ -67,7 +70,10 @@ class Guests:
 
     def free(self, peer: Incarnation, addresses: UInt64s) -> int:
         """Free those of these blocks that belong to the peer; return how many."""
-        blocks = self._blocks.get(peer, set())
+        blocks = self._blocks.get(peer)
+        if not blocks or len(addresses) > self._num_blocks:
+            # Who has any names none twice, and so no more than there are.
+            return 0
         own = np.array([a for a in addresses.tolist() if a in blocks], np.uint64)
         if len(own):
             self.take_back(peer, own)

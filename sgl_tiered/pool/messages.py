@@ -396,7 +396,7 @@ class Channel(Protocol):
         ...
 
     def take(self) -> list[Envelope]:
-        """Return what has arrived since the last call."""
+        """Return what has arrived since the last call, or so much as one turn bears."""
         ...
 
 

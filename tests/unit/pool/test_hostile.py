@@ -496,3 +496,62 @@ def test_a_log_line_of_each_kind_now_and_then(
         "here: odd: a\\nb",
         "here: odd: again (100 since the last such line)",
     ]
+
+
+def test_one_poll_takes_a_part_of_what_waits(
+    channels: Callable[[], tuple[ControlChannel, Incidents]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However much a member sends; the rest, in its order, wakes the owner again."""
+    (one, _), (two, _) = channels(), channels()
+    for each in (one, two):
+        each.see(View(1, (member(0, one), member(1, two))))
+    woken: list[int] = []
+    monkeypatch.setattr(one, "_wake", lambda: woken.append(1))
+
+    def fill(bodies: list[Body]) -> None:
+        for number, body in enumerate(bodies, 1):
+            before = len(one._inbox)
+            two.send(Envelope((1, 1), (0, 1), number, 0, body))
+            for _ in range(20000):
+                if len(one._inbox) > before:
+                    break
+                time.sleep(1e-3)
+        assert len(one._inbox) == len(bodies)
+        woken.clear()
+
+    def taken() -> list[list[int]]:
+        polls = []
+        while one._inbox:
+            polls.append([each.request for each in one.take()])
+        return polls
+
+    fill([AskHeld(b"", b"")] * 300)
+    polls = taken()
+    assert [len(poll) for poll in polls] == [128, 128, 44]
+    assert [number for poll in polls for number in poll] == [*range(1, 301)]
+    assert len(woken) == 2, "nobody else wakes who owns the pool"
+    assert one.take() == []
+    assert one._inbox_bytes == 0
+    # By their length: one at least, whatever it has.
+    half, whole = AskHeld(b"", bytes(600_000)), AskHeld(b"", bytes(3_000_000))
+    fill([half, half, whole, half, AskHeld(b"", b"")])
+    assert taken() == [[1], [2], [3], [4, 5]]
+    assert one._inbox_bytes == 0
+
+
+def test_a_peer_names_no_more_blocks_than_there_are(world: World) -> None:
+    """A list of others' is not gone through; one with its own among them is."""
+    blocks = lent(world)
+    node = world.nodes[0]
+    guests = node.pool._guests
+    others = np.arange(1 << 20, dtype=np.uint64)
+    assert guests.free((1, 1), np.concatenate([others, blocks])) == 0
+    assert not guests.has((1, 1), others)
+    assert guests.free((2, 1), blocks) == 0
+    mixed = np.concatenate([others[:3], blocks[:1], others[3:5]])
+    answer = says(world, FreeBlocks(to_wire(mixed)), 2)
+    assert answer == Answer()
+    assert node.pool.usage().num_guest_blocks == 1
+    assert says(world, FreeBlocks(to_wire(blocks)), 3) == Answer()
+    assert node.pool.usage().num_guest_blocks == 0
