@@ -159,6 +159,15 @@ bench-cluster: install ## routers, and prefill/decode pairs, ours and SGLang's (
 	@bash scripts/peers.sh "$(VENV)"
 	@exec $(PY) benchmarks/cluster/bench_cluster.py $(ARGS)
 
+.PHONY: bench-gpu
+bench-gpu: install ## all that has to be seen on a GPU; ARGS=--dry-run on a CPU
+	@exec $(PY) benchmarks/gpu/session.py $(ARGS)
+
+.PHONY: compile-kernels
+compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, without a GPU
+	@$(SAY) compile "every variant: registers and spills against benchmarks/gpu/kernels.json"
+	@exec $(PY) benchmarks/gpu/compile_kernels.py $(ARGS)
+
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server
 	@exec $(PY) benchmarks/sim/fidelity.py $(ARGS)
