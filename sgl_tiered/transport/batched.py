@@ -137,8 +137,17 @@ class BatchedTransport:
             raise ValueError(
                 f"the peer speaks {address.kind}, this instance {self._library.kind}"
             )
-        with self._library_lock:
-            link = self._library.connect(address)
+        try:
+            with self._library_lock:
+                link = self._library.connect(address)
+        except ValueError:
+            raise
+        except Exception as error:
+            # Libraries have classes of their own for what is malformed.
+            name = type(error).__name__
+            raise ValueError(
+                f"{address.kind} takes no such address ({name})"
+            ) from error
         peer = PeerLink(address, link, Quarantine(self._clock, self._grace_s))
         with self._lock:
             self._peers.append(peer)

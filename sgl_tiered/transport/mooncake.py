@@ -36,6 +36,7 @@ Int64s = npt.NDArray[np.int64]
 
 _MAX_IN_FLIGHT = 256
 """Of a queue of 1024: more are no faster, and time out together."""
+_MAX_DIGITS = 5
 _OPENING_FAILED = 2**64 - 1
 _INSTALL = (
     "pip install 'sgl-tiered[mooncake]' (without CUDA) or the extra mooncake-cuda12 or "
@@ -84,7 +85,9 @@ class MooncakeLibrary:
     def connect(self, address: PeerAddress) -> str:
         """Return the endpoint, as the engine wants it."""
         host, _, port = address.endpoint.rpartition(":")
-        if not host or not port.isdigit():
+        # Nothing else reaches the library, which reads it in its own way.
+        is_port = port.isascii() and port.isdigit() and len(port) <= _MAX_DIGITS
+        if not host or not is_port or not host.isprintable():
             raise ValueError(f"{address.endpoint!r} is not host:port")
         return address.endpoint
 

@@ -239,3 +239,27 @@ def test_a_decode_instance_of_other_layers_gets_nothing(rig: Rig) -> None:
     pages = rig.prefill("a", 4)
     told = send_layers(rig, rig.sources, "decode", pages, [1, 2], np.arange(2))
     assert told == -1
+
+
+@pytest.mark.parametrize(
+    ("pointers", "theirs"),
+    [
+        ([1 << 63] * 2 * LAYERS, [0, 1]),
+        ([-1 << 70] * 2 * LAYERS, [0, 1]),
+        ([0] * 2 * LAYERS, [0, 1, 2]),
+        ([0] * 2 * LAYERS, [0]),
+        ([0] * 2 * LAYERS, []),
+    ],
+)
+def test_odd_addresses_of_a_decode_instance_are_refused(
+    rig: Rig, pointers: list[int], theirs: list[int]
+) -> None:
+    """As a failed push: what raises ends the thread that sends."""
+    pages = rig.prefill("a", 4)
+    assert len(pages) == 2
+    rig.sources.begin(ROOM, pages)
+    rig.pushed = []
+    places = np.array(theirs, np.int64)
+    told = send_layers(rig, rig.sources, "decode", pages, pointers, places)
+    assert told == -1
+    assert rig.pushed == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
 from sgl_tiered.transport.base import Pieces, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
+from sgl_tiered.transport.mooncake import MooncakeLibrary
 
 DONE, FAILED = TransferStatus.DONE, TransferStatus.FAILED
 RUNNING, TIMED_OUT = TransferStatus.RUNNING, TransferStatus.TIMED_OUT
@@ -310,3 +313,27 @@ def test_pieces_can_be_cut() -> None:
     part = pieces.cut(1, 3)
     assert (len(part), part.num_bytes) == (2, 5)
     assert (part.local_region, part.remote_region) == (2, 3)
+
+
+def test_a_library_s_own_error_is_a_malformed_address(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever class it has: who connects knows one."""
+
+    def refuses(address: object) -> str:
+        raise RuntimeError("a library's own words")
+
+    monkeypatch.setattr(rig.scripted, "connect", refuses)
+    with pytest.raises(ValueError, match="takes no such address"):
+        rig.transport.connect(ADDRESS)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "h", ":5", "h:", "h:x", f"h:{'9' * 200}", "h:\u00b2", "a\nb:5"]
+)
+def test_mooncake_is_asked_for_hosts_and_ports_only(endpoint: str) -> None:
+    """It reads an endpoint in its own way."""
+    library = object.__new__(MooncakeLibrary)
+    assert library.connect(replace(ADDRESS, endpoint="10.0.0.1:5")) == "10.0.0.1:5"
+    with pytest.raises(ValueError, match="is not host:port"):
+        library.connect(replace(ADDRESS, endpoint=endpoint))

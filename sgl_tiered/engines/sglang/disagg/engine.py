@@ -33,6 +33,7 @@ from sgl_tiered.transport.base import (
     TransferStatus,
     Transport,
 )
+from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["FIRST_BYTES_PER_S", "RawEngine", "as_memory"]
 
@@ -119,11 +120,17 @@ class RawEngine:
         transport: moves the bytes; closed with the process.
         clock: for deadlines.
         timeout_s: of a batch, and what its bytes take at the slowest.
+        incidents: counts what fails here.
     """
 
     def __init__(
-        self, transport: Transport, clock: Clock, timeout_s: float = _BASE_TIMEOUT_S
+        self,
+        transport: Transport,
+        clock: Clock,
+        timeout_s: float = _BASE_TIMEOUT_S,
+        incidents: Incidents | None = None,
     ) -> None:
+        self._incidents = incidents or Incidents("prefill and decode")
         self._transport = transport
         self._clock = clock
         self._timeout_s = timeout_s
@@ -175,11 +182,18 @@ class RawEngine:
             Why it cannot be reached, in one clause; empty where it may be.
         """
         try:
-            address = msgspec.msgpack.decode(told, type=PeerAddress)
-            peer = self._transport.connect(address)
+            return self._take(session_id, told)
         except (ValueError, TypeError, RecursionError) as error:
             return str(error) or "the address is malformed"
-        session = _Session(address, peer, _Regions.of(address.regions))
+        except Exception as error:  # noqa: BLE001 - SGLang's thread has to live on
+            self._incidents.note("failed", "an address could not be taken", error)
+            return f"{type(error).__name__}: {error}"
+
+    def _take(self, session_id: str, told: bytes) -> str:
+        address = msgspec.msgpack.decode(told, type=PeerAddress)
+        regions = _Regions.of(address.regions)
+        peer = self._transport.connect(address)
+        session = _Session(address, peer, regions)
         with self._lock:
             former = self._sessions.get(session_id)
             if former is not None and former.address == address:
@@ -218,24 +232,42 @@ class RawEngine:
 
         Returns:
             0 when all of it has arrived; else -1, and some may still be under way.
+            Whatever the peer has named, nothing is raised: the thread is SGLang's.
         """
+        try:
+            error = self._transfer(session_id, buffers, peer_addresses, lengths)
+        except Exception as unknown:  # noqa: BLE001 - SGLang's thread has to live on
+            self._incidents.note("failed", "a push could not be made", unknown)
+            error = type(unknown).__name__
+        return self._failed(error) if error else 0
+
+    def _transfer(
+        self,
+        session_id: str,
+        buffers: list[int],
+        peer_addresses: list[int],
+        lengths: list[int],
+    ) -> str:
+        """Write ranges to a peer and wait for them; return why not all have arrived."""
         with self._lock:
             session = self._sessions.get(session_id)
             if session is not None:
                 self._sessions.move_to_end(session_id)
         if session is None:
-            return self._failed(f"session {session_id} is not known")
+            return f"session {session_id!r} is not known"
         try:
             here = np.asarray(buffers, np.int64)
             there = np.asarray(peer_addresses, np.int64)
             sizes = np.asarray(lengths, np.int64)
         except OverflowError:
-            return self._failed("an address has more than 63 bits")
+            return "an address has more than 63 bits"
+        if not _are_pairs(here, there, sizes):
+            return "there are more ranges on one side than on the other"
         local = self._local.find(here, sizes)
         remote = session.regions.find(there, sizes)
         if local is None or remote is None:
             side = "this" if local is None else "the decode"
-            return self._failed(f"a range lies outside {side} instance's memory")
+            return f"a range lies outside {side} instance's memory"
         num_bytes = int(sizes.sum())
         timeout_s = self._timeout_s + num_bytes / _SLOWEST_BYTES_PER_S
         with self._lock:
@@ -251,12 +283,12 @@ class RawEngine:
             with self._lock:
                 session.num_pushing -= 1
         if error:
-            return self._failed(error)
+            return error
         with self._lock:
             self.num_bytes_pushed += num_bytes
             if is_alone and session.num_begun == number:
                 session.link.observe(num_bytes, seconds)
-        return 0
+        return ""
 
     def link_bytes_per_s(self, session_ids: Sequence[str]) -> float:
         """Return what the link to the first of these peers carries.
@@ -279,7 +311,7 @@ class RawEngine:
     ) -> str:
         """Write ranges and wait for them; return why not all of them have arrived."""
         pairs = local[0] * (int(remote[0].max(initial=0)) + 1) + remote[0]
-        transfers = []
+        transfers, why = [], ""
         for pair in np.unique(pairs):
             of_pair = np.flatnonzero(pairs == pair)
             pieces = Pieces(
@@ -289,14 +321,18 @@ class RawEngine:
                 int(local[0][of_pair[0]]),
                 int(remote[0][of_pair[0]]),
             )
-            transfers.append(
-                self._transport.push(session.peer, pieces, timeout_s=timeout_s)
-            )
+            try:
+                push = self._transport.push(session.peer, pieces, timeout_s=timeout_s)
+            except ValueError as error:
+                # Those that were begun have to end first.
+                why = str(error)
+                break
+            transfers.append(push)
         ends = [transfer.wait() for transfer in transfers]
         for transfer, end in zip(transfers, ends, strict=True):
             if end is not TransferStatus.DONE:
                 return f"{end.name}: {transfer.error}"
-        return ""
+        return why
 
     def is_settled(self, session_id: str) -> bool:
         """Return whether nothing can arrive any more of what failed before."""
@@ -311,8 +347,12 @@ class RawEngine:
             if session is None or session.peer.quarantine.num_held_bytes:
                 return -1
             if session.peer.lost:
+                try:
+                    peer = self._transport.connect(session.address)
+                except ValueError:
+                    return -1
                 self._transport.disconnect(session.peer)
-                session.peer = self._transport.connect(session.address)
+                session.peer = peer
         return 0
 
     def _failed(self, why: str) -> int:
@@ -320,6 +360,11 @@ class RawEngine:
             self.num_failed += 1
         logger.warning("sgl-tiered: KV could not be sent: %s", why)
         return -1
+
+
+def _are_pairs(*lists: Int64s) -> bool:
+    """Return whether lists are of one length."""
+    return all(each.ndim == 1 and len(each) == len(lists[0]) for each in lists)
 
 
 def as_memory(address: int, length: int) -> UInt8s:

@@ -26,8 +26,12 @@ from sgl_tiered.cost.context_caching import ContextCaching
 __all__ = ["PrefillFigures", "PrefillTold", "figures_of", "read_told", "teller"]
 
 _NOT_TOLD = FitQuality(0, 0.0, 0.0, 0.0)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding ends with; the last two for half text, and values nested too deeply."""
+_LEAST_BYTES_PER_S, _MOST_BYTES_PER_S = 1.0, 1e15
 Cost = Annotated[float, msgspec.Meta(ge=0.0, lt=1e6)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Speed = Annotated[float, msgspec.Meta(ge=_LEAST_BYTES_PER_S, le=_MOST_BYTES_PER_S)]
 Name = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 
@@ -59,7 +63,7 @@ class PrefillFigures(msgspec.Struct, array_like=True, frozen=True):
     host_overlaps: bool
     chunk_tokens: Count
     is_fitted: bool
-    bytes_per_s: Annotated[float, msgspec.Meta(gt=0.0)]
+    bytes_per_s: Speed
 
     @property
     def place(self) -> tuple[int, int]:
@@ -139,7 +143,7 @@ def figures_of(
         host.overlaps,
         model.chunk_tokens or 0,
         is_fitted,
-        bytes_per_s,
+        min(max(bytes_per_s, _LEAST_BYTES_PER_S), _MOST_BYTES_PER_S),
     )
 
 
@@ -147,7 +151,7 @@ def read_told(told: bytes) -> PrefillTold:
     """Return what a message says."""
     try:
         return msgspec.msgpack.decode(told, type=PrefillTold)
-    except (msgspec.MsgspecError, RecursionError):
+    except _UNREADABLE:
         return PrefillTold("", "", None)
 
 

@@ -83,7 +83,16 @@ def send_layers(
             )
             return -1
         part = sources.part_bytes
-        pointers = np.asarray(peer_pointers, np.int64).reshape(2, -1, 1)
+        try:
+            pointers = np.asarray(peer_pointers, np.int64).reshape(2, -1, 1)
+        except OverflowError:
+            pointers = None
+        if pointers is None or len(peer_pages) != len(pages):
+            logger.error(
+                "sgl-tiered: KV could not be sent: the decode instance names an "
+                "address of more than 63 bits, or other pages than there are"
+            )
+            return -1
         targets = pointers + np.asarray(peer_pages, np.int64) * part
         here, there, sizes = _joined(addresses, targets, part)
         ended = engine.batch_transfer_sync(session_id, here, there, sizes)
