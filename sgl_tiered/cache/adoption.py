@@ -295,8 +295,13 @@ class Adoption:
     def _make_copies(self, numbers: Int64s, used: Int32s) -> None:
         """Give the pages that have a row their copies, and refuse the others."""
         store, found = self._store, self._found
-        which = np.flatnonzero(used >= 0)
-        self._refuse(numbers[used < 0])
+        # Two directories may have a page each: it was forgotten in the one, but not
+        # voided there when the process ended, and written to the other.
+        which = np.unique(used, return_index=True)[1]
+        which = np.sort(which[used[which] >= 0])
+        rest = np.ones(len(numbers), np.bool_)
+        rest[which] = False
+        self._refuse(numbers[rest])
         if not len(which):
             return
         taken, rows = numbers[which], used[which]

@@ -508,7 +508,8 @@ class TieredCache:
             How many were adopted, and the addresses that were refused.
         """
         adoption = self.begin_adoption(tier, arrange(FoundPages.of([records])))
-        adoption.step(len(records.addresses))
+        while adoption.step(len(records.addresses)):
+            pass
         return adoption.num_adopted, adoption.take_refused()
 
     def begin_adoption(self, tier: TierId, arranged: Arranged) -> Adoption:

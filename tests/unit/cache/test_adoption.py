@@ -159,6 +159,22 @@ def test_nothing_comes_back_after_the_end(make_cache: MakeCache, end: str) -> No
     cache.check()
 
 
+@pytest.mark.parametrize("slice_pages", [16, 64])
+def test_of_two_copies_of_a_page_one_is_refused(
+    make_cache: MakeCache, slice_pages: int
+) -> None:
+    """In one slice or in two: each page has one copy, and the other slot is free."""
+    cache = make_cache(disk=8)
+    twice = [records("ab"), records("abc", 2)]
+    adoption = cache.begin_adoption(TierId.DISK, arrange(FoundPages.of(twice)))
+    while adoption.step(slice_pages):
+        cache.check()
+    assert found(cache, "abc") == 3
+    assert (adoption.num_adopted, adoption.num_refused) == (3, 2)
+    assert cache.occupancy(TierId.DISK).used_slots == 3
+    cache.check()
+
+
 def test_records_that_go_round_in_circles_are_refused(make_cache: MakeCache) -> None:
     """Alone and with others behind them; what is sound beside them is adopted."""
     cache = make_cache(disk=16)
