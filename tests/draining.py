@@ -1,4 +1,4 @@
-"""Letting everything below the tree end, which the product never waits for."""
+"""Letting all that is under way end, which the product never waits for."""
 
 PATIENCE_S = 20.0
 """Upper bound of every wait: only a defect makes a test wait so long."""
@@ -10,3 +10,9 @@ def drain(runtime):
     parts = runtime.parts
     for worker in (parts.stager, parts.promoter, *parts.demoters.values()):
         assert worker is None or worker.drain(PATIENCE_S), "a transfer does not end"
+
+
+def give_back(cache):
+    """Give back all that a drop or a reset of a cache has forgotten."""
+    while cache.free_dropped():
+        pass

@@ -240,7 +240,7 @@ def paused_while_offloading(backend: str) -> dict[str, Any]:
 
 
 def slept_while_demoting(backend: str) -> dict[str, Any]:
-    """Let an idle server sleep while pages are written to disk, and afterwards."""
+    """Let an idle server sleep while it writes, forgets pages, and afterwards."""
     from sglang.srt.managers.scheduler import Scheduler
 
     with tempfile.TemporaryDirectory() as folder:
@@ -270,6 +270,13 @@ def slept_while_demoting(backend: str) -> dict[str, Any]:
             "afterwards": len(naps),
             "used": bench.used("disk"),
         }
+        bench.runtime.cache._store.removal.max_pages = 1
+        bench.tree.clear_storage_backend()
+        Scheduler.maybe_sleep_on_idle(scheduler)
+        out["while_giving_back"] = len(naps)
+        bench.settle()
+        Scheduler.maybe_sleep_on_idle(scheduler)
+        out["at_the_end"], out["left"] = len(naps), bench.used("disk")
         bench.close()
     return out
 

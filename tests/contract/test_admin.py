@@ -72,10 +72,17 @@ def test_a_paused_server_becomes_idle(seen):
     assert seen["paused_while_offloading"] == {"told_idle": [True]}
 
 
-def test_an_idle_server_sleeps_when_all_is_written(seen):
-    """Not before: the end of one write begins the next."""
+def test_an_idle_server_sleeps_when_all_is_done(seen):
+    """Not before: the end of one write begins the next, and so does what it forgets."""
     told = seen["slept_while_demoting"]
-    assert told == {"while_writing": 0, "afterwards": 1, "used": NUM_PAGES}
+    assert told == {
+        "while_writing": 0,
+        "afterwards": 1,
+        "used": NUM_PAGES,
+        "while_giving_back": 1,
+        "at_the_end": 2,
+        "left": 0,
+    }
 
 
 def test_beams_are_refused_in_a_sentence(seen):

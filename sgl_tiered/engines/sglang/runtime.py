@@ -249,6 +249,11 @@ class TieredRuntime:
         return adoption is not None and adoption.is_adopting
 
     @property
+    def is_freeing(self) -> bool:
+        """Whether pages that were forgotten are still to be given back by ``pump``."""
+        return self.cache.is_freeing
+
+    @property
     def cost(self) -> CostModel:
         """What passes and loads cost."""
         return self.parts.cost
@@ -380,6 +385,7 @@ class TieredRuntime:
                     raise AssertionError(f"unknown completion {event!r}")
         if self.weights.poll():
             self._renew()
+        self.cache.free_dropped()
         self._let_rest()
         self._demote()
         self._forget_on_disk()
@@ -474,12 +480,15 @@ class TieredRuntime:
         self.forget(tier)
 
     def forget(self, tier: TierId) -> None:
-        """Forget every page of one tier; what a transfer uses, as soon as it ends."""
+        """Forget every page of one tier, at once and whatever runs.
+
+        Slots come back by and by (``pump``), those that a transfer uses when it has
+        ended; what is beside them on disk is voided then.
+        """
         if tier is TierId.DISK and self.parts.adoption is not None:
             self.parts.adoption.discard()
-        gone = self.cache.drop_tier(tier)
-        if tier is TierId.DISK and self.parts.disk is not None:
-            self.parts.disk.forget(gone)
+        self.cache.drop_tier(tier)
+        self._forget_on_disk()
 
     def drain_offloads(self) -> bool:
         """Wait until no copy from the device runs, in bounded time; False if one does.
@@ -553,6 +562,10 @@ class TieredRuntime:
         for worker in (parts.loader, parts.offloader, *behind):
             if worker is not None:
                 worker.close(1.0)
+        # Else the next server would find what this one was told to forget.
+        while self.cache.free_dropped() and parts.clock.now() < give_up_at_s:
+            pass
+        self._forget_on_disk()
         for tier in parts.memory.values():
             tier.close()
         if parts.disk is not None:

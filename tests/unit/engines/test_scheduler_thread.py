@@ -208,6 +208,25 @@ def test_steps_are_made_while_the_disk_is_held(
     check_folder(runtime, folder)
 
 
+def test_what_is_left_to_give_back_is_forgotten_at_the_end(runtime, folder):
+    """A server that stops soon after a drop leaves nothing of it on disk."""
+    scheduler = Scheduler(runtime)
+    warm_up(scheduler)
+    scheduler.let_go()
+    drain(runtime)
+    runtime.cache._store.removal.max_pages = 1
+    for tier in (TierId.HOST, TierId.DISK):
+        runtime.forget(tier)
+    assert runtime.is_freeing
+    used = runtime.cache.occupancy(TierId.DISK).used_slots
+    runtime.pump()
+    assert 0 < runtime.cache.occupancy(TierId.DISK).used_slots < used
+    runtime.close(runtime.pump)
+    disk = open_disk(folder)
+    assert len(disk.recover()) == 0
+    disk.close()
+
+
 def test_reads_that_never_began_say_nothing_of_the_disk(runtime, calls, gate):
     """A flush gives up reads that wait for a thread; the disk does not rest for it."""
     scheduler = Scheduler(runtime)
