@@ -17,9 +17,35 @@ from pathlib import Path
 
 __all__ = ["carry"]
 
-_FOLDERS = ("kernels",)
-_FILES = ("srt/environ.py",)
+_FOLDERS = ("kernels/jit",)
+_FILES = (
+    "srt/environ.py",
+    "kernels/fused_op.py",
+    "kernels/kernel_api_logging.py",
+    "kernels/ops/kvcache/hicache.py",
+    "kernels/spec.py",
+)
+_EMPTY = ("", "srt", "srt/utils", "kernels", "kernels/ops", "kernels/ops/kvcache")
+"""Packages whose own modules import all of their kernels, or all of SGLang."""
 _LEFT_OUT = ("__pycache__", "*.pyc", "*.so")
+_COMMON = '''"""What SGLang's kernels ask of the module of this name."""
+
+import torch
+
+
+def is_cuda():
+    return torch.version.cuda is not None
+
+
+def get_cuda_version():
+    return tuple(int(part) for part in torch.version.cuda.split("."))
+'''
+_UTILS = '''"""What SGLang's kernels ask of the module of this name."""
+
+
+def is_in_ci():
+    return False
+'''
 
 
 def carry(source: Path, target: Path) -> int:
@@ -35,8 +61,11 @@ def carry(source: Path, target: Path) -> int:
     for file in _FILES:
         (package / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, package / file)
-    for folder in {package, *((package / file).parent for file in _FILES)}:
-        (folder / "__init__.py").write_text("", encoding="utf-8")
+    for folder in _EMPTY:
+        (package / folder).mkdir(parents=True, exist_ok=True)
+        (package / folder / "__init__.py").write_text("", encoding="utf-8")
+    (package / "srt/utils/common.py").write_text(_COMMON, encoding="utf-8")
+    (package / "utils.py").write_text(_UTILS, encoding="utf-8")
     return sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
 
 

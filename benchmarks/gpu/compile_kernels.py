@@ -162,6 +162,7 @@ def _compile_all(
     sys.path.insert(0, str(Path(__file__).parent))
     from launches import all_variants
 
+    kept = os.environ.get("TRITON_CACHE_DIR")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         _variants.extend(
@@ -179,6 +180,10 @@ def _compile_all(
                 yield from pool.imap(_compile, work, chunksize=4)
         finally:
             _variants.clear()
+            if kept is None:
+                del os.environ["TRITON_CACHE_DIR"]
+            else:
+                os.environ["TRITON_CACHE_DIR"] = kept
 
 
 _variants: list[Any] = []
@@ -192,9 +197,6 @@ def _compile(work: tuple[int, int]) -> Row:
 
     number, sm = work
     variant = _variants[number]
-    # Triton runs ptxas with -v, and prints what it said.
-    knobs.nvidia.dump_ptxas_log = True
-    knobs.compilation.always_compile = True
     row: Row = {"name": variant.name, "sm": sm, "registers": 0, "spill_bytes": 0}
     log = io.StringIO()
     try:
@@ -204,7 +206,14 @@ def _compile(work: tuple[int, int]) -> Row:
             constexprs=variant.constants,
             attrs=variant.attributes,
         )
-        with contextlib.redirect_stdout(log):
+        with (
+            knobs.nvidia.scope(),
+            knobs.compilation.scope(),
+            contextlib.redirect_stdout(log),
+        ):
+            # Triton runs ptxas with -v, and then prints what it said.
+            knobs.nvidia.dump_ptxas_log = True
+            knobs.compilation.always_compile = True
             compile_source(
                 source, target=GPUTarget("cuda", sm, 32), options=variant.options
             )

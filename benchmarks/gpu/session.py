@@ -68,7 +68,7 @@ class Entry:
 
 ENTRIES = (
     Entry("facts", 5, 60),
-    Entry("gpu_tests", 16, 180),
+    Entry("gpu_tests", 20, 200),
     Entry("mini_engine", 14, 150),
     Entry("copies", 12, 120),
     Entry("kv_gen", 4, 45),

@@ -63,7 +63,7 @@ def run(stage: Stage) -> None:
                 "nvidia-smi", query=query, said=_ask("nvidia-smi", *query.split())
             )
         stage.add("matmul", **_matmul())
-    num_bytes = _GIB * 4 if is_cuda else 1 << 20
+    num_bytes = 2 * _GIB if is_cuda else 1 << 20
     register = _cuda_register() if is_cuda else _nothing
     best_s = float("inf")
     for is_fresh in (False, True):

@@ -1,8 +1,8 @@
 """Real servers with layer-wise KV and without, where SGLang is installed
 (``movement``).
 
-Equal answers first, then times. A machine that is lent without SGLang has none; a dry
-run does not start any either, as the end-to-end tests do.
+Equal answers first, then times. A machine without SGLang has none; a dry run does not
+start any either, as the end-to-end tests do.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"
-_OURS = ("session", "stages", "engine", "movement")
+_OURS = ("carry", "session", "stages", "engine", "movement")
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_stages_that_end_badly_are_told_and_stop_nothing(session, tmp_path, caps
     assert "begun" in stages["hangs"]["tail"]
     assert "tail" not in stages["good"]
     assert "==== mute" in (tmp_path / "log.txt").read_text()
-    # So few files come back from a machine that is lent.
+    # However many stages there are, two files come back.
     assert {path.name for path in tmp_path.iterdir()} == {"session.json", "log.txt"}
     assert "timed out" in capsys.readouterr().out
 
@@ -122,7 +122,8 @@ def test_the_exit_status_is_of_the_stages(session, tmp_path, monkeypatch, capsys
         session.main(["--only", "two"])
 
 
-def test_every_stage_can_be_imported_without_what_a_lent_machine_lacks(session):
+@pytest.mark.full
+def test_every_stage_can_be_imported_without_what_a_bare_machine_lacks(session):
     """No SGLang, orjson, xxhash, msgspec or zmq: stand-ins, or nothing of theirs."""
     names = [one.name for one in session.ENTRIES if one.name != "servers"]
     code = f"""
@@ -335,3 +336,17 @@ def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
     assert layers is not None
     assert layers.retain == 0
     assert layers.staging_bytes * 4 < layers.host_bytes
+
+
+def test_what_hicaches_kernels_need_is_carried(load, tmp_path):
+    """Their sources, under packages that import nothing else of SGLang."""
+    sglang = importlib.util.find_spec("sglang")
+    if sglang is None:
+        pytest.skip("not run: SGLang is not installed")
+    program = load("carry")
+    source = Path(sglang.origin).parent
+    assert 0 < program.carry(source, tmp_path) < 16 << 20
+    package = tmp_path / "sglang"
+    assert (package / "kernels/jit/csrc/kvcacheio/hicache.cuh").exists()
+    assert (package / "kernels/ops/kvcache/hicache.py").exists()
+    assert not (package / "kernels/__init__.py").read_text()
