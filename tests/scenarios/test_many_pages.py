@@ -49,7 +49,7 @@ FLAGS = ("--sleep-on-idle", "--enable-metrics")
 AT_ONCE = 25
 ALWAYS = ("--tiered-load-policy=always", "--tiered-disk-admission=all")
 
-NUM_TENANTS, BATCH = 100_000, 50
+NUM_TENANTS, BATCH = 10_000, 50
 """Fewer at once than copies to the host may wait: what is more is not kept."""
 NUM_NAMESPACES = 100_000
 TENANTS = range(7, NUM_TENANTS, NUM_TENANTS // 40)
@@ -134,8 +134,7 @@ def num_series(server):
     return len(str(server.get("/metrics", PATIENCE_S)).splitlines())
 
 
-@pytest.mark.timeout(2400)
-def test_a_hundred_thousand_salts(servers, small, tmp_path):
+def test_ten_thousand_salts(servers, small, tmp_path):
     """Each has a page on disk and finds it, also after a restart; without pages no name
     of them is kept, and none is in the metrics."""
     tokens = prompt(901, PAGE + 1)
