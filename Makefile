@@ -22,6 +22,12 @@ help: ## list the targets
 install: ## make the virtual environment with SGLang, the plugin and the tools
 	@bash scripts/install.sh "$(VENV)"
 
+.PHONY: lock
+lock: ## choose the newest versions that go together, for scripts/constraints.txt
+	@rm -rf .cache/lock && UNLOCKED=1 bash scripts/install.sh .cache/lock
+	@.cache/lock/bin/python scripts/lock.py >.cache/constraints.txt
+	@mv .cache/constraints.txt scripts/constraints.txt && rm -rf .cache/lock
+
 .PHONY: demo
 demo: install ## plain SGLang against SGLang with tiers, on a model that we trained
 	@$(SAY) demo "plain SGLang, then SGLang with tiers, on the same work (about 8 minutes)"
@@ -49,7 +55,7 @@ doctor: install ## what this machine offers, and the flags it suggests
 
 .PHONY: test
 test: install ## lint and all tests but the long ones, as CI does; PART=NAME for a part
-	@$(TEST) "$(or $(PART),lint fast e2e faults)" $(ARGS)
+	@$(TEST) "$(or $(PART),lint fast servers)" $(ARGS)
 
 .PHONY: test-unit
 test-unit: install ## the tests that start no server
@@ -152,6 +158,15 @@ bench-pool: install ## calls of the memory pool, and transfers against their tra
 bench-cluster: install ## routers, and prefill/decode pairs, ours and SGLang's (45 minutes)
 	@bash scripts/peers.sh "$(VENV)"
 	@exec $(PY) benchmarks/cluster/bench_cluster.py $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: install ## all that has to be seen on a GPU; ARGS=--dry-run on a CPU
+	@exec $(PY) benchmarks/gpu/session.py $(ARGS)
+
+.PHONY: compile-kernels
+compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, without a GPU
+	@$(SAY) compile "every variant: registers and spills against benchmarks/gpu/kernels.json"
+	@exec $(PY) benchmarks/gpu/compile_kernels.py $(ARGS)
 
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server

@@ -13,8 +13,9 @@ cd -- "$root"
 venv=${1:-.venv}
 tools="$root/.cache/install"   # our own copy of uv, where the machine has none
 need_gb=15                     # 10 GB of packages, and their downloads while they unpack
+locked=scripts/constraints.txt # the versions that were tested together; `make lock`
 sources=(pyproject.toml platform_dist/pyproject.toml scripts/install.sh
-  scripts/install-system.sh)
+  scripts/install-system.sh "$locked")
 
 tell() { say install "$@"; }
 fail() { say install "FAILED: $*" >&2; exit 1; }
@@ -84,15 +85,17 @@ warn_of_small_disk() {
 
 install_packages() {
   if [ -n "$uv" ]; then
-    "$uv" pip install --python "$venv/bin/python" -e "$extras" -e platform_dist
+    "$uv" pip install --python "$venv/bin/python" -c "$locked" -e "$extras" -e platform_dist
   else
-    "$venv/bin/python" -m pip install --progress-bar off -e "$extras" -e platform_dist
+    "$venv/bin/python" -m pip install --progress-bar off -c "$locked" \
+      -e "$extras" -e platform_dist
   fi
 }
 
 python=$(find_python)
 choose_mooncake
 extras=".[sglang,bench,dev,etcd,nixl,$mooncake]"
+if [ -n "${UNLOCKED:-}" ]; then locked=/dev/null; fi
 wanted=$(fingerprint)
 if is_current; then exit 0; fi
 

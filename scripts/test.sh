@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# test.sh VENV "PARTS" [--long] [PYTEST ARGUMENTS...]: runs the parts (of: lint fast e2e
-# faults cluster scenarios), the later ones even if an earlier one failed, and fails if
-# any did. --long: with all that is left out otherwise, and more examples per property.
+# test.sh VENV "PARTS" [--long] [PYTEST ARGUMENTS...]: runs the parts (of: lint fast
+# servers e2e faults cluster scenarios), the later ones even if an earlier one failed, and
+# fails if any did. --long: with all that is left out otherwise, and more examples per
+# property. servers is e2e and faults in one run, which waits for a last test only once.
 #
 # Each part is a process of its own: those with servers hand them their environment, and
 # must not inherit what a kernel test set there. lint runs beside the part that follows
@@ -10,7 +11,7 @@ set -uo pipefail
 here=$(dirname -- "${BASH_SOURCE[0]}")
 . "$here/say.sh"
 venv=${1:?the virtual environment}
-parts=${2:?parts, of: lint fast e2e faults cluster scenarios}
+parts=${2:?parts, of: lint fast servers e2e faults cluster scenarios}
 shift 2
 num_args=$#
 args=()
@@ -34,6 +35,12 @@ cores=$(env -u OMP_NUM_THREADS nproc)
 
 side_by_side() { # side_by_side MOST: how many processes of tests this machine has room for
   echo "$((cores < $1 ? cores : $1))"
+}
+
+with_servers() { # with_servers PART: one process more than cores, as servers often wait
+  local num=$((cores < 4 ? cores + 1 : 4))
+  # Files in the order in which they are collected: that of tests/e2e/conftest.py.
+  run_pytest "$1" 900 -n "$num" --dist loadfile --no-loadscope-reorder -- "${@:2}"
 }
 
 note_failure() { # note_failure PART CODE
@@ -80,8 +87,9 @@ run_part() { # run_part PART
     fast) run_pytest fast "$fast_timeout_s" -n "$(side_by_side 8)" --dist worksteal -- \
       unit property conformance kernels contract ;;
     # Each process has a server, which the tests of a file share.
-    e2e) run_pytest e2e 900 -n "$(side_by_side 4)" --dist loadfile -- e2e ;;
-    faults) run_pytest faults 900 -n "$(side_by_side 4)" --dist loadfile -- faults ;;
+    servers) with_servers servers e2e faults ;;
+    e2e) with_servers e2e e2e ;;
+    faults) with_servers faults faults ;;
     cluster) run_pytest cluster 1800 -- cluster ;;
     scenarios) run_pytest scenarios 900 -n "$(side_by_side 2)" --dist loadfile -- scenarios ;;
     *) say test "unknown part: $1"; exit 2 ;;

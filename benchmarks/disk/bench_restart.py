@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 from sgl_tiered_workloads.harness.machine import (
+    NOT_IN_SERVERS,
     commit,
     is_dirty,
     machine_facts,
@@ -410,7 +411,7 @@ def main() -> int:
         "machine": machine_facts(),
         "commit": commit(),
         "dirty": is_dirty(),
-        "source": source_hash(ROOT, ["sgl_tiered"]),
+        "source": source_hash(ROOT, ["sgl_tiered"], NOT_IN_SERVERS),
     }
     if args.record is not None:
         args.record.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ must not depend on that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,9 +207,17 @@ class Adoption:
         return len(numbers)
 
     def cancel(self) -> None:
-        """Refuse all that is left."""
+        """Adopt no more: what is left is refused by the store's ``Removal``."""
         left, self._next = self._order[self._next :], len(self._order)
-        self._refuse(left)
+        self._store.removal.add_slots(self._tier, self._refuse_all(left))
+
+    def _refuse_all(self, left: Int64s) -> Iterator[None]:
+        """Refuse pages step by step; nobody asks which."""
+        num_pages = self._store.removal.max_pages
+        for start in range(0, len(left), num_pages):
+            self._refuse(left[start : start + num_pages])
+            yield
+        self._refused.clear()
         self._release()
 
     def _release(self) -> None:
@@ -295,8 +304,13 @@ class Adoption:
     def _make_copies(self, numbers: Int64s, used: Int32s) -> None:
         """Give the pages that have a row their copies, and refuse the others."""
         store, found = self._store, self._found
-        which = np.flatnonzero(used >= 0)
-        self._refuse(numbers[used < 0])
+        # Two directories may have a page each: it was forgotten in the one, but not
+        # voided there when the process ended, and written to the other.
+        which = np.unique(used, return_index=True)[1]
+        which = np.sort(which[used[which] >= 0])
+        rest = np.ones(len(numbers), np.bool_)
+        rest[which] = False
+        self._refuse(numbers[rest])
         if not len(which):
             return
         taken, rows = numbers[which], used[which]

@@ -128,7 +128,6 @@ class Chain:
 
     def landed(self, edge: Demoter, rows: Int32s, ok: Bools) -> None:
         """Pass on what arrived over an edge, and take the rest back."""
-        nodes = self._store.table.node
         if ok.all():
             edge.succeeded()
         else:
@@ -136,9 +135,13 @@ class Chain:
             if all_failed:
                 self._not_before_s[edge.source] = self._clock.now() + self._rest_s
             edge.failed(rows[~ok], all_failed=all_failed)
-        ends = {id(nodes[row]): row for row in rows[ok] if nodes[row] is not None}
-        for row in ends.values():
+        for row in self._store.table.ends_of(rows[ok]):
             self.arrived(edge.target, np.array([row], np.int32))
+
+    def dropped(self, tier: int) -> None:
+        """Forget what was offered of a tier's pages: all of them are dropped."""
+        if tier < len(self._edges):
+            self._edges[tier].clear()
 
     def clear(self) -> None:
         """Forget offers and sightings; batches under way still end."""

@@ -109,12 +109,10 @@ class Demoter:
     def failed(self, rows: Int32s, *, all_failed: bool) -> None:
         """Take back pages that did not arrive; some of them may be gone by now."""
         self._num_failed = self._num_failed + 1 if all_failed else 0
-        nodes = self._store.table.node
-        ends = {id(nodes[row]): int(row) for row in rows if nodes[row] is not None}
         if self._num_failed >= _MAX_ATTEMPTS:
             self._drop("failed", len(rows))
         elif self._is_write_through:
-            for row in ends.values():
+            for row in self._store.table.ends_of(rows):
                 self._put(row, 0)
 
     def succeeded(self) -> None:
@@ -181,7 +179,7 @@ class Demoter:
             if num_refused >= (1 if has_batch else _MAX_REFUSED):
                 break
             row, attempts = self._queue[0]
-            node = self._store.table.node[row]
+            (node,) = self._store.table.nodes_of(np.array([row]))
             if node is None:
                 self._queue.popleft()
                 continue
@@ -253,7 +251,8 @@ class Demoter:
                 missing.append((part, where))
             if len(blocked):
                 first = blocked[0]
-                waits = table.entry_of[source][part.rows[first]] >= 0
+                entry = table.entry_of[source][part.rows[first]]
+                waits = entry >= 0 and not table.doomed[entry]
                 return missing, bool(waits and not is_source[first])
         return missing, False
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -102,10 +103,11 @@ class Evictor:
         if node.queued[self._tier]:
             self._put(node)
 
-    def clear(self) -> None:
-        """Forget all nodes."""
-        self._heap.clear()
-        self._steps.clear()
+    def clear(self) -> list[list[Any]]:
+        """Forget all nodes; return the items, of which there may be very many."""
+        former: list[list[Any]] = [self._heap, self._steps]
+        self._heap, self._steps = [], []
+        return former
 
     def select(
         self,

@@ -13,14 +13,14 @@ it (``below``), so that "leaf in tier t" (resident, and nothing below) is O(1).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from sgl_tiered.cache.table import CacheTable
 from sgl_tiered.core.plans import Int32s
 
-__all__ = ["Node", "RadixIndex", "concat_rows"]
+__all__ = ["Node", "RadixIndex", "concat_rows", "take_apart"]
 
 _NO_ROWS = np.zeros(0, np.int32)
 
@@ -275,7 +275,7 @@ class RadixIndex:
 
         Rows that have left the tree are skipped.
         """
-        touched = Counter(self._table.node[rows].tolist())
+        touched = Counter(self._table.nodes_of(rows))
         touched.pop(None, None)
         for node, num_pages in touched.items():
             self.change_node(tier, node, delta * num_pages)
@@ -296,8 +296,36 @@ class RadixIndex:
                 self._on_leaf(tier, above)
             above = above.parent
 
-    def prune(self, node: Node) -> None:
-        """Let pages go that have no copy and nothing after them, here and above."""
+    def prune(self, nodes: Iterable[Node]) -> None:
+        """Let pages go that have no copy and nothing after them, in nodes and above.
+
+        Their rows are given back together: each call of the allocator costs as much as
+        all else that is done for a node.
+        """
+        gone: list[Int32s] = []
+        for node in nodes:
+            self._prune(node, gone)
+        if gone:
+            self._table.free_rows(np.concatenate(gone))
+
+    def clear(self) -> list[Node]:
+        """Forget all pages; return the roots of the trees, for ``take_apart``."""
+        gone, self._roots = self._roots, {}
+        for digest in gone:
+            self.on_gone(digest)
+        return list(gone.values())
+
+    def path_to(self, node: Node) -> list[Node]:
+        """Return the nodes from below the root down to ``node``."""
+        path: list[Node] = []
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            path.append(above)
+            above = above.parent
+        return path[::-1]
+
+    def _prune(self, node: Node, gone: list[Int32s]) -> None:
+        """Take pages out of the tree; their rows are added to ``gone``."""
         copies = self._table.copies
         while node.parent is not None and not node.children:
             if copies[node.rows[-1]]:
@@ -305,7 +333,7 @@ class RadixIndex:
             live = np.flatnonzero(copies[node.rows])
             keep = int(live[-1]) + 1 if len(live) else 0
             first = node.raw[: self._page_bytes]
-            self._table.free_rows(node.rows[keep:])
+            gone.append(node.rows[keep:])
             node.rows = node.rows[:keep].copy()
             node.raw = node.raw[: keep * self._page_bytes]
             if keep:
@@ -319,22 +347,6 @@ class RadixIndex:
             del self._roots[node.digest]
             self.on_gone(node.digest)
 
-    def clear(self) -> None:
-        """Forget all pages."""
-        gone = list(self._roots)
-        self._roots.clear()
-        for digest in gone:
-            self.on_gone(digest)
-
-    def path_to(self, node: Node) -> list[Node]:
-        """Return the nodes from below the root down to ``node``."""
-        path: list[Node] = []
-        above: Node | None = node
-        while above is not None and above.parent is not None:
-            path.append(above)
-            above = above.parent
-        return path[::-1]
-
     def _num_equal(self, run: bytes, raw: bytes) -> int:
         num_bytes = min(len(run), len(raw))
         a = np.frombuffer(run, np.int32, num_bytes // 4)
@@ -343,6 +355,25 @@ class RadixIndex:
         if not different.any():
             return num_bytes // self._page_bytes
         return int(different.argmax()) * 4 // self._page_bytes
+
+
+def take_apart(roots: list[Node], num_nodes: int) -> Iterator[None]:
+    """Part the nodes of trees that nobody uses, as many between two values.
+
+    Parents and children hold each other: left alone they would wait for the garbage
+    collector, and a node with many children would let all of them go at once.
+    """
+    left = num_nodes
+    while roots:
+        node = roots.pop()
+        while node.children:
+            child = node.children.popitem()[1]
+            child.parent = None
+            roots.append(child)
+            left -= 1
+            if not left:
+                left = num_nodes
+                yield
 
 
 def _ignore(digest: bytes) -> None:

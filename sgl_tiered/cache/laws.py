@@ -148,15 +148,19 @@ def _check_entries(
         written[entries] = True
     assert (written == (table.state == IN_FLIGHT)).all(), "flights and plans differ"
     busy = (table.pins > 0) | (table.state == IN_FLIGHT)
-    assert (busy | ~table.doomed | (table.state == FREE)).all(), "doomed yet unused"
+    unused = np.flatnonzero(table.doomed & ~busy & (table.state != FREE))
+    assert all(map(store.removal.covers, unused.tolist())), "doomed yet unused"
     num_busy = np.bincount(table.tier[busy], minlength=len(table.tiers)).tolist()
     assert num_busy == table.num_busy, f"{table.num_busy} in use, of {num_busy}"
     loading = np.zeros(table.rows.capacity, np.bool_)
     for entries in loads:
         loading[table.entry_row[entries]] = True
     detached = ~table.in_index
-    unbound = [node is None for node in table.node]
-    assert (detached == unbound).all(), "in_index and node differ"
+    unbound = np.array([node is None for node in table.node])
+    held = np.flatnonzero(detached & ~unbound)
+    is_kept = [store.removal.covers_row(row) or table.copies[row] for row in held]
+    assert all(is_kept), "a node that nobody needs"
+    assert not (unbound & ~detached).any(), "in_index and node differ"
     flagged = (table.flags & LOADING) != 0
     assert (flagged == (loading & ~detached)).all(), "pages marked loading differ"
     for number, column in enumerate(table.entry_of):
@@ -208,7 +212,8 @@ def _check_index(store: PageStore) -> None:
     used = ~table.rows.is_free(np.arange(table.rows.capacity))
     detached = used & (seen == 0)
     assert not (seen.astype(np.bool_) & ~used).any(), "a free row in the index"
-    assert (table.copies[detached] > 0).all(), "a row that nobody needs"
+    idle = np.flatnonzero(detached & (table.copies == 0))
+    assert all(map(store.removal.covers_row, idle.tolist())), "a row that nobody needs"
 
 
 def state_digest(store: PageStore) -> bytes:

@@ -14,9 +14,10 @@ import numpy as np
 
 from sgl_tiered.cache.config import CacheConfig
 from sgl_tiered.cache.evictor import Evictor
-from sgl_tiered.cache.index import Node, RadixIndex, concat_rows
+from sgl_tiered.cache.index import Node, RadixIndex, concat_rows, take_apart
 from sgl_tiered.cache.lookahead import QueueLookahead
 from sgl_tiered.cache.outlook import ComingUses
+from sgl_tiered.cache.removal import Removal
 from sgl_tiered.cache.reuse import ReuseHistory
 from sgl_tiered.cache.stats import StatsCounters
 from sgl_tiered.cache.table import CacheTable
@@ -37,6 +38,9 @@ from sgl_tiered.core.plans import (
 from sgl_tiered.policies.eviction.base import EvictionPolicy
 
 __all__ = ["PageStore", "Recency"]
+
+_MOST_STEPS = 4
+"""Of the removal of what was forgotten, for one call's room."""
 
 TOKEN_BYTES = 4
 Recency = tuple[int, float]
@@ -106,6 +110,8 @@ class PageStore:
             self.tombstones = Tombstones(config.tombstones, clock.now())
         self.num_held = [0] * len(self.tiers)
         """Per tier, slots in use by pages that are still to be adopted."""
+        self.removal = Removal(self.table, self.discard)
+        """Gives back what ``drop`` and ``clear`` have forgotten."""
         self._clock = clock
         self._sequence = 0
         self._unsettled: list[Node] = []
@@ -151,12 +157,15 @@ class PageStore:
     ) -> int:
         """Evict as needed and possible; return how many of the slots can be had.
 
-        A disk tier is left with a reserve, for the sake of long runs.
+        A disk tier is left with a reserve, for the sake of long runs. Pages that were
+        forgotten go first.
         """
+        self.give_back(tier, num_slots)
         slots = self.table.slots[tier]
         reserve = 0
         # A prompt whose rest is still to be adopted must not lose its beginning.
-        if self.tiers[tier] is TierId.DISK and not self.num_held[tier]:
+        is_filling = self.num_held[tier] or tier in self.removal.tiers
+        if self.tiers[tier] is TierId.DISK and not is_filling:
             reserve = slots.capacity // _RESERVE
         missing = num_slots + reserve - slots.free_slots
         if missing <= 0:
@@ -178,6 +187,14 @@ class PageStore:
             self._unsettled.append(victim.node)
             self.counters.evicted[self.tiers[tier]] += len(gone)
         return min(num_slots, self.table.slots[tier].free_slots)
+
+    def give_back(self, tier: int, num_slots: int) -> None:
+        """Free what was forgotten in a tier until so many slots are; bounded work."""
+        slots, removal = self.table.slots[tier], self.removal
+        for _ in range(_MOST_STEPS):
+            if tier not in removal.tiers or slots.free_slots >= num_slots:
+                return
+            removal.step()
 
     def start_copies(
         self, tier: int, rows: Int32s, kinds: UInt8s | None = None
@@ -253,7 +270,7 @@ class PageStore:
         table = self.table
         detached = ~table.in_index[rows] & (table.copies[rows] == 0)
         if detached.any():
-            table.free_rows(rows[detached])
+            table.free_rows(np.unique(rows[detached]))
 
     def bury(self, tier: int, rows: Int32s, cause: Cause) -> None:
         """Remember why pages have no copy in a tier any more, where that is kept.
@@ -281,28 +298,45 @@ class PageStore:
 
     def settle(self) -> None:
         """Let pages without copies go; the end of every public operation."""
-        while self._unsettled:
-            self.index.prune(self._unsettled.pop())
+        if self._unsettled:
+            nodes, self._unsettled = self._unsettled, []
+            self.index.prune(reversed(nodes))
+
+    def drop(self, tier: int) -> None:
+        """Forget every copy in a tier; slots in use stay taken until their users end.
+
+        From now on none of them is found; ``removal`` gives the others back.
+        """
+        self.table.doom(tier)
+        self.removal.begin([tier])
+
+    def free_dropped(self, tier: int, rows: Int32s) -> None:
+        """Free those copies of pages that ``removal`` has still to free, now."""
+        if tier not in self.removal.tiers:
+            return
+        entries = self.table.entry_of[tier][rows].astype(np.int64)
+        entries = entries[entries >= 0]
+        idle = self.table.doomed[entries] & ~self.table.busy(entries)
+        self.discard(tier, entries[idle])
 
     def clear(self) -> None:
-        """Forget every page; slots in use stay taken until their users end."""
-        table = self.table
-        live = np.flatnonzero(~table.rows.is_free(np.arange(table.rows.capacity)))
-        table.bind(live, None)
-        table.flags[live] = 0
+        """Forget every page; slots in use stay taken until their users end.
+
+        From now on none of them is found; ``removal`` gives the others back.
+        """
+        removal = self.removal
         self._unsettled.clear()
         if self.tombstones is not None:
             self.tombstones.clear()
-        self.index.clear()
+        self.table.detach()
+        removal.begin(range(len(self.tiers)))
+        removal.begin_rows()
+        removal.add(take_apart(self.index.clear(), removal.max_pages))
         for evictor in self.evictors:
-            evictor.clear()
+            for items in evictor.clear():
+                removal.add_items(items)
         for history in self.outlook.histories.values():
             history.clear()
-        for tier in range(len(self.tiers)):
-            column = table.entry_of[tier][live]
-            table.discard(column[column >= 0].astype(np.int64))
-        idle = live[table.copies[live] == 0]
-        table.free_rows(idle.astype(np.int32))
 
     def occupancy(self, tier: int, slot_bytes: int) -> TierOccupancy:
         """Return the use of a tier's slots; pinned ones include those in flight."""

@@ -8,7 +8,8 @@ or activations; other entries exist beside it and are found by ``entries_of``. T
 owns the slots of the tiers: an entry exists exactly as long as its slot is in use.
 
 A copy in use (pinned, or in flight) that is to go is *doomed*: out of sight at once,
-and freed when its last user ends.
+and freed when its last user ends. Where all copies of a tier are to go, those that
+nobody uses are doomed as well, and freed step by step (``Removal``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ LOADING = 0x80
 """Bit of ``flags``: a load of this page is under way. Bit t: ready copy in tier t."""
 
 _FIRST_CAPACITY = 1024
+_WINDOW = 1 << 16
+"""Entries looked at together: what is noted of them in between stays in the cache."""
 
 
 class CacheTable:
@@ -48,7 +51,8 @@ class CacheTable:
     Attributes:
         flags: uint8 per row, see ``LOADING``.
         copies: uint8 per row, its entries in all tiers and states.
-        node: object per row, the node of the radix index that holds it, or None.
+        node: object per row, the node of the radix index that holds it, or None. Where
+            ``in_index`` is False it means nothing; ``nodes_of`` looks at both.
         in_index: bool per row, whether a node holds it.
         born: int64 per row, ``version`` when it was allocated.
         keys, key_known: page key per row, once derived.
@@ -133,6 +137,37 @@ class CacheTable:
         """Note which node of the index holds the rows; None for none."""
         self.node[rows] = node
         self.in_index[rows] = node is not None
+
+    def nodes_of(self, rows: Int32s | Int64s) -> list[Any]:
+        """Return the node that holds each row; None for none."""
+        nodes = self.node[rows]
+        nodes[~self.in_index[rows]] = None
+        found: list[Any] = nodes.tolist()
+        return found
+
+    def ends_of(self, rows: Int32s) -> list[int]:
+        """Return the last of some rows in each node that holds any of them."""
+        nodes = self.nodes_of(rows)
+        last = {id(n): row for n, row in zip(nodes, rows.tolist(), strict=True) if n}
+        return list(last.values())
+
+    def detach(self) -> None:
+        """Take all rows out of the index and out of sight, and doom all copies.
+
+        Some nanoseconds a row. Rows and copies in use are given back by their users,
+        the others by a ``Removal``.
+        """
+        self.version += 1
+        self.flags[:] = 0
+        self.in_index[:] = False
+        self._doom(None)
+
+    def let_go(self, rows: Int64s) -> None:
+        """Drop what is left of rows that no node holds: their node, and idle rows."""
+        self.node[rows] = None
+        idle = rows[self.copies[rows] == 0]
+        if len(idle):
+            self.free_rows(idle.astype(np.int32))
 
     # Entries.
 
@@ -270,6 +305,16 @@ class CacheTable:
             entries = entries[~busy]
         return self._free_entries(entries)
 
+    def doom(self, tier: int) -> None:
+        """Put all copies in a tier out of sight, and doom them, used or not.
+
+        Some nanoseconds a row. Those in use are freed by their users, the others by a
+        ``Removal``, which tells ``on_copies`` of them as well.
+        """
+        self.version += 1
+        self.flags &= np.uint8(0xFF ^ (1 << tier))
+        self._doom(tier)
+
     def take_forgotten(self, tier: int) -> Int64s:
         """Return the slots freed since the last call and not in use again."""
         if not self._num_forgotten[tier]:
@@ -298,6 +343,14 @@ class CacheTable:
         columns += [*self.entry_of, *self._forgotten]
         allocators = [*self.slots, self.rows, self.entries]
         return sum(c.nbytes for c in columns) + sum(9 * a.capacity for a in allocators)
+
+    def _doom(self, tier: int | None) -> None:
+        for start in range(0, len(self.doomed), _WINDOW):
+            part = slice(start, start + _WINDOW)
+            chosen = self.state[part] != FREE
+            if tier is not None:
+                chosen &= self.tier[part] == tier
+            self.doomed[part] |= chosen
 
     def _count_busy(self, entries: Int64s, delta: int) -> None:
         """Note that entries became busy (1) or idle (-1)."""

@@ -311,7 +311,7 @@ class TieredCache:
                     np.count_nonzero(mine & ~bad & ~idle)
                 )
         if landed:
-            for node in set(table.node[plan.pages].tolist()) - {None}:
+            for node in set(table.nodes_of(plan.pages)) - {None}:
                 node.num_hits += 1
         store.settle()
 
@@ -365,6 +365,7 @@ class TieredCache:
         root = self._index.root(digest)
         path = self._index.walk(root, raw)
         known = concat_rows(path)
+        store.free_dropped(0, known)
         num_new = len(raw) // store.page_bytes - len(known)
         uses: Kinds = ()
         if sighted is None:
@@ -508,7 +509,8 @@ class TieredCache:
             How many were adopted, and the addresses that were refused.
         """
         adoption = self.begin_adoption(tier, arrange(FoundPages.of([records])))
-        adoption.step(len(records.addresses))
+        while adoption.step(len(records.addresses)):
+            pass
         return adoption.num_adopted, adoption.take_refused()
 
     def begin_adoption(self, tier: TierId, arranged: Arranged) -> Adoption:
@@ -531,31 +533,49 @@ class TieredCache:
         self._sources.rest(tiers)
         self.promoter.rest(tiers)
 
-    def drop_tier(self, tier: TierId) -> Int64s:
-        """Forget every copy in a tier; those in use as soon as they no longer are.
+    def drop_tier(self, tier: TierId) -> None:
+        """Forget every copy in a tier: none of them is found from now on.
 
-        Returns:
-            The addresses that are free now; ``take_forgotten`` tells the later ones.
+        Their slots come back by and by, see ``free_dropped``; those in use as soon as
+        they no longer are. ``take_forgotten`` tells which.
         """
         number = self._tiers.index(tier)
-        column = self._table.entry_of[number]
-        entries = column[column >= 0].astype(np.int64)
-        before = self._table.take_forgotten(number)
         for adoption in self._adoptions:
             if adoption.tier == number:
                 adoption.cancel()
-        self._store.discard(number, entries)
-        self._store.settle()
-        dropped = self._table.take_forgotten(number)
-        return np.union1d(before, dropped)
+        self._chain.dropped(number)
+        self._store.drop(number)
+        self.free_dropped()
 
     def reset(self) -> None:
-        """Forget every page. Plans under way finish into nothing, and their slots
-        are not used again before that."""
+        """Forget every page: none is found from now on.
+
+        Plans under way finish into nothing, and their slots are not used again before
+        that. All others come back by and by, see ``free_dropped``.
+        """
         for adoption in self._adoptions:
             adoption.cancel()
         self._chain.clear()
         self._store.clear()
+        self.free_dropped()
+
+    def free_dropped(self) -> bool:
+        """Give back some of what a drop or a reset has forgotten; bounded work.
+
+        To be called again and again, by several ranks at the same points. Where a plan
+        needs room, some of it is given back as well.
+
+        Returns:
+            Whether there is more.
+        """
+        more = self._store.removal.step()
+        self._store.settle()
+        return more
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether ``free_dropped`` has something left to do."""
+        return self._store.removal.is_under_way
 
     def take_forgotten(self, tier: TierId) -> Int64s:
         """Return the addresses freed since the last call, for ``Tier.forget``.

@@ -328,6 +328,7 @@ class CacheStore(TableStore):
     def _alloc_evicting(self, medium: TierId, num_blocks: int) -> UInt64s | None:
         number = self._number[medium]
         slots = self._slots[number]
+        self._pages.give_back(number, num_blocks)
         missing = num_blocks - slots.free_slots
         victims = self._evictors[number].select(missing)
         if sum(len(victim.rows) for victim in victims) < missing:

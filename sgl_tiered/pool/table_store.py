@@ -535,8 +535,7 @@ class TableStore:
     def _forget(self, number: int, rows: Int32s) -> None:
         """Account for copies that the table has dropped; pages without any go."""
         if len(rows):
-            for node in self._index.change(number, rows, -1):
-                self._index.prune(node)
+            self._index.prune(self._index.change(number, rows, -1))
 
     def _touch(self, path: list[Node]) -> None:
         self._sequence += 1

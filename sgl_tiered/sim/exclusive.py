@@ -217,8 +217,7 @@ class ExclusiveHierarchy:
             if not is_last:
                 self._index.change_node(number + 1, victim.node, num_pages)
         if is_last:
-            for victim in victims:
-                self._index.prune(victim.node)
+            self._index.prune(victim.node for victim in victims)
 
     def _place(self, number: int, rows: Int32s) -> None:
         addresses = self._table.slots[number].alloc(len(rows))

@@ -296,8 +296,8 @@ class DiskTier:
     def relabel(self, fingerprint: str) -> None:
         """Mark the directory with another fingerprint, in the background.
 
-        Behind the voiding of what was forgotten, so a kill at any moment leaves a mark
-        under which nothing wrong is found: records name what they belong to as well.
+        A kill at any moment leaves nothing wrong to be found: records name what they
+        belong to as well, and those of before are forgotten sooner or later.
         """
         with self._access.running() as is_open:
             if is_open:

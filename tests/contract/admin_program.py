@@ -104,6 +104,62 @@ def dropped_while_offloading(backend: str) -> dict[str, Any]:
     return out
 
 
+def forgotten_while_the_disk_is_held(backend: str) -> dict[str, Any]:
+    """Clear, drop and flush while a write of the disk hangs; what was held is gone."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    from sgl_tiered.core.ids import TierId
+    from sgl_tiered.engines.sglang import runtime as runtime_module
+
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(backend, Path(folder))
+        bench.keep_on_disk(TOKENS)
+        may_go, is_held = threading.Event(), threading.Event()
+        disk = bench.runtime.parts.disk
+        store = disk.store
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            is_held.set()
+            assert may_go.wait(2 * PATIENCE_S)
+            return store(*args, **kwargs)
+
+        disk.store = held
+        bench.offload(TOKENS + 1)
+        bench.runtime.drain_device()
+        bench.tree.check_hicache_events()
+        assert is_held.wait(PATIENCE_S)
+        # Whoever waits for the disk, in bounded time or not, waits for the rescuer.
+        patience_s = runtime_module._DRAIN_TIMEOUT_S
+        runtime_module._DRAIN_TIMEOUT_S = 1e6
+        rescuer = threading.Timer(PATIENCE_S, may_go.set)
+        rescuer.start()
+        Scheduler.clear_hicache_storage_wrapped(scheduler_of(bench), None)
+        bench.tree.check_hicache_events()
+        bench.tree.drop(TierId.HOST)
+        bench.tree.drop(TierId.DISK)
+        bench.tree.leave_device()
+        bench.tree.check_hicache_events()
+        bench.tree.reset()
+        bench.allocator.clear()
+        out = {"used_while_held": bench.used("disk")}
+        bench.offload(TOKENS + 2)
+        bench.runtime.drain_device()
+        bench.tree.check_hicache_events()
+        out["kept_while_held"] = bench.used("host")
+        out["is_held"] = not may_go.is_set()
+        rescuer.cancel()
+        may_go.set()
+        runtime_module._DRAIN_TIMEOUT_S = patience_s
+        bench.settle()
+        bench.runtime.cache.check()
+        out["used"], out["kept"] = bench.used("disk"), bench.used("host")
+        bench.close()
+        again = Bench(backend, Path(folder))
+        out["adopted"] = again.used("disk")
+        again.close()
+    return out
+
+
 def cleared_without_a_disk(backend: str) -> dict[str, Any]:
     """Clear the storage of a server that has none."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -184,7 +240,7 @@ def paused_while_offloading(backend: str) -> dict[str, Any]:
 
 
 def slept_while_demoting(backend: str) -> dict[str, Any]:
-    """Let an idle server sleep while pages are written to disk, and afterwards."""
+    """Let an idle server sleep while it writes, forgets pages, and afterwards."""
     from sglang.srt.managers.scheduler import Scheduler
 
     with tempfile.TemporaryDirectory() as folder:
@@ -214,6 +270,13 @@ def slept_while_demoting(backend: str) -> dict[str, Any]:
             "afterwards": len(naps),
             "used": bench.used("disk"),
         }
+        bench.runtime.cache._store.removal.max_pages = 1
+        bench.tree.clear_storage_backend()
+        Scheduler.maybe_sleep_on_idle(scheduler)
+        out["while_giving_back"] = len(naps)
+        bench.settle()
+        Scheduler.maybe_sleep_on_idle(scheduler)
+        out["at_the_end"], out["left"] = len(naps), bench.used("disk")
         bench.close()
     return out
 
@@ -238,6 +301,7 @@ def story(backend: str) -> dict[str, Any]:
     calls = (
         cleared_while_offloading,
         dropped_while_offloading,
+        forgotten_while_the_disk_is_held,
         cleared_without_a_disk,
         released_while_offloading,
         paused_while_offloading,

@@ -12,6 +12,7 @@ object.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 import warnings
 from array import array
@@ -22,6 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from runtime_program import context
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.draining import drain
 
 PAGE = 16
 NUM_PAGES = 4
@@ -90,7 +95,7 @@ class Bench:
     def settle(self) -> None:
         """Let everything that is under way, and what follows from it, end."""
         for _ in range(6):
-            self.runtime.drain()
+            drain(self.runtime)
             self.tree.check_hicache_events()
 
     def offload(self, tokens: Any) -> None:
@@ -172,7 +177,7 @@ def wait(bench: Bench, req: Any, *, by_prefix: bool) -> dict[str, Any]:
             num_read = len(state.staged.positions)
         if is_ready:
             break
-        runtime.drain()
+        drain(runtime)
         tree.check_hicache_events()
     else:
         raise AssertionError("it never could be admitted")

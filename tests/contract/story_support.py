@@ -26,7 +26,7 @@ ENV = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
 
 
 @functools.cache
-def _image() -> ForkServer:
+def image() -> ForkServer:
     """Return the process that has imported SGLang; it ends with this one."""
     server = ForkServer(MODULES, ENV).__enter__()
     atexit.register(server.close)
@@ -57,7 +57,7 @@ def output_of(program: str, *args: object, fresh: bool = False, **env: str) -> A
             else:
                 words = [str(err), *command]
                 module = "tests.contract.as_script"
-                process = _image().start(module, words, log, ENV | env)
+                process = image().start(module, words, log, ENV | env)
         try:
             code = process.wait(timeout=TIMEOUT_S)
         finally:

@@ -44,6 +44,18 @@ def test_a_drop_loses_no_end_of_an_offload(seen):
     }
 
 
+def test_nothing_that_forgets_waits_for_a_disk_that_hangs(seen):
+    """Slots keep until their writes end; only what came afterwards is left."""
+    assert seen["forgotten_while_the_disk_is_held"] == {
+        "used_while_held": NUM_PAGES,
+        "kept_while_held": 2 * NUM_PAGES,
+        "is_held": True,
+        "used": NUM_PAGES,
+        "kept": NUM_PAGES,
+        "adopted": NUM_PAGES,
+    }
+
+
 def test_clearing_a_storage_that_there_is_not_is_refused(seen):
     """The answer is no, and it is counted."""
     assert seen["cleared_without_a_disk"] == {"success": False, "refused": 1}
@@ -60,10 +72,17 @@ def test_a_paused_server_becomes_idle(seen):
     assert seen["paused_while_offloading"] == {"told_idle": [True]}
 
 
-def test_an_idle_server_sleeps_when_all_is_written(seen):
-    """Not before: the end of one write begins the next."""
+def test_an_idle_server_sleeps_when_all_is_done(seen):
+    """Not before: the end of one write begins the next, and so does what it forgets."""
     told = seen["slept_while_demoting"]
-    assert told == {"while_writing": 0, "afterwards": 1, "used": NUM_PAGES}
+    assert told == {
+        "while_writing": 0,
+        "afterwards": 1,
+        "used": NUM_PAGES,
+        "while_giving_back": 1,
+        "at_the_end": 2,
+        "left": 0,
+    }
 
 
 def test_beams_are_refused_in_a_sentence(seen):

@@ -1,17 +1,13 @@
 """Real all-reduces of two gloo processes, as the contention guard sees them."""
 
-import json
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytestmark = pytest.mark.sglang
+from tests.contract.story_support import image, output_of
 
-PROGRAM = Path(__file__).parent / "collectives_program.py"
-TIMEOUT_S = 280
+pytestmark = pytest.mark.sglang
 
 
 def free_port():
@@ -33,23 +29,14 @@ def free_port():
 def ranks():
     """What both ranks saw."""
     port = free_port()
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [process.communicate(timeout=TIMEOUT_S) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, (_, errors) in zip(running, ended, strict=True):
-        assert process.returncode == 0, errors[-4000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in ended]
+    # Before two threads ask for it.
+    image()
+    with ThreadPoolExecutor(2) as both:
+        told = [
+            both.submit(output_of, "collectives_program.py", rank, port)
+            for rank in range(2)
+        ]
+        return [one.result() for one in told]
 
 
 def test_the_hooks_change_no_answer(ranks):

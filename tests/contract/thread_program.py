@@ -55,7 +55,7 @@ def main() -> None:
             runtime.drop(TierId.DISK)
             scheduler.steps(20)
             scheduler.let_go()
-            runtime.drain()
+            runtime.drain_device()
             runtime.pump()
             runtime.reset()
             return scheduler.steps(20)

@@ -27,6 +27,10 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from runtime_program import context  # noqa: E402
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.draining import drain  # noqa: E402
+
 PAGE, NUM_PAGES, PROMPT_PAGES = 16, 32, 4
 PATIENCE_S = 30.0
 LORA_ID = "ab" * 16
@@ -199,7 +203,7 @@ class Server:
         if reading is not None:
             assert reading._done.wait(PATIENCE_S)
         for _ in range(6):
-            self.runtime.drain()
+            drain(self.runtime)
             self.tree.check_hicache_events()
 
     def key(self, tokens: Any, extra_key: str | None = None) -> Any:

@@ -1,6 +1,7 @@
 """Servers of the end-to-end tests: one at a time in each process of the tests.
 
-It is reused as long as the flags agree.
+It is reused as long as the flags agree. What plain SGLang answers is recorded once for
+all processes of a run.
 
 A test asks for a server by its spec. The one that runs is handed out again if its spec
 is equal, else it is stopped first; so tests of one server stand together in a file.
@@ -10,7 +11,9 @@ Whatever happens, the last one is stopped at the end of the session.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,12 +39,46 @@ from tests.e2e.e2e_support import (
 __all__: list[str] = []
 
 
+LONGEST_FIRST = (
+    "test_gate_can_fail.py",
+    "test_disagg.py",
+    "test_models.py",
+    "test_sparse.py",
+    "test_activations.py",
+    "test_tensor_parallel.py",
+    "test_activations_ranks.py",
+    "test_slo.py",
+    "test_router.py",
+    "test_layerkv_waves.py",
+    "test_layerkv.py",
+    "test_layerkv_grammar.py",
+    "test_command_line.py",
+    "test_encoding.py",
+    "test_faults.py",
+    "test_tiers.py",
+    "test_activations_tiers.py",
+    "test_weights.py",
+    "test_peer.py",
+    "test_pool_faults.py",
+    "test_matrix.py",
+    "test_abort.py",
+    "test_prefetch.py",
+    "test_eviction.py",
+    "test_schedule_policies.py",
+    "test_orders.py",
+)
+"""The negative control, which comes before every test that trusts the gate, and then
+files by the time that they take: a long one that comes last keeps one core busy while
+the others have nothing to do. Files that are not here come afterwards."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the negative control before every test that trusts the gate."""
-    folder = Path(__file__).parent
-    places = [i for i, item in enumerate(items) if folder in item.path.parents]
+    """Put the tests with servers in that order."""
+    folders = {Path(__file__).parent, Path(__file__).parents[1] / "faults"}
+    places = [i for i, item in enumerate(items) if folders & set(item.path.parents)]
     ours = [items[place] for place in places]
-    ours.sort(key=lambda item: item.path.name != "test_gate_can_fail.py")
+    rank = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    ours.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for place, item in zip(places, ours, strict=True):
         items[place] = item
 
@@ -117,11 +154,21 @@ class Servers:
         return server
 
 
+_SERVERS: list[Servers] = []
+"""The one of this session, once it is there."""
+
+
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """The one place that starts servers."""
-    servers = Servers(tmp_path_factory.mktemp("logs"))
-    fork_servers()
+    """The one place that starts servers.
+
+    Other folders have this fixture as one of their own. Where tests of several folders
+    run in one session, it is the same place for all of them.
+    """
+    if not _SERVERS:
+        _SERVERS.append(Servers(tmp_path_factory.mktemp("logs")))
+        fork_servers()
+    (servers,) = _SERVERS
     try:
         yield servers
         servers.stop()
@@ -137,23 +184,49 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(servers: Servers, model: Path) -> Callable[[Case], Reference]:
-    """Return a function that gives a case's reference, recorded once per session.
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run that all its processes see."""
+    folder = tmp_path_factory.getbasetemp()
+    # A process of several has a folder of its own in the run's.
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+def recorded_once(file: Path, record: Callable[[], Reference]) -> Reference:
+    """Return what a file has; the first process to ask records it, others wait."""
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            content = pickle.dumps(record())
+            file.write_bytes(content)
+        found = pickle.loads(file.read_bytes())
+    assert isinstance(found, Reference)
+    return found
+
+
+@pytest.fixture(scope="session")
+def reference(
+    servers: Servers, model: Path, shared_folder: Path
+) -> Callable[[Case], Reference]:
+    """Return a function that gives a case's reference, recorded once per run.
 
     The overlap schedule changes when things happen and not what is computed, so cases
     that differ in it alone share a reference.
     """
-    made: dict[tuple[int, int | None], Reference] = {}
+    made: dict[str, Reference] = {}
 
     def get(case: Case) -> Reference:
-        key = (case.page_size, case.chunk_tokens)
+        shared = Case(case.page_size, case.chunk_tokens, overlap=False)
 
-        if key not in made:
-            shared = Case(*key, overlap=False)
+        def record() -> Reference:
             device = shared.device(model, REFERENCE_POOL_TOKENS)
             server = servers.get(plain_spec(device, f"plain-{shared.name}"))
-            made[key] = record_reference(server)
+            answers = record_reference(server)
             servers.stop()
-        return made[key]
+            return answers
+
+        if shared.name not in made:
+            file = shared_folder / f"reference-{shared.name}.pickle"
+            made[shared.name] = recorded_once(file, record)
+        return made[shared.name]
 
     return get

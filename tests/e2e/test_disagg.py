@@ -10,7 +10,7 @@ import pytest
 from sgl_tiered_workloads.gate import check_equality
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.sessions import ChatShape, PlannedRequest, random_tokens
-from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec
+from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers, plain_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 from tests.e2e.disagg_support import (
@@ -60,7 +60,7 @@ LAYERKV = (
 
 @pytest.fixture(scope="module")
 def plain(servers, model):
-    device = Device(model, REFERENCE_POOL_TOKENS, PAGE)
+    device = Device(model, REFERENCE_POOL_TOKENS, PAGE, CPU_FLAGS)
     server = servers.get(plain_spec(device, "plain-pd"))
     found = record_reference(server, SHAPE)
     long = [

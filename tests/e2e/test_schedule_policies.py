@@ -26,7 +26,7 @@ from tests.e2e.e2e_support import (
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
-CASE = Case(16)
+CASE, PLAIN_CASE = Case(16), Case(16, overlap=False)
 POOL_TOKENS = 3000
 NUM_PROMPTS = 24
 TOLD_FROM = (0, 20, 160, 319)
@@ -67,8 +67,8 @@ def told(server, request, first):
 def plain(servers, model, reference):
     """Plain SGLang's answers, its spread, and its logprobs of a prompt."""
     spread = reference(CASE).spread
-    spec = plain_spec(CASE.device(model, REFERENCE_POOL_TOKENS), f"plain-{CASE.name}")
-    server = servers.get(spec)
+    device = PLAIN_CASE.device(model, REFERENCE_POOL_TOKENS)
+    server = servers.get(plain_spec(device, "plain-policies"))
     server.flush_cache()
     answers = sequential(server, prompts())
     known = [told(server, prompts()[0], first) for first in TOLD_FROM]

@@ -19,7 +19,7 @@ from tests.e2e.e2e_support import MODELS, Case, drop, settle, stats, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
-CASE = Case(16)
+CASE, PLAIN_CASE = Case(16), Case(16, overlap=False)
 NUM_PAGES = 20
 ANSWER_TOKENS = 12
 HOST_BYTES, DISK_BYTES = 4 * MB, 64 * MB
@@ -67,7 +67,7 @@ def stored(server):
 @pytest.fixture(scope="module")
 def plain_answers(servers, model, trained, prompts):
     """What plain SGLang answers with each of the weights."""
-    server = servers.get(plain_spec(CASE.device(model)))
+    server = servers.get(plain_spec(PLAIN_CASE.device(model)))
     answers = {}
     for weights in (model, trained):
         update(server, weights, flush=True)

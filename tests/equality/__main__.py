@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from sgl_tiered_workloads.fork_server import fork_servers
 from sgl_tiered_workloads.harness.machine import (
+    NOT_IN_SERVERS,
     commit,
     is_dirty,
     machine_facts,
@@ -82,7 +83,7 @@ class Call:
         self._began_s = time.monotonic()
         self._end_s = self._began_s + 60.0 * minutes
         self._scratch = scratch
-        self.source = source_hash(ROOT, PRODUCT)
+        self.source = source_hash(ROOT, PRODUCT, NOT_IN_SERVERS)
         self.before = read_calls(folder, self.source)
         self._seed = seed + len(self.before)
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")

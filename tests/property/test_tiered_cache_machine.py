@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from sgl_tiered.cache.config import DEMOTE_POLICIES, WRITE_POLICIES
-from sgl_tiered.cache.table import FREE
+from sgl_tiered.cache.table import FREE, READY
 from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import Lookup, TierId
@@ -59,6 +59,7 @@ PROMPTS = prompts(
     page_tokens=PAGE_TOKENS, words=["abca", "abcb", "abbbb", "ac", "ba", "bacab"]
 )
 RARELY = st.sampled_from([False] * 9 + [True])
+SELDOM = st.sampled_from([False] * 3 + [True])
 Page = tuple[bytes, bytes]
 """A page as the model knows it: namespace and all tokens up to its end."""
 
@@ -75,6 +76,7 @@ class Setup:
     tiers: tuple[TierId, ...]
     disk_admission: str
     act_page_bytes: int
+    step_pages: int = 1024
 
     def make(self, disk_slots: int = SLOTS[TierId.DISK]) -> TieredCache:
         """Return an empty cache with open namespaces."""
@@ -110,6 +112,7 @@ class Setup:
         )
         for namespace in NAMESPACES:
             cache.open_namespace(namespace)
+        cache._store.removal.max_pages = self.step_pages
         return cache
 
 
@@ -135,6 +138,14 @@ def contents(cache: TieredCache, tier: TierId) -> dict[Page, tuple[int, bool]]:
                 is_hit = bool(store.table.flags[row] >> number & 1)
                 found[node.digest, raw[:end]] = (address, is_hit)
     return found
+
+
+def left_over(cache: TieredCache, tier: TierId) -> set[int]:
+    """Return the slots of copies that a drop has forgotten and nobody uses."""
+    table = cache._store.table
+    idle = table.doomed & (table.state == READY) & (table.pins == 0)
+    entries = np.flatnonzero(idle & (table.tier == table.tiers.index(tier)))
+    return set(table.address[entries].tolist())
 
 
 def snapshot(cache: TieredCache) -> tuple[Any, ...]:
@@ -212,8 +223,11 @@ class Driver:
     def do_finish_demote(self, plan_id: int, ok: list[bool]) -> None:
         self.cache.finish_demote(self.plans.pop(plan_id), _result(ok))
 
-    def do_drop_tier(self, tier: TierId) -> Any:
-        return self.cache.drop_tier(tier)
+    def do_drop_tier(self, tier: TierId) -> None:
+        self.cache.drop_tier(tier)
+
+    def do_free_dropped(self) -> bool:
+        return self.cache.free_dropped()
 
     def do_take_forgotten(self, tier: TierId) -> Any:
         return self.cache.take_forgotten(tier)
@@ -261,6 +275,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             tiers=st.sampled_from(CHAINS),
             disk_admission=st.sampled_from(WRITE_ADMISSIONS),
             act_page_bytes=st.sampled_from([0, 256]),
+            step_pages=st.sampled_from([1, 2, 1024]),
         )
     )
     def start(self, setup: Setup) -> None:
@@ -304,6 +319,19 @@ class TieredCacheMachine(RuleBasedStateMachine):
         for plan in self.plans(DemotePlan):
             slots |= {(plan.source, int(a)) for a in plan.source_addresses}
         return slots
+
+    def kept(self) -> dict[TierId, dict[Page, tuple[int, bool]]]:
+        """Return the copies in each tier but for those that may go at any time."""
+        found = {}
+        for tier in self.tiers:
+            gone = left_over(self.cache, tier)
+            here = contents(self.cache, tier).items()
+            found[tier] = {page: copy for page, copy in here if copy[0] not in gone}
+        return found
+
+    def at_rest(self) -> tuple[Any, ...] | None:
+        """Return a snapshot; None where room may be made by giving back what went."""
+        return None if self.cache.is_freeing else snapshot(self.cache)
 
     def num_written(self) -> int:
         """Return how many slots plans under way write."""
@@ -352,8 +380,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
         """Room is made lawfully, or nothing changes at all."""
         digest = self.digests[space]
         prompt = pages_of(digest, tokens)
-        before = snapshot(self.cache)
-        old = {tier: contents(self.cache, tier) for tier in self.tiers}
+        before = self.at_rest()
+        old = self.kept()
         pinned = self.pinned()
         name = "offload_late" if late else "offload"
         kinds = None
@@ -361,7 +389,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             kinds = np.array([acts >> at & 1 for at in range(len(prompt))], np.uint8)
         plan = self.driver.run(name, digest, tokens, most, kinds)
         if plan is None:
-            assert snapshot(self.cache) == before
+            assert before in (None, snapshot(self.cache))
             return
         wanted = None if kinds is None else kinds[plan.positions]
         self.holds(self.first, plan.addresses, plan, wanted)
@@ -385,13 +413,14 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
     def demote(self, most: int, ends_now: int) -> None:
         """Only hits go down, one tier each, after their parents; pins hold."""
-        before = snapshot(self.cache)
-        old = {tier: contents(self.cache, tier) for tier in self.tiers}
+        before = self.at_rest()
+        old = self.kept()
+        everything = {tier: set(contents(self.cache, tier)) for tier in self.tiers}
         pinned = self.pinned()
         busy = {plan.source for plan in self.plans(DemotePlan)}
         plan = self.driver.run("demote", most)
         if plan is None:
-            assert snapshot(self.cache) == before
+            assert before in (None, snapshot(self.cache))
             return
         assert 1 <= len(plan.pages) <= most
         place = self.tiers.index(plan.source)
@@ -400,7 +429,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         at_source = {address: page for page, (address, _) in old[plan.source].items()}
         chosen = [at_source[address] for address in plan.source_addresses.tolist()]
         self.pages[plan.plan_id] = chosen
-        there = set(old[plan.target])
+        there = everything[plan.target]
         for number, page in enumerate(chosen):
             assert old[plan.source][page][1]
             assert page not in there
@@ -456,7 +485,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
                 assert not lost
                 continue
             assert len(lost) <= num_new
-            if lost:
+            if lost and not self.cache.is_freeing:
                 assert self.cache.occupancy(tier).free_slots == 0
             for page in lost:
                 assert page not in kept
@@ -646,21 +675,48 @@ class TieredCacheMachine(RuleBasedStateMachine):
             assert address not in used
             self.records.pop(address, None)
 
-    @rule(place=st.integers(0, 2), really=RARELY)
+    @rule(place=st.integers(0, 2), really=SELDOM)
     def drop_tier(self, place: int, really: bool) -> None:
         """After a drop the tier has no hit, and only what is in use keeps its slot."""
         if not really:
             return
         tier = self.tiers[place % len(self.tiers)]
-        addresses = self.driver.run("drop_tier", tier)
+        self.driver.run("drop_tier", tier)
         left = contents(self.cache, tier)
         assert not any(hit for _, hit in left.values())
-        assert not set(addresses.tolist()) & {a for a, _ in left.values()}
-        if tier == TierId.DISK:
-            for address in addresses.tolist():
-                self.records.pop(address, None)
+        if not self.cache.is_freeing:
+            self.check_in_use(tier)
 
-    @rule(really=RARELY)
+    def check_in_use(self, tier: TierId) -> None:
+        """Of a tier without hits only what plans use keeps its slot."""
+        entries = [*self.cache._chain.under_way, *self.cache.promoter.under_way]
+        used = [e for one in entries for e in (*one.reads, *one.writes)]
+        for plan in (*self.cache._loads.values(), *self.cache._offloads.values()):
+            used += [*plan]
+        table = self.cache._store.table
+        number = table.tiers.index(tier)
+        used_slots = {int(table.address[e]) for e in used if table.tier[e] == number}
+        num_held = self.cache._store.num_held[number]
+        occupancy = self.cache.occupancy(tier)
+        assert occupancy.used_slots == len(used_slots) + num_held
+
+    @precondition(lambda self: self.cache.is_freeing)
+    @rule(to_the_end=st.booleans())
+    def free_dropped(self, to_the_end: bool) -> None:
+        """Nothing comes into sight by it; at its end nothing is left over."""
+        hits = [self.hits(tier) for tier in self.tiers]
+        while self.driver.run("free_dropped") and to_the_end:
+            self.cache.check()
+        assert [self.hits(tier) for tier in self.tiers] == hits
+        if not self.cache.is_freeing:
+            assert not any(left_over(self.cache, tier) for tier in self.tiers)
+
+    def hits(self, tier: TierId) -> set[Page]:
+        """Return the pages that a tier has."""
+        found = contents(self.cache, tier).items()
+        return {page for page, (_, is_hit) in found if is_hit}
+
+    @rule(really=SELDOM)
     def reset(self, really: bool) -> None:
         """After a reset nothing is found; slots in use are still taken."""
         if not really:
@@ -670,7 +726,9 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.reset_away |= {plan.plan_id for plan in self.plans(LoadPlan)}
         assert not any(contents(self.cache, tier) for tier in self.tiers)
         used = sum(self.cache.occupancy(tier).used_slots for tier in self.tiers)
-        assert used == under_way
+        left = sum(len(left_over(self.cache, tier)) for tier in self.tiers)
+        held = sum(self.cache._store.num_held)
+        assert used == under_way + left + held
 
     @precondition(lambda self: TierId.DISK in self.tiers)
     @rule(data=st.data(), really=RARELY)

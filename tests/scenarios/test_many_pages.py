@@ -16,6 +16,7 @@ from sgl_tiered.cache.adoption import arrange
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.namespaces import NamedSpaces
 from sgl_tiered.tiers.disk_format import META_NAME, DiskMeta, record_dtype
+from tests.draining import give_back
 from tests.e2e.e2e_support import (
     MODELS,
     PATIENCE_S,
@@ -199,6 +200,7 @@ def test_a_hundred_thousand_namespaces(tmp_path):
     assert (len(names), names.num_empty) == (NUM_NAMESPACES, 0)
     cache.check()
     cache.drop_tier(TierId.DISK)
+    give_back(cache)
     names.drop_empty()
     assert (cache.num_namespaces, len(names)) == (0, 0)
     tier.close()

@@ -3,11 +3,15 @@
 More on pulled pages is in ``tests/e2e/test_peer.py`` and ``tests/cluster``.
 """
 
+from dataclasses import replace
+
 import pytest
 from sgl_tiered_workloads.systems import CPU_FLAGS, Device, plain_spec
 
+from tests.e2e.cpu_server import CPU_SERVER
 from tests.e2e.e2e_support import drop, edge, pinned, settle, stats, wait_until
 from tests.e2e.test_peer import Pair, members
+from tests.e2e.test_weights import LORA_FLAGS, make_adapter
 from tests.scenarios.scenario_support import (
     PAGE,
     PLAIN_POOL,
@@ -72,3 +76,56 @@ def test_prompts_of_whole_pages(pair, plain, held):
     assert edge(after, "peer->host") - before == sum(FOUND) // PAGE
     assert pinned(after) == 0
     wait_until(lambda: pinned(stats(pair.a)) == 0, "the holder has nothing lent")
+
+
+def with_adapters(spec, paths):
+    """Return a server's specification with adapters, by name."""
+    named = [f"{name}={path}" for name, path in paths.items()]
+    flags = (*spec.flags, *LORA_FLAGS, "--lora-paths", *named)
+    return replace(spec, flags=flags, program=CPU_SERVER)
+
+
+def test_adapters_share_pages_by_their_weights(servers, model, tmp_path):
+    """Pages of one adapter in two places are pulled; of two of one name not."""
+    paths = {
+        "a": {"poems": tmp_path / "a" / "poems", "sql": tmp_path / "a" / "sql"},
+        "b": {"poems": tmp_path / "b" / "poems", "sql": tmp_path / "b" / "sql"},
+    }
+    seeds = {("a", "poems"): 0, ("b", "poems"): 0, ("a", "sql"): 1, ("b", "sql"): 2}
+    for (where, name), seed in seeds.items():
+        make_adapter(paths[where][name], seed)
+    tokens = prompt(1400, 20 * PAGE + 1)
+
+    def asked(server, name):
+        return server.post("/generate", body(tokens, lora_path=name))
+
+    device = Device(model, PLAIN_POOL, PAGE, CPU_FLAGS)
+    spec = with_adapters(plain_spec(device, "plain-adapters"), paths["b"])
+    server = servers.get(spec)
+    wanted = {}
+    for name in ("poems", "sql"):
+        asked(server, name)
+        wanted[name] = asked(server, name)
+    assert wanted["poems"]["output_ids"] != wanted["sql"]["output_ids"]
+    servers.stop()
+
+    def dress(spec):
+        return with_adapters(spec, paths[spec.name.removeprefix("peer-")])
+
+    pair = Pair(tmp_path / "pool", model, dress)
+    try:
+        wait_until(lambda: len(members(pair.b)) == 2, "both are in the pool")
+        for name in wanted:
+            asked(pair.a, name)
+        settle(pair.a)
+        answers = {name: asked(pair.b, name) for name in wanted}
+        assert cached(answers["poems"]) == {"peer": 20 * PAGE}
+        assert cached(answers["sql"]) == {}
+        # What was computed whole stands beside what was computed whole.
+        drop(pair.b, "device")
+        answers["sql"] = asked(pair.b, "sql")
+        assert cached(answers["sql"]) == {"host": 20 * PAGE}
+        same([tokens] * 2, list(wanted.values()), list(answers.values()))
+        assert pinned(settle(pair.b)) == 0
+    finally:
+        pair.stop()

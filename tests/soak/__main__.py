@@ -49,6 +49,7 @@ from typing import Any
 
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.harness.machine import (
+    NOT_IN_SERVERS,
     commit,
     is_dirty,
     machine_facts,
@@ -355,7 +356,7 @@ def main() -> int:
         "machine": machine_facts(),
         "commit": commit(),
         "dirty": is_dirty(),
-        "source": source_hash(ROOT, SOURCES),
+        "source": source_hash(ROOT, SOURCES, NOT_IN_SERVERS),
     }
     if args.record is not None:
         args.record.mkdir(parents=True, exist_ok=True)

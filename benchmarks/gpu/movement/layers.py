@@ -93,9 +93,10 @@ class _Run:
         token_bytes = model.hidden * keys.element_size()
         self._layout = PageLayout(model.num_layers, page_tokens, token_bytes)
         self._memory = place.region(count, self._layout, pinned=pinned)
-        noise = np.random.default_rng(0).integers(0, 256, self._memory.array.shape)
+        shape = self._memory.array.shape
+        noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
         # Finite KV: noise of all bit patterns holds NaN, which equals nothing.
-        self._memory.array[:] = noise.astype(np.uint8) & 0x3F
+        self._memory.array[:] = noise & 0x3F
         self._buffers = SimpleNamespace(
             k_buffer=[keys] * model.num_layers,
             v_buffer=[values] * model.num_layers,

@@ -4,7 +4,8 @@ Our cache is driven by switches that SGLang has for its own caches with storage,
 open some of their calls as well. None of them may end or hold the scheduler:
 
 - ``POST /hicache/storage-backend/clear`` forgets what is on disk, at once, whatever
-  runs; without a disk it is refused. Attaching and detaching storage is refused by
+  runs; slots come back and records are voided by and by. Without a disk it is refused.
+  Attaching and detaching storage is refused by
   SGLang.
 - ``POST /flush_cache`` and ``/release_memory_occupation`` want a server that is idle,
   and the copies of the last answer belong to nobody who could be waited for: they are
@@ -87,12 +88,13 @@ def _take_ends(scheduler: Any) -> None:
 def _sleep(original: Any, scheduler: Any) -> None:
     """Sleep until a request comes, unless there is something to do before.
 
-    That is, pages of a former server to adopt, or a transfer's end to be taken.
+    That is, pages of a former server to adopt, pages that were forgotten to give back,
+    or a transfer's end to be taken.
     """
     runtime = _tiered(scheduler.tree_cache)
     if runtime is None or scheduler.idle_sleeper is None:
         original(scheduler)
-    elif runtime.is_adopting:
+    elif runtime.is_adopting or runtime.is_freeing:
         return
     elif not runtime.is_moving:
         original(scheduler)

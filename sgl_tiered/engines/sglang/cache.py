@@ -738,14 +738,14 @@ class TieredRadixCache(LendingRadixCache):
             self._ahead.dropped()
 
     def _quiesce(self) -> None:
-        """Let running transfers end; nothing may write to memory that is given back."""
+        """Let copies to and from the device end, whose memory is given back."""
         for loading in self._passes:
             loading.ticket.wait()
             for load in loading.loads:
                 self.tiered.coordinator.load_ended(load.state)
         self._passes.clear()
         self.end_fetches()
-        self.tiered.drain()
+        self.tiered.drain_device()
         self.take_ends()
         self._queued.clear()
         self._private.clear()

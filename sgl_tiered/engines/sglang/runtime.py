@@ -79,8 +79,8 @@ _DEMOTE_PAGES = 128
 enough that a read does not wait long behind it."""
 _CLOSE_TIMEOUT_S = 10.0
 _DRAIN_TIMEOUT_S = 5.0
-"""A read or write of the disk that does not end must not hold the scheduler: its memory
-and its slots stay set aside until it does."""
+"""A copy from the device that does not end must not hold the scheduler: its memory and
+its slots stay set aside until it does."""
 _PUBLISH_S = 1.0
 """Seconds between two publications of the metrics; a scrape is seldom more frequent."""
 _MAX_REPORTS = 1024
@@ -249,6 +249,11 @@ class TieredRuntime:
         return adoption is not None and adoption.is_adopting
 
     @property
+    def is_freeing(self) -> bool:
+        """Whether pages that were forgotten are still to be given back by ``pump``."""
+        return self.cache.is_freeing
+
+    @property
     def cost(self) -> CostModel:
         """What passes and loads cost."""
         return self.parts.cost
@@ -363,7 +368,9 @@ class TieredRuntime:
                     self.cache.finish_demote(plan, result)
                 case StageFinished(plan, positions, staged, result):
                     self.coordinator.stage_finished(plan, positions, result)
-                    self._breakers[TierId.DISK].record(_failure(result))
+                    # A read that was given up before it began says nothing.
+                    if len(positions):
+                        self._breakers[TierId.DISK].record(_failure(result))
                     # Two reads at a time share the link: neither's time is its own.
                     if result.num_bytes and staged.is_alone:
                         self.parts.cost.observe_load(
@@ -378,6 +385,7 @@ class TieredRuntime:
                     raise AssertionError(f"unknown completion {event!r}")
         if self.weights.poll():
             self._renew()
+        self.cache.free_dropped()
         self._let_rest()
         self._demote()
         self._forget_on_disk()
@@ -466,18 +474,21 @@ class TieredRuntime:
         self.metrics.add("tokens_total", num_tokens)
 
     def drop(self, tier: TierId) -> None:
-        """Let transfers end, then forget every page of one tier."""
-        self.drain()
+        """Let copies from and to the device end, then forget every page of a tier."""
+        self.drain_device()
         self.pump()
         self.forget(tier)
 
     def forget(self, tier: TierId) -> None:
-        """Forget every page of one tier; what a transfer uses, as soon as it ends."""
+        """Forget every page of one tier, at once and whatever runs.
+
+        Slots come back by and by (``pump``), those that a transfer uses when it has
+        ended; what is beside them on disk is voided then.
+        """
         if tier is TierId.DISK and self.parts.adoption is not None:
             self.parts.adoption.discard()
-        gone = self.cache.drop_tier(tier)
-        if tier is TierId.DISK and self.parts.disk is not None:
-            self.parts.disk.forget(gone)
+        self.cache.drop_tier(tier)
+        self._forget_on_disk()
 
     def drain_offloads(self) -> bool:
         """Wait until no copy from the device runs, in bounded time; False if one does.
@@ -490,24 +501,21 @@ class TieredRuntime:
         logger.warning("sgl-tiered: a copy from the device does not end")
         return False
 
-    def drain(self) -> None:
-        """Wait until no transfer runs, in bounded time but for loads.
+    def drain_device(self) -> None:
+        """Wait until no copy from or to the device runs.
 
-        A load that runs writes to pages of the device, which nobody may have meanwhile.
+        In bounded time but for loads: one that runs writes to pages of the device,
+        which nobody may have meanwhile. What the disk and the memory tiers exchange is
+        waited for by nobody: it touches no page of the device, its slots are kept until
+        it ends, and of pages that were forgotten meanwhile it ends into nothing.
         """
-        parts = self.parts
-        parts.loader.drain()
+        self.parts.loader.drain()
         self.drain_offloads()
-        for worker in (parts.stager, parts.promoter, *parts.demoters.values()):
-            if worker is not None and not worker.drain(_DRAIN_TIMEOUT_S):
-                self.metrics.add("drains_given_up")
-                logger.warning("sgl-tiered: an I/O of the disk tier does not end")
 
     def reset(self) -> None:
         """Forget every page of every tier.
 
-        No copy from or to the device may run. An I/O of the disk may: it ends into
-        nothing.
+        No copy from or to the device may run: see ``drain_device``.
         """
         self.forget_plans()
         self.coordinator.release_all()
@@ -554,6 +562,10 @@ class TieredRuntime:
         for worker in (parts.loader, parts.offloader, *behind):
             if worker is not None:
                 worker.close(1.0)
+        # Else the next server would find what this one was told to forget.
+        while self.cache.free_dropped() and parts.clock.now() < give_up_at_s:
+            pass
+        self._forget_on_disk()
         for tier in parts.memory.values():
             tier.close()
         if parts.disk is not None:

@@ -13,6 +13,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace, page_keys
 from sgl_tiered.core.plans import FoundPages, Int32s, PageRecords, TransferResult
 from sgl_tiered.testing.strategies import spell
+from tests.draining import give_back
 
 PAGE = 4
 MakeCache = Callable[..., TieredCache]
@@ -149,13 +150,31 @@ def test_nothing_comes_back_after_the_end(make_cache: MakeCache, end: str) -> No
     adoption.step(2)
     if end == "reset":
         cache.reset()
-        gone = cache.take_forgotten(TierId.DISK)
     else:
-        gone = cache.drop_tier(TierId.DISK)
+        cache.drop_tier(TierId.DISK)
+    cache.check()
+    give_back(cache)
+    gone = cache.take_forgotten(TierId.DISK)
     assert gone.tolist() == [0, 1, 2, 3]
     assert (adoption.num_left, adoption.step(9)) == (0, 0)
     assert (found(cache, "abcd"), cache.num_namespaces) == (0, 0)
     assert cache.occupancy(TierId.DISK).used_slots == 0
+    cache.check()
+
+
+@pytest.mark.parametrize("slice_pages", [16, 64])
+def test_of_two_copies_of_a_page_one_is_refused(
+    make_cache: MakeCache, slice_pages: int
+) -> None:
+    """In one slice or in two: each page has one copy, and the other slot is free."""
+    cache = make_cache(disk=8)
+    twice = [records("ab"), records("abc", 2)]
+    adoption = cache.begin_adoption(TierId.DISK, arrange(FoundPages.of(twice)))
+    while adoption.step(slice_pages):
+        cache.check()
+    assert found(cache, "abc") == 3
+    assert (adoption.num_adopted, adoption.num_refused) == (3, 2)
+    assert cache.occupancy(TierId.DISK).used_slots == 3
     cache.check()
 
 

@@ -57,26 +57,32 @@ def prompt(number, page_tokens):
     return rng.integers(0, 1000, PROMPT_PAGES * page_tokens + 1).astype(np.int32)
 
 
-def make_runtime(folder, calls=None, *, slow_io_s=1e6):
-    """Return a runtime whose disk lies in a folder and is probed without a rest."""
-    disk = DiskTier.open(
+def open_disk(folder, *, fingerprint="model", calls=None, slow_io_s=1e6):
+    """Open the disk tier in a folder, probed without a rest."""
+    return DiskTier.open(
         folder,
         slot_bytes=LAYOUT.slot_bytes,
         page_bytes=LAYOUT.page_bytes,
         page_tokens=LAYOUT.page_tokens,
         max_bytes=(DISK_SLOTS + 2) * LAYOUT.slot_bytes,
         slab_bytes=8 * LAYOUT.slot_bytes,
-        fingerprint="model",
+        fingerprint=fingerprint,
         io="threads",
         num_threads=2,
         calls=calls,
         slow_io_s=slow_io_s,
         rest_s=0.0,
     )
+
+
+def make_runtime(folder, calls=None, *, slow_io_s=1e6):
+    """Return a runtime whose disk lies in a folder; its weights are changed at will."""
+    disk = open_disk(folder, calls=calls, slow_io_s=slow_io_s)
     host = HostTier(LAYOUT.slot_bytes, HOST_SLOTS)
     pool = FakeDevicePool(LAYOUT, DEVICE_PAGES)
     pool.fill(np.random.default_rng(3))
     clock, metrics, completions = SystemClock(), MetricsRegistry(), CompletionQueue()
+    weights = FakeWeights()
     tiers = (TierId.HOST, TierId.DISK)
     cost = CostModel(
         PrefillCost(1000, 3, 64, 1e9), {tier: LinkCost(1e-4, 1e9) for tier in tiers}
@@ -97,7 +103,7 @@ def make_runtime(folder, calls=None, *, slow_io_s=1e6):
         Parts(
             config=TieredConfig(host_bytes=1, log_interval_s=1e-9),
             namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
-            weights=WeightsIdentity(FakeWeights().begin, Agreement(clock), metrics),
+            weights=WeightsIdentity(weights.begin, Agreement(clock), metrics),
             clock=clock,
             cost=cost,
             cache=cache,
@@ -120,6 +126,7 @@ def make_runtime(folder, calls=None, *, slow_io_s=1e6):
         ),
         wait_whole=False,
     )
+    runtime.fake_weights = weights
     for breaker in runtime._breakers.values():
         breaker._rest_s = 0.0
     return runtime

@@ -21,6 +21,7 @@ from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.emulator import Emulator
+from tests.draining import give_back
 from tests.unit.engines.ranks_support import on_two_ranks
 
 DIGEST = Namespace("model", "bfloat16", 2).digest()
@@ -188,9 +189,10 @@ def test_what_is_dropped_is_not_adopted_later(when, how):
     if how == "reset":
         cache.reset()
     else:
-        disk.forget(cache.drop_tier(TierId.DISK))
+        cache.drop_tier(TierId.DISK)
     disk.gate.set()
     adoption.finish()
+    give_back(cache)
     disk.forget(cache.take_forgotten(TierId.DISK))
     assert sorted(disk.forgotten) == list(range(40))
     assert cache.occupancy(TierId.DISK).used_slots == 0

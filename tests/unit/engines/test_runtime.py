@@ -28,6 +28,7 @@ from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
+from tests.draining import drain
 from tests.unit.engines.weights_support import FakeWeights, read_out
 
 LAYOUT = PageLayout(num_layers=3, page_tokens=2, token_bytes=96)
@@ -94,7 +95,7 @@ class Rig:
     def settle(self):
         """Let everything that is under way, and what follows from it, end."""
         for _ in range(4):
-            self.runtime.drain()
+            drain(self.runtime)
             self.runtime.pump()
 
     def keep(self, word, first_device_page):

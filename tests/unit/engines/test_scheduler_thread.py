@@ -12,16 +12,21 @@ import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.engines.sglang import runtime as runtime_module
+from sgl_tiered.engines.sglang.rank_disk import disk_fingerprint
 from sgl_tiered.tiers import disk_access, disk_directory
+from tests.draining import drain
 from tests.unit.engines.scheduler_thread_support import (
     DISK_SLOTS,
     PATIENCE_S,
     Scheduler,
     ThreadGuard,
     make_runtime,
+    open_disk,
     replace_by_a_copy,
 )
+from tests.unit.engines.weights_support import read_out
 from tests.unit.tiers.disk_support import Gate, HeldCalls
 
 NUM_STEPS = 60
@@ -79,6 +84,60 @@ def is_used_again(scheduler):
     scheduler.run(lambda: scheduler.until(is_used))
 
 
+def flush(scheduler):
+    """Forget all pages, as the tree's reset does; return True.
+
+    From then on the device has other content: who is given a page of before sees it.
+    """
+    runtime = scheduler.runtime
+    runtime.forget_plans()
+    scheduler.let_go()
+    runtime.drain_device()
+    runtime.pump()
+    runtime.reset()
+    runtime.parts.device.fill(np.random.default_rng(scheduler.num_steps))
+    return True
+
+
+def drop(scheduler):
+    """Forget each tier, as ``POST /tiered/drop`` does; return True."""
+    for tier in (TierId.HOST, TierId.DISK):
+        scheduler.runtime.drop(tier)
+    return True
+
+
+def clear(scheduler):
+    """Forget what is on disk, whatever runs; return True."""
+    scheduler.runtime.forget(TierId.DISK)
+    return True
+
+
+def update_weights(scheduler):
+    """Change the weights with a flush, and wait until they are known; return True."""
+    runtime = scheduler.runtime
+    before = runtime.namespace(None, None)
+    runtime.forget_plans()
+    scheduler.let_go()
+    runtime.weights.changing()
+    flush(scheduler)
+    runtime.fake_weights.text += "x"
+    runtime.weights.changed(device_is_empty=True)
+    read_out(runtime.weights)
+    runtime.pump()
+    return runtime.namespace(None, None) not in (None, before)
+
+
+def check_folder(runtime, folder):
+    """Close; the next server finds pages of the last namespace, and no others."""
+    digest = runtime.namespace(None, None)
+    fingerprint = disk_fingerprint(runtime.parts.namespace, runtime.agreement)
+    runtime.close(runtime.pump)
+    disk = open_disk(folder, fingerprint=fingerprint)
+    found = disk.recover()
+    disk.close()
+    assert {row.tobytes() for row in found.namespaces} == {digest}
+
+
 def test_the_thread_makes_no_call_that_may_wait(runtime):
     """Over a played workload, with state and metrics asked for, a drop and a reset."""
     scheduler = Scheduler(runtime)
@@ -90,10 +149,7 @@ def test_the_thread_makes_no_call_that_may_wait(runtime):
             scheduler.steps(NUM_STEPS)
             runtime.drop(TierId.DISK)
             scheduler.steps(NUM_STEPS)
-            scheduler.let_go()
-            runtime.drain()
-            runtime.pump()
-            runtime.reset()
+            flush(scheduler)
             return scheduler.steps(NUM_STEPS)
 
         scheduler.run(work)
@@ -136,13 +192,60 @@ def test_steps_are_made_while_the_disk_is_held(
     before = scheduler.num_steps
     scheduler.run(lambda: scheduler.steps(NUM_STEPS))
     assert scheduler.num_steps == before + NUM_STEPS
+    # Whoever waits for the disk, in bounded time or not, waits for ever.
+    monkeypatch.setattr(runtime_module, "_DRAIN_TIMEOUT_S", 1e6)
+    for forget in (flush, drop, clear, update_weights):
+        assert scheduler.run(lambda forget=forget: forget(scheduler))
+        scheduler.run(lambda: scheduler.steps(NUM_STEPS))
+    assert "drains_given_up" not in runtime.metrics_snapshot()["counters"]
     assert not gate.is_open, "it was not held all the while"
     gate.open()
     calls.kinds = set()
     scheduler.run(lambda: scheduler.steps(NUM_STEPS))
     is_used_again(scheduler)
-    scheduler.run(lambda: (runtime.drain(), runtime.pump()))
+    scheduler.run(lambda: (drain(runtime), runtime.pump()))
     runtime.cache.check()
+    check_folder(runtime, folder)
+
+
+def test_what_is_left_to_give_back_is_forgotten_at_the_end(runtime, folder):
+    """A server that stops soon after a drop leaves nothing of it on disk."""
+    scheduler = Scheduler(runtime)
+    warm_up(scheduler)
+    scheduler.let_go()
+    drain(runtime)
+    runtime.cache._store.removal.max_pages = 1
+    for tier in (TierId.HOST, TierId.DISK):
+        runtime.forget(tier)
+    assert runtime.is_freeing
+    used = runtime.cache.occupancy(TierId.DISK).used_slots
+    runtime.pump()
+    assert 0 < runtime.cache.occupancy(TierId.DISK).used_slots < used
+    runtime.close(runtime.pump)
+    disk = open_disk(folder)
+    assert len(disk.recover()) == 0
+    disk.close()
+
+
+def test_reads_that_never_began_say_nothing_of_the_disk(runtime, calls, gate):
+    """A flush gives up reads that wait for a thread; the disk does not rest for it."""
+    scheduler = Scheduler(runtime)
+    warm_up(scheduler)
+    breaker, stager = runtime._breakers[TierId.DISK], runtime.parts.stager
+    scheduler.run(lambda: (flush(scheduler), drain(runtime), runtime.pump()))
+    failed = breaker.probes_failed
+    calls.kinds = {"read"}
+    gate.shut()
+    page = np.zeros(1, np.int32)
+    for number in range(8):
+        plan = LoadPlan(10**9 + number, 0, page, page, page, page, 0.0)
+        staged = stager.try_submit(plan, page)
+        stager.release(staged)
+    gate.open()
+    assert stager.drain(PATIENCE_S)
+    runtime.pump()
+    assert not breaker.is_open
+    assert breaker.probes_failed == failed
 
 
 def test_several_faults_at_once(runtime, calls, gate, folder):
@@ -168,7 +271,7 @@ def test_several_faults_at_once(runtime, calls, gate, folder):
     calls.kinds = set()
     calls.write_error = calls.open_error = 0
     is_used_again(scheduler)
-    runtime.drain()
+    drain(runtime)
     runtime.pump()
     runtime.cache.check()
 
@@ -201,7 +304,7 @@ def test_a_copy_from_the_device_that_hangs_is_waited_for_in_bounded_time(
     scheduler = Scheduler(runtime)
     scheduler.run(lambda: scheduler.steps(3))
     assert pool.store_started.acquire(timeout=PATIENCE_S)
-    scheduler.run(lambda: (runtime.drain(), runtime.pump()))
+    scheduler.run(lambda: (runtime.drain_device(), runtime.pump()))
     assert runtime.metrics_snapshot()["counters"]["drains_given_up"] >= 1
     scheduler.let_go()
     runtime.reset()

@@ -102,6 +102,21 @@ def test_long_brings_in_what_is_left_out(checkout: Path) -> None:
     assert "did ci " in done.stdout
 
 
+def test_servers_are_one_run_of_both_folders(checkout: Path) -> None:
+    """Files in the order of their collection, and one process more than cores."""
+    shutil.copytree(checkout / "tests/e2e", checkout / "tests/faults")
+    program(checkout / "venv/bin/python", 'echo "did $*"')
+    program(checkout / "bin/nproc", "echo 2")
+    path = f"{checkout / 'bin'}:{os.environ['PATH']}"
+    done = run(checkout, "test.sh", "venv", "servers", PATH=path)
+    assert done.returncode == 0
+    (ran,) = [line for line in done.stdout.splitlines() if "-m pytest" in line]
+    assert ran.endswith(
+        "-n 3 --dist loadfile --no-loadscope-reorder tests/e2e tests/faults"
+    )
+    assert ".cache/test/servers.xml" in ran
+
+
 def test_lint_runs_every_tool_and_names_the_one_that_failed(checkout: Path) -> None:
     """A red formatter does not hide what the type checker has to say."""
     stub = 'echo "$*"\ncase "$*" in *ruff*format*) exit 1;; esac'

@@ -119,10 +119,11 @@ def test_the_bench_model_has_about_40_million_parameters() -> None:
     assert 38e6 < sum(p.numel() for p in made.parameters()) < 43e6
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("preset", ["tiny", "opt-tiny", "qwen2-tiny", "mistral-tiny"])
-def test_one_early_page_moves_the_answer(cache: Path, preset: str) -> None:
+def test_one_early_page_moves_the_answer(tmp_path: Path, preset: str) -> None:
     """Exchanging a page 500 tokens back moves top-5 logprobs far above rounding."""
-    folder = make_model(preset, cache)
+    folder = make_model(preset, tmp_path)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 8192
     made = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16

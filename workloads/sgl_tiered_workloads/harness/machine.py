@@ -15,7 +15,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commit", "is_dirty", "machine_facts", "source_hash", "versions"]
+__all__ = [
+    "NOT_IN_SERVERS",
+    "commit",
+    "is_dirty",
+    "machine_facts",
+    "source_hash",
+    "versions",
+]
 
 _VERSIONED = ("sglang", "sgl-tiered", "torch", "numpy", "transformers", "openai")
 _ASK_S = 20.0
@@ -34,11 +41,24 @@ def is_dirty() -> bool:
     return bool(_ask("git", *arguments, cwd=Path(__file__).parent))
 
 
-def source_hash(root: Path, folders: Iterable[str]) -> str:
-    """Return what names the sources in some folders of a checkout: 16 hex digits."""
+NOT_IN_SERVERS = ("sgl_tiered/cli", "sgl_tiered/router", "sgl_tiered/sim")
+"""What no server with tiers imports: it changes none of their answers."""
+
+
+def source_hash(root: Path, folders: Iterable[str], without: Iterable[str] = ()) -> str:
+    """Return what names the sources in some folders of a checkout: 16 hex digits.
+
+    Args:
+        root: of the checkout.
+        folders: in it.
+        without: folders in these that do not count, such as ``NOT_IN_SERVERS``.
+    """
     digest = hashlib.sha256()
+    left_out = [root / folder for folder in without]
     for folder in folders:
         for file in sorted((root / folder).rglob("*.py")):
+            if any(file.is_relative_to(each) for each in left_out):
+                continue
             digest.update(str(file.relative_to(root)).encode() + b"\0")
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

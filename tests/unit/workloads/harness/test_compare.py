@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from sgl_tiered_workloads.harness import compare
 from sgl_tiered_workloads.harness.compare import compare_files, format_differences
 from sgl_tiered_workloads.harness.errors import GateRedError, RecordsError
 from sgl_tiered_workloads.harness.statistics import paired_interval
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 
 from tests.unit.workloads.harness.harness_support import record
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw a tenth of the resamples for each interval: these tests make hundreds.
+
+    As many as users get are drawn by ``unit/cli/test_bench.py``, whose command compares
+    two files, and below where ``paired_interval`` is called by itself.
+    """
+    few = partial(paired_interval, num_resamples=200)
+    monkeypatch.setattr(compare, "paired_interval", few)
 
 
 def side(

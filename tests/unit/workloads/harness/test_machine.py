@@ -69,3 +69,8 @@ def test_a_source_is_named_by_its_files(tmp_path: Path) -> None:
     changed = machine.source_hash(tmp_path, ["a"])
     (tmp_path / "a/one.py").rename(tmp_path / "a/two.py")
     assert len({before, changed, machine.source_hash(tmp_path, ["a"])}) == 3
+    named = machine.source_hash(tmp_path, ["a"])
+    (tmp_path / "a" / "cli").mkdir()
+    (tmp_path / "a" / "cli" / "main.py").write_text("1")
+    assert machine.source_hash(tmp_path, ["a"], ["a/cli"]) == named
+    assert machine.source_hash(tmp_path, ["a"]) != named

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sgl_tiered_workloads.training.corpus import Corpus, TextTokens
 from sgl_tiered_workloads.training.evaluate import LoadedModel, right_answers
 from sgl_tiered_workloads.training.prompts import recall_prompt
@@ -29,10 +30,15 @@ def test_it_was_trained_by_the_recipe_of_its_name() -> None:
 
 
 def test_it_recalls_what_stands_a_thousand_tokens_back() -> None:
-    """Most values, each of several tokens; by chance it would be none."""
+    """Most values, each of several tokens; by chance it would be none.
+
+    In float32, which a CPU without instructions for bfloat16 computes in an eighth of
+    the time; what is asked is whether the weights can do it.
+    """
     tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     vocabulary = Vocabulary.of(tokenizer)
     held_out = TextTokens.encode(Corpus.read().held_out, tokenizer, vocabulary)
     rng = np.random.default_rng(5)
     prompts = [recall_prompt(held_out, vocabulary, 1024, rng) for _ in range(8)]
-    assert right_answers(LoadedModel.read(FOLDER), prompts).sum() >= 6
+    model = LoadedModel.read(FOLDER, torch.float32)
+    assert right_answers(model, prompts).sum() >= 6

@@ -1,0 +1,234 @@
+"""What this machine is: driver, device attributes, NUMA, and what pinning costs.
+
+Pinning time is that of ``cudaHostRegister`` over populated memory, the region cut into
+chunks that as many threads register at once; once more over memory that nothing has
+touched, which is what a server's start sees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from stages.stage import Stage
+
+from sgl_tiered.tiers.memory import MemoryRegion, populate
+
+__all__ = ["run"]
+
+_ATTRIBUTES = {
+    "can_use_host_pointer_for_registered_mem": 91,
+    "host_register_supported": 99,
+    "host_register_read_only_supported": 113,
+    "pageable_memory_access": 88,
+    "pageable_memory_access_uses_host_page_tables": 100,
+    "concurrent_managed_access": 89,
+    "unified_addressing": 41,
+    "async_engine_count": 40,
+    "can_map_host_memory": 19,
+    "host_numa_id": 134,
+    "memory_pools_supported": 115,
+    "stream_priorities_supported": 78,
+    "pci_bus_id": 33,
+    "multiprocessor_count": 16,
+    "l2_cache_size": 38,
+}
+"""``CUdevice_attribute`` of cuda.h, CUDA 12.8."""
+_THREADS = (1, 2, 4, 8, 16)
+_GIB = 1 << 30
+_CHUNK_BYTES = 64 << 20
+_ASK_S = 20.0
+
+
+def run(stage: Stage) -> None:
+    """Write one record per kind of fact."""
+    is_cuda = torch.cuda.is_available() and not stage.dry_run
+    stage.add("software", **_software())
+    stage.add("numa", **_numa())
+    if is_cuda:
+        device = _device()
+        stage.figure("device", device["name"])
+        stage.add("device", **device)
+        for query in ("", "topo -m"):
+            stage.add(
+                "nvidia-smi", query=query, said=_ask("nvidia-smi", *query.split())
+            )
+        stage.add("matmul", **_matmul())
+    num_bytes = 2 * _GIB if is_cuda else 1 << 20
+    register = _cuda_register() if is_cuda else _nothing
+    best_s = float("inf")
+    for is_fresh in (False, True):
+        for num_threads in _THREADS:
+            if stage.left_s < 0:
+                stage.add("pinning", skipped=f"{num_threads} threads: no time left")
+                continue
+            seconds = _pin(num_bytes, num_threads, register, is_fresh=is_fresh)
+            stage.add(
+                "pinning",
+                threads=num_threads,
+                num_bytes=num_bytes,
+                chunk_bytes=min(_CHUNK_BYTES, num_bytes // num_threads),
+                is_fresh=is_fresh,
+                seconds=seconds,
+            )
+            if is_fresh:
+                best_s = min(best_s, seconds)
+    if is_cuda:
+        stage.figure("pin_gib_per_s", round(num_bytes / _GIB / best_s, 2))
+
+
+def _software() -> dict[str, Any]:
+    import triton
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda or "none",
+        "triton": triton.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "locked_memory_bytes": _locked_limit(),
+        "nvcc": _ask("nvcc", "--version").splitlines()[-1:],
+        "batched_copies": _has_batches(),
+    }
+
+
+def _locked_limit() -> int:
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def _has_batches() -> str:
+    """Say whether ``cuMemcpyBatchAsync`` is found, and if not, what is missing."""
+    from importlib.util import find_spec
+
+    from sgl_tiered_kernels.page_copy.dma import batch_function
+
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return "cuda-python is not installed"
+    try:
+        return "there" if batch_function() is not None else "the driver has none"
+    except Exception as problem:  # noqa: BLE001 - a machine without a driver
+        return f"{type(problem).__name__}: {problem}"
+
+
+def _device() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(0)
+    driver = ctypes.CDLL("libcuda.so.1")
+    version = ctypes.c_int(0)
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    torch.cuda.init()
+    handle = ctypes.c_int(0)
+    driver.cuDeviceGet(ctypes.byref(handle), 0)
+    attributes = {}
+    for name, number in _ATTRIBUTES.items():
+        value = ctypes.c_int(0)
+        status = driver.cuDeviceGetAttribute(ctypes.byref(value), number, handle)
+        attributes[name] = value.value if status == 0 else f"error {status}"
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "name": properties.name,
+        "capability": list(torch.cuda.get_device_capability()),
+        "driver_cuda_version": version.value,
+        "free_bytes": free,
+        "total_bytes": total,
+        "attributes": attributes,
+    }
+
+
+def _matmul() -> dict[str, Any]:
+    """Return seconds of 8192^3 in bfloat16, by events: the roof of computing."""
+    left, right = (
+        torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    seconds = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        left @ right
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return {"flop": 2 * 8192**3, "seconds": seconds[2:]}
+
+
+def _numa() -> dict[str, Any]:
+    """Return nodes with their cores and memory, and the node of each accelerator."""
+    nodes = {}
+    for folder in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        cores = (folder / "cpulist").read_text().strip()
+        lines = (folder / "meminfo").read_text().splitlines()
+        total = next((line.split()[-2] for line in lines if "MemTotal" in line), "0")
+        nodes[folder.name] = {"cores": cores, "memory_kib": int(total)}
+    cards = {}
+    for folder in sorted(Path("/sys/bus/pci/devices").glob("*")):
+        kind, node = folder / "class", folder / "numa_node"
+        if kind.exists() and kind.read_text().startswith(("0x0302", "0x0300")):
+            cards[folder.name] = int(node.read_text()) if node.exists() else -1
+    return {"nodes": nodes, "accelerators": cards}
+
+
+def _pin(num_bytes: int, num_threads: int, register: Any, *, is_fresh: bool) -> float:
+    """Return the seconds until all chunks are registered."""
+    region = MemoryRegion(num_bytes // 4096, 4096, register=lambda *_: lambda: None)
+    address = region.array.ctypes.data
+    if not is_fresh:
+        populate(address, num_bytes)
+    step = min(_CHUNK_BYTES, num_bytes // num_threads)
+    chunks = [
+        (address + begin, min(step, num_bytes - begin))
+        for begin in range(0, num_bytes, step)
+    ]
+    undo: list[Any] = []
+    lock = threading.Lock()
+
+    def one(chunk: tuple[int, int]) -> None:
+        unregister = register(*chunk)
+        with lock:
+            undo.append(unregister)
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        began_s = time.perf_counter()
+        list(pool.map(one, chunks))
+        seconds = time.perf_counter() - began_s
+        list(pool.map(lambda unregister: unregister(), undo))
+    region.close()
+    return seconds
+
+
+def _cuda_register() -> Any:
+    """Return what registers memory, as the product does; it releases the GIL."""
+    torch.cuda.init()
+    cudart = torch.cuda.cudart()
+
+    def register(address: int, num_bytes: int) -> Any:
+        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
+        assert status == 0, f"CUDA does not pin {num_bytes} bytes (error {status})"
+        return lambda: cudart.cudaHostUnregister(address)
+
+    return register
+
+
+def _nothing(address: int, num_bytes: int) -> Any:
+    """Stand for a device's pinning: fault the pages in."""
+    populate(address, num_bytes)
+    return lambda: None
+
+
+def _ask(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=_ASK_S
+    )
+    return done.stdout[-4000:]

@@ -1,0 +1,222 @@
+"""FlashInfer over layers whose pages lie elsewhere in each: one plan, own indices.
+
+Layer-wise KV rests on this: a plan depends on lengths alone, so that what is written
+into its index buffer before a layer's run is where that layer reads. Prefill and decode
+are planned once; each layer's answer is compared with plain attention over the tokens
+that its own indices name, and with a run over the indices of the plan, which must
+differ. Kernels are compiled when first used, by nvcc; without the package, or where it
+cannot be compiled, the stage is not there. A dry run takes a stand-in.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from stages.clocks import Device
+from stages.stage import Stage
+
+from sgl_tiered.engines.sglang.layered.indices import fill_slots, page_positions
+
+__all__ = ["run"]
+
+_LAYERS = 3
+_TOLERANCE = 0.03
+"""Of averages of numbers about 1 in bfloat16; other tokens are about 1 off."""
+_WORKSPACE_BYTES = 128 << 20
+
+
+def run(stage: Stage) -> None:
+    """Write one record per form; raises AssertionError for another answer."""
+    device = Device(stage.dry_run)
+    if stage.dry_run:
+        _measure(stage, device, "stand-in", page_tokens=4, heads=(2, 2), dim=8)
+        return
+    try:
+        import flashinfer
+    except Exception as problem:  # noqa: BLE001 - it checks its environment at import
+        stage.missing(f"flashinfer: {type(problem).__name__}: {problem}")
+    stage.add("flashinfer", version=getattr(flashinfer, "__version__", "?"))
+    for backend in ("fa2", "auto"):
+        if stage.left_s < 10.0:
+            stage.add("skipped", backend=backend)
+            continue
+        _measure(stage, device, backend, page_tokens=16, heads=(32, 8), dim=128)
+
+
+def _measure(
+    stage: Stage,
+    device: Device,
+    backend: str,
+    *,
+    page_tokens: int,
+    heads: tuple[int, int],
+    dim: int,
+) -> None:
+    """Run both forms over layers of one shared tensor."""
+    torch.manual_seed(0)
+    on = {"device": device.torch}
+    dtype = torch.bfloat16 if device.is_cuda else torch.float32
+    lengths = [5 * page_tokens + 3, 2 * page_tokens, 9 * page_tokens + 1]
+    pages = [-(-length // page_tokens) for length in lengths]
+    num_pages = 2 * _LAYERS * sum(pages) + 1
+    keys, values = (
+        torch.randn(num_pages * page_tokens, heads[1], dim, dtype=dtype, **on)
+        for _ in range(2)
+    )
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    indptr = torch.tensor(starts, dtype=torch.int32, **on)
+    # Positions of a request's tokens in the row of all requests' pages.
+    firsts = [0, *torch.tensor(pages).cumsum(0).tolist()]
+    logical = torch.cat(
+        [
+            first * page_tokens + torch.arange(length)
+            for first, length in zip(firsts, lengths, strict=False)
+        ]
+    ).to(device.torch, torch.int32)
+    positions, offsets = page_positions(logical, page_tokens), logical % page_tokens
+    for form, num_new in (("prefill", 7), ("decode", 1)):
+        queries = torch.tensor([0, *(num_new * (n + 1) for n in range(len(lengths)))])
+        queries = queries.to(torch.int32)
+        q = torch.randn(int(queries[-1]), heads[0], dim, dtype=dtype, **on)
+        began_s = time.perf_counter()
+        try:
+            wrapper = _planned(
+                device, backend, form, queries, indptr, logical, heads, dim, dtype
+            )
+            _answer(wrapper, q, keys, values)
+            device.synchronize()
+        except Exception as problem:  # noqa: BLE001 - its compiler may be missing
+            why = f"{type(problem).__name__}: {str(problem)[:500]}"
+            stage.missing(f"flashinfer cannot be used here: {why}")
+        ready_s = time.perf_counter() - began_s
+        worst, unwritten = 0.0, 0.0
+        for _ in range(_LAYERS):
+            places = torch.randperm(num_pages - 1, **on)[: sum(pages)] + 1
+            stale = _answer(wrapper, q, keys, values)
+            buffer = wrapper._paged_kv_indices_buf[: starts[-1]]
+            starting = (places * page_tokens).to(buffer.dtype)
+            fill_slots(buffer, starting, positions, offsets)
+            answer = _answer(wrapper, q, keys, values)
+            wanted = _truth(q, keys, values, buffer.long(), lengths, num_new)
+            worst = max(worst, float((answer.float() - wanted).abs().max()))
+            off = float((stale.float() - wanted).abs().max())
+            unwritten = off if not unwritten else min(unwritten, off)
+        stage.add(
+            "layers",
+            backend=backend,
+            form=form,
+            worst=worst,
+            without_indices=unwritten,
+            ready_s=ready_s,
+        )
+        assert worst <= _TOLERANCE, f"{backend} {form}: {worst} off"
+        assert unwritten > _TOLERANCE, "the control shows nothing"
+        stage.figure(f"flashinfer_{backend}_{form}_off", round(worst, 5))
+
+
+def _planned(
+    device: Device,
+    backend: str,
+    form: str,
+    queries: torch.Tensor,
+    indptr: torch.Tensor,
+    indices: torch.Tensor,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+) -> Any:
+    """Return a wrapper with a plan, pages of one token as SGLang has them."""
+    if not device.is_cuda:
+        return _StandIn(queries, indptr, indices.clone())
+    import flashinfer
+
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device.torch)
+    last = torch.ones(len(indptr) - 1, dtype=torch.int32, device=device.torch)
+    if form == "decode":
+        wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=True, backend=backend
+        )
+        wrapper.plan(
+            indptr,
+            indices.clone(),
+            last,
+            *heads,
+            dim,
+            1,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        return wrapper
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace, "NHD", backend=backend
+    )
+    wrapper.plan(
+        queries.to(device.torch),
+        indptr,
+        indices.clone(),
+        last,
+        *heads,
+        dim,
+        1,
+        causal=True,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+    return wrapper
+
+
+def _answer(
+    wrapper: Any, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    if not q.is_cuda:
+        found: torch.Tensor = wrapper.run(q, (keys, values))
+        return found
+    # Pages of one token: [tokens, 1, heads, dim].
+    answer: torch.Tensor = wrapper.run(q, (keys[:, None], values[:, None]))
+    return answer
+
+
+class _StandIn:
+    """In the place of a wrapper: what it reads is what FlashInfer's reads."""
+
+    def __init__(
+        self, queries: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor
+    ) -> None:
+        self._lengths = indptr.diff().tolist()
+        self._num_new = int(queries[1] - queries[0])
+        self._paged_kv_indices_buf = indices
+
+    def run(
+        self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return attention over what the index buffer names."""
+        slots = self._paged_kv_indices_buf.long()
+        return _truth(q, *cache, slots, self._lengths, self._num_new)
+
+
+def _truth(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: list[int],
+    num_new: int,
+) -> torch.Tensor:
+    """Return plain attention in float32; new tokens are a request's last."""
+    outs = []
+    begin, group = 0, q.shape[1] // keys.shape[1]
+    for number, length in enumerate(lengths):
+        where = slots[begin : begin + length]
+        begin += length
+        own = q[number * num_new : (number + 1) * num_new].float().transpose(0, 1)
+        k, v = (
+            one[where].float().transpose(0, 1).repeat_interleave(group, 0)
+            for one in (keys, values)
+        )
+        scores = own @ k.transpose(1, 2) * q.shape[2] ** -0.5
+        ahead = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device)
+        scores.masked_fill_(ahead.triu(length - num_new + 1), float("-inf"))
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)

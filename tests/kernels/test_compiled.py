@@ -1,0 +1,139 @@
+"""Triton kernels compile for every architecture, with the registers of the table."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+FOLDER = Path(__file__).parents[2] / "benchmarks/gpu"
+TABLE = {"triton": "1", "kernels": {"a:bf16": {"sm_90": [40, 0]}}}
+ROW = {"name": "a:bf16", "sm": 90, "registers": 40, "spill_bytes": 0, "error": ""}
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """The compiling program as a module."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("compile_kernels")
+    for name in ("compile_kernels", "launches"):
+        sys.modules.pop(name, None)
+
+
+def problems(program, rows, table=TABLE, version="1", is_whole=False):
+    """Return the lines of what is wrong, and how many rows were compared."""
+    lines, told = program.compare(rows, table, version, is_whole=is_whole)
+    return lines, told["compared"]
+
+
+@pytest.fixture
+def stands_alone(monkeypatch):
+    """No program is interpreted, whatever a test before this one has set."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.usefixtures("stands_alone")
+def test_one_variant_of_each_kernel_compiles_for_each_architecture(program, capsys):
+    """By the ptxas of the wheel; registers and spills are those of the table."""
+    assert program.main(["--sample", "--jobs", "1"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["sm"] == [80, 90, 100]
+    assert told["variants"] == 3 * told["programs"] >= 27
+    assert told["failed"] == told["regressions"] == 0
+    assert told["spilling"] == []
+
+
+@pytest.mark.usefixtures("stands_alone")
+def test_a_table_with_a_planted_figure_ends_with_status_1(program, tmp_path, capsys):
+    """What was compiled is compared, and not only counted."""
+    table = json.loads(program.TABLE.read_text())
+    table["kernels"]["copy_rows:words"]["sm_90"][0] += 1
+    planted = tmp_path / "kernels.json"
+    planted.write_text(json.dumps(table))
+    words = ["--only", "copy_rows:words", "--sm", "90", "--jobs", "1"]
+    assert program.main([*words, "--table", str(planted)]) == 1
+    assert "copy_rows:words sm_90" in capsys.readouterr().out
+    assert program.main(words) == 0
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("stands_alone")
+def test_all_variants_compile_for_each_architecture(program, capsys):
+    """Every type, shape and constant that the product launches."""
+    assert program.main([]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all("fp32" in name for name in told["spilling"])
+
+
+def test_the_table_has_what_the_product_launches(program):
+    """A launch of another kind needs its row, and one that is gone has none."""
+    table = json.loads(program.TABLE.read_text())
+    assert sorted(program.variant_names()) == sorted(table["kernels"])
+    architectures = {f"sm_{sm}" for sm in program.ARCHITECTURES}
+    assert all(set(row) == architectures for row in table["kernels"].values())
+    spilling = {
+        name
+        for name, by_sm in table["kernels"].items()
+        if any(spilled for _, spilled in by_sm.values())
+    }
+    assert all("fp32" in name for name in spilling)
+
+
+def test_other_figures_than_the_tables_are_caught(program):
+    """More registers or spills are a regression; fewer ask for a new table."""
+    assert problems(program, [ROW]) == ([], 1)
+    planted = copy.deepcopy(TABLE)
+    planted["kernels"]["a:bf16"]["sm_90"] = [39, 0]
+    (line,), _ = problems(program, [ROW], planted)
+    assert line == "regression: a:bf16 sm_90: 40 registers, was 39"
+    planted["kernels"]["a:bf16"]["sm_90"] = [41, 0]
+    (line,), _ = problems(program, [ROW], planted)
+    assert line.startswith("better than the table (--write): a:bf16 sm_90: 40")
+
+
+def test_spills_are_allowed_to_float32_only(program):
+    """Both where the table knows of them, and where it does not."""
+    spills = ROW | {"spill_bytes": 8}
+    lines, _ = problems(program, [spills])
+    assert lines == [
+        "spills 8 bytes: a:bf16 sm_90",
+        "regression: a:bf16 sm_90: 8 bytes of spills, was 0",
+    ]
+    table = {"triton": "1", "kernels": {"a:fp32": {"sm_90": [40, 8]}}}
+    assert problems(program, [spills | {"name": "a:fp32"}], table) == ([], 1)
+
+
+def test_what_does_not_compile_or_is_not_known_is_told(program):
+    """With the beginning of the error; and what only the table has, of a whole run."""
+    lines, _ = problems(program, [ROW | {"error": "ptxas: no"}])
+    assert lines == ["does not compile: a:bf16 sm_90: ptxas: no"]
+    lines, _ = problems(program, [ROW | {"name": "b"}], is_whole=True)
+    assert lines == [
+        "not in the table (--write): b sm_90",
+        "in the table and not launched any more (--write): a:bf16 sm_90",
+    ]
+
+
+def test_figures_of_another_triton_are_not_compared(program):
+    """Its compiler allocates otherwise; spills of 16 bits are told all the same."""
+    worse = ROW | {"registers": 99}
+    assert problems(program, [worse], version="2") == ([], 0)
+    assert len(problems(program, [worse | {"spill_bytes": 4}], version="2")[0]) == 1
+
+
+def test_a_part_of_the_table_can_be_made_anew(program):
+    """The rest stays; what is not launched any more goes; so do another Triton's."""
+    fresh = ROW | {"name": "b", "registers": 12}
+    table = program.merged([fresh], TABLE, "1", ["b", "a:bf16"])
+    assert table["kernels"] == {"a:bf16": {"sm_90": [40, 0]}, "b": {"sm_90": [12, 0]}}
+    assert list(program.merged([fresh], TABLE, "1", ["b"])["kernels"]) == ["b"]
+    assert list(program.merged([fresh], TABLE, "2", ["b", "a:bf16"])["kernels"]) == [
+        "b"
+    ]

@@ -1,0 +1,352 @@
+"""The GPU session: its runner on small processes, and its stages' parts on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"
+_OURS = ("carry", "session", "stages", "engine", "movement")
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Import a module of the session, with its folder on the path as when it is run."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in list(sys.modules):
+        if name.partition(".")[0] in _OURS:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def session(load):
+    """The program as a module."""
+    return load("session")
+
+
+def entry(session, name, code, share=1.0, most_s=30.0):
+    """Return a stage that is a line of Python; it gets its file and its seconds."""
+    return session.Entry(name, share, most_s, (sys.executable, "-c", code))
+
+
+OK = 'print(\'{"figures": {"a": 1}}\')'
+WRITES = (
+    "import sys, json, pathlib, time; pathlib.Path(sys.argv[1]).write_text("
+    "json.dumps({'figures': {'half': 1}, 'records': [{'kind': 'first'}]})); "
+)
+
+
+def test_stages_that_end_badly_are_told_and_stop_nothing(session, tmp_path, capsys):
+    """One fails, one hangs, one crashes, one prints no JSON; the last one runs."""
+    entries = [
+        entry(session, "fails", "print('before'); raise SystemExit('it broke')"),
+        entry(session, "hangs", WRITES + "print('begun', flush=True); time.sleep(60)"),
+        entry(session, "crashes", "import os; os.abort()"),
+        entry(session, "mute", "print('done')"),
+        entry(session, "absent", 'print(\'{"not_there": "no GPU"}\')'),
+        entry(session, "good", OK),
+    ]
+    entries[1] = session.Entry("hangs", 1.0, 3.0, entries[1].command)
+    summary = session.run_session(entries, tmp_path, 120.0, dry_run=True)
+    assert summary["stages"] == {
+        "fails": "failed",
+        "hangs": "timed out",
+        "crashes": "failed",
+        "mute": "failed",
+        "absent": "not there",
+        "good": "ok",
+    }
+    assert summary["figures"] == {"a": 1}
+    assert summary["why"]["fails"] == "exit status 1: it broke"
+    assert summary["why"]["hangs"] == "killed after 3 s"
+    assert "signal 6" in summary["why"]["crashes"]
+    assert summary["why"]["mute"] == "it printed no JSON object at its end"
+    assert summary["why"]["absent"] == "no GPU"
+    told = json.loads((tmp_path / "session.json").read_text())
+    assert told["header"]["dry_run"] is True
+    assert told["header"]["source"]
+    stages = told["stages"]
+    assert "before" in stages["fails"]["tail"]
+    # What one that was killed had found is kept; its figures are no results.
+    assert stages["hangs"]["records"] == [{"kind": "first"}]
+    assert stages["hangs"]["figures_so_far"] == {"half": 1}
+    assert stages["hangs"]["figures"] == {}
+    assert "begun" in stages["hangs"]["tail"]
+    assert "tail" not in stages["good"]
+    assert "==== mute" in (tmp_path / "log.txt").read_text()
+    # However many stages there are, two files come back.
+    assert {path.name for path in tmp_path.iterdir()} == {"session.json", "log.txt"}
+    assert "timed out" in capsys.readouterr().out
+
+
+def test_what_one_stage_leaves_of_its_time_is_for_the_next(session, tmp_path):
+    """Limits are shares of what is left, and none is more than a stage's most."""
+    code = 'import sys; print(\'{"figures": {"limit": %s}}\' % sys.argv[2])'
+    entries = [
+        entry(session, "one", code, share=3.0, most_s=20.0),
+        entry(session, "two", code, share=1.0),
+    ]
+    session.run_session(entries, tmp_path, 45.0, dry_run=True)
+    told = json.loads((tmp_path / "session.json").read_text())["stages"]
+    assert told["one"]["limit_s"] == 20.0
+    assert 20.0 < told["two"]["limit_s"] <= 30.0
+
+
+def test_a_stage_without_time_is_told(session, tmp_path):
+    """The budget is spent: nothing is begun, and the status says so."""
+    entries = [entry(session, "late", OK)]
+    summary = session.run_session(entries, tmp_path, 6.0, dry_run=True)
+    assert summary["stages"] == {"late": "timed out"}
+    assert summary["why"] == {"late": "no time was left of the budget"}
+
+
+def test_the_exit_status_is_of_the_stages(session, tmp_path, monkeypatch, capsys):
+    """0 where all ran or are not there; the last line is one JSON object."""
+    ran = {"entries": [entry(session, "one", OK)]}
+    monkeypatch.setattr(session, "ENTRIES", ran["entries"])
+    assert session.main(["--out", str(tmp_path), "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["stages"] == {
+        "one": "ok"
+    }
+    monkeypatch.setattr(session, "ENTRIES", [entry(session, "one", "1 / 0")])
+    assert session.main(["--out", str(tmp_path), "--dry-run"]) == 1
+    with pytest.raises(SystemExit):
+        session.main(["--only", "two"])
+
+
+@pytest.mark.full
+def test_every_stage_can_be_imported_without_what_a_bare_machine_lacks(session):
+    """No SGLang, orjson, xxhash, msgspec or zmq: stand-ins, or nothing of theirs."""
+    names = [one.name for one in session.ENTRIES if one.name != "servers"]
+    code = f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+absent = ("sglang", "orjson", "xxhash", "msgspec", "zmq", "flashinfer", "transformers")
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent and not stand_ins:
+            raise ModuleNotFoundError(name, name=name)
+stand_ins = []
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name in absent else find(name, *a)
+from stages import stage
+stage.find_spec = importlib.util.find_spec
+stage.use_checkout()
+missing = stage.add_stand_ins()
+blocked = set(absent) - set(missing)
+absent = tuple(blocked)
+sys.path = [p for p in sys.path if p]
+for name in missing:
+    sys.modules.pop(name, None)
+    spec = importlib.util.spec_from_file_location(
+        name, stage._STAND_INS / (name + ".py"))
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+sys.meta_path.insert(0, Finder())
+for name in {names!r}:
+    importlib.import_module("stages." + name)
+print(sorted(missing))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[0] == "['orjson', 'xxhash']"
+
+
+def test_stand_ins_do_what_is_asked_of_them(load, monkeypatch):
+    """Values of JSON come back, and hashes differ where bytes do."""
+    import numpy as np
+
+    folder = FOLDER / "stand_ins"
+    modules = {}
+    for name in ("orjson", "xxhash"):
+        path = folder / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"stand_in_{name}", path)
+        modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[name])
+    json_form, hashes = modules["orjson"], modules["xxhash"]
+    value = {"a": [1, 2.5, None, "ü"]}
+    assert json_form.loads(json_form.dumps(value)) == value
+    option = json_form.OPT_SERIALIZE_NUMPY | json_form.OPT_APPEND_NEWLINE
+    assert json_form.dumps({"n": np.float32(0.5)}, option=option) == b'{"n":0.5}\n'
+    page = np.arange(64, dtype=np.int32).reshape(4, 16)
+    other = page.copy()
+    other[3, 15] += 1
+    digests = {hashes.xxh3_128_digest(one) for one in (page, other, page)}
+    assert {len(one) for one in digests} == {16}
+    assert len(digests) == 2
+    assert 0 <= hashes.xxh3_64_intdigest(page) < 1 << 64
+    told = hashes.xxh3_128(seed=3)
+    told.update(page)
+    assert len(told.digest()) == 16
+
+
+def test_all_files_with_tests_for_a_gpu_are_run(load):
+    """Those that only write about the marker are not."""
+    stage = load("stages.gpu_tests")
+    root = FOLDER.parents[1]
+    marked = {
+        path.relative_to(root)
+        for path in (root / "tests").rglob("test_*.py")
+        if "@pytest." + "mark.gpu" in path.read_text()
+    }
+    house = Path("tests/unit/house/test_conftest_rules.py")
+    assert set(stage.test_files()) == marked - {house, _this_file(root)}
+    assert Path("tests/unit/engines/test_offloaded_weights.py") in stage.test_files()
+
+
+def _this_file(root):
+    return Path(__file__).relative_to(root)
+
+
+@pytest.mark.parametrize("newest_first", [True, False])
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_the_played_engine_answers_right(load, by_kernel, newest_first):
+    """Random hits and evictions on a tight pool, in an order that streams allow."""
+    engine = load("stages.mini_engine")
+    told = engine.played(
+        11, by_kernel=by_kernel, newest_first=newest_first, num_requests=24
+    )
+    assert told["wrong"] == 0
+    assert told["requests"] == 24
+    assert told["loads"] > 0
+    assert told["device_evicted"] > 0
+
+
+@pytest.mark.parametrize("dropped", ["layer_wait", "load_mark"])
+def test_a_wait_that_is_left_out_is_caught(load, dropped):
+    """The negative controls: some order of the device shows a wrong answer."""
+    engine = load("stages.mini_engine")
+    seeds = iter(range(200, 240))
+    caught = any(
+        engine.played(seed, by_kernel=bool(seed % 2), dropped=dropped)["wrong"]
+        for seed in seeds
+    )
+    assert caught
+
+
+def stage_of(load, tmp_path):
+    """Return a stage in a dry run, with time enough."""
+    return load("stages.stage").Stage(tmp_path / "one.json", 600.0, dry_run=True)
+
+
+def test_a_stage_tells_each_record_at_once(load, tmp_path):
+    """Raw seconds of both forwards, and a file that is whole at any time."""
+    stage = stage_of(load, tmp_path)
+    load("stages.layerkv").run(stage)
+    told = json.loads((tmp_path / "one.json").read_text())
+    kinds = [record["kind"] for record in told["records"]]
+    assert kinds == ["layers", "acts"]
+    assert all(len(told["records"][0][name]) == 2 for name in ("forward_s", "both_s"))
+    assert set(told["figures"]) >= {"streamed_pageable", "acts_overlap", "kv_gen_ms"}
+
+
+def test_a_streamed_forward_that_reads_stale_pages_ends_it(load, tmp_path, monkeypatch):
+    """The check of the layers is one that can fail."""
+    copier = load("movement.layers").CpuLayerCopier
+    copy = copier.to_device
+
+    def stale(self, layer, rows, physical, after):
+        if layer != 3 or physical[0] < 16:
+            copy(self, layer, rows, physical, after)
+
+    monkeypatch.setattr(copier, "to_device", stale)
+    with pytest.raises(AssertionError, match="another answer"):
+        load("stages.layerkv").run(stage_of(load, tmp_path))
+
+
+def test_a_rebuild_of_other_kv_ends_it(load, tmp_path, monkeypatch):
+    """The check of what was rebuilt is one that can fail."""
+    copier = load("movement.acts").CpuActCopier
+    rebuild = copier.rebuild
+
+    def wrong(self, layer, acts, physical, positions, after):
+        rebuild(self, layer, acts, physical, positions - 1, after)
+
+    monkeypatch.setattr(copier, "rebuild", wrong)
+    with pytest.raises(AssertionError, match="another K"):
+        load("stages.layerkv").run(stage_of(load, tmp_path))
+
+
+def test_a_load_under_a_forward_is_measured(load, tmp_path):
+    """The longer of both and the first layer's load are the least that is possible."""
+    stage = load("stages.overlap")
+    record = {
+        "forward_s": [2.0, 1.0, 3.0],
+        "load_s": [1.0],
+        "first_layer_s": [0.5],
+        "both_s": [2.75],
+    }
+    assert stage._efficiency(record) == pytest.approx(2.75 / 2.5)
+    told = stage_of(load, tmp_path)
+    stage.run(told)
+    (overlap,) = told.records
+    assert len(overlap["both_s"]) == 2
+    assert overlap["load_bytes"] == 64 * 4 * 2 * 64 * 2
+
+
+def test_copies_of_other_bytes_end_it(load, tmp_path, monkeypatch):
+    """A gate that is red reports no speed."""
+    copies = load("stages.copies")
+    monkeypatch.setattr(
+        load("stages.clocks").Device, "memmove", staticmethod(lambda *_: 0)
+    )
+    stage = stage_of(load, tmp_path)
+    with pytest.raises(AssertionError, match="other bytes"):
+        copies.run(stage)
+    assert not any(one.get("way") == "engines" for one in stage.records)
+
+
+def test_plans_that_read_elsewhere_are_told_from_each_other(load, tmp_path):
+    """FlashInfer's part, on a stand-in: with and without the layer's own indices."""
+    stage = stage_of(load, tmp_path)
+    load("stages.flashinfer").run(stage)
+    assert [record["form"] for record in stage.records] == ["prefill", "decode"]
+    assert all(record["without_indices"] > 0.1 for record in stage.records)
+
+
+def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
+    """The flags of the benchmark pass the check that a CUDA server makes."""
+    from types import SimpleNamespace
+
+    from sgl_tiered.engines.sglang.layered.settings import read_layerkv, refuse_on_cuda
+
+    servers = load("movement.servers")
+    flags = servers.CUDA_FLAGS[:2] + servers.CUDA_FLAGS[3:]
+    given = dict(zip(*[iter(flags)] * 2, strict=True))
+    names = {flag[2:].replace("-", "_"): value for flag, value in given.items()}
+    refuse_on_cuda(SimpleNamespace(disable_overlap_schedule=True, **names))
+    told = dict(flag.split("=") for flag in servers.layered_flags())
+    settings = {
+        flag.removeprefix("--tiered-").replace("-", "_"): value
+        for flag, value in told.items()
+    }
+    del settings["load_policy"]
+    layers = read_layerkv(settings)
+    assert layers is not None
+    assert layers.retain == 0
+    assert layers.staging_bytes * 4 < layers.host_bytes
+
+
+def test_what_hicaches_kernels_need_is_carried(load, tmp_path):
+    """Their sources, under packages that import nothing else of SGLang."""
+    sglang = importlib.util.find_spec("sglang")
+    if sglang is None:
+        pytest.skip("not run: SGLang is not installed")
+    program = load("carry")
+    source = Path(sglang.origin).parent
+    assert 0 < program.carry(source, tmp_path) < 16 << 20
+    package = tmp_path / "sglang"
+    assert (package / "kernels/jit/csrc/kvcacheio/hicache.cuh").exists()
+    assert (package / "kernels/ops/kvcache/hicache.py").exists()
+    assert not (package / "kernels/__init__.py").read_text()
