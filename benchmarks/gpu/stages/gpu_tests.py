@@ -57,7 +57,7 @@ def run(stage: Stage) -> None:
         for name in counts:
             counts[name] += outcome[name]
         if outcome["exit_status"] not in (0, 5) and not _is_absent(outcome):
-            red.append(f"{file}: {outcome['why']}")
+            red.append(f"{file}: {outcome['why'] or outcome['tail'][-300:]}")
         stage.figure("gpu_tests", counts)
     assert not red, "; ".join(red)
     assert counts["passed"], "all tests were skipped"
@@ -154,5 +154,5 @@ def _outcomes(report: Path, text: str, why: str) -> dict[str, Any]:
         "missing": missing,
         "skips": skips,
         "test_s": round(seconds, 2),
-        "why": why or "; ".join(failures)[:600] or "see its tail",
+        "why": why or "; ".join(failures)[:600],
     }
