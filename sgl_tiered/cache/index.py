@@ -357,23 +357,24 @@ class RadixIndex:
         return int(different.argmax()) * 4 // self._page_bytes
 
 
-def take_apart(roots: list[Node], num_nodes: int) -> Iterator[None]:
-    """Part the nodes of trees that nobody uses, as many between two values.
+def take_apart(roots: list[Node], num_visits: int) -> Iterator[None]:
+    """Part the nodes of trees that nobody uses; so many visits between two values.
 
     Parents and children hold each other: left alone they would wait for the garbage
     collector, and a node with many children would let all of them go at once.
     """
-    left = num_nodes
+    left = num_visits
     while roots:
-        node = roots.pop()
-        while node.children:
-            child = node.children.popitem()[1]
+        if roots[-1].children:
+            child = roots[-1].children.popitem()[1]
             child.parent = None
             roots.append(child)
-            left -= 1
-            if not left:
-                left = num_nodes
-                yield
+        else:
+            roots.pop()
+        left -= 1
+        if not left:
+            left = num_visits
+            yield
 
 
 def _ignore(digest: bytes) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sgl_tiered.cache.adoption import Adoption, arrange
-from sgl_tiered.cache.index import Node, RadixIndex
+from sgl_tiered.cache.index import Node, RadixIndex, take_apart
 from sgl_tiered.cache.table import CacheTable
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.ids import TierId
@@ -165,6 +165,23 @@ def test_a_page_can_be_kept_again_at_once(make_cache: MakeCache, how: str) -> No
     assert found(cache, prompt(0)) == found(cache, prompt(NUM_PROMPTS - 1)) == 4
     assert cache.occupancy(TierId.HOST).used_slots == 8
     cache.check()
+
+
+def test_trees_are_taken_apart_in_steps() -> None:
+    """Wide ones and deep ones: so many visits each, and in the end all are parted."""
+    roots = [Node(None, b"", np.zeros(0, np.int32), 0, DIGEST, 1) for _ in range(2)]
+    nodes = list(roots)
+    for number in range(50):
+        for parent in (roots[0], nodes[-1]):
+            child = Node(parent, b"", np.zeros(0, np.int32), 0, DIGEST, 1)
+            parent.children[str(number).encode()] = child
+            nodes.append(child)
+    parted = [
+        sum(node.parent is None for node in nodes) - len(roots)
+        for _ in take_apart(list(roots), 10)
+    ]
+    assert np.diff([0, *parted]).max() <= 10
+    assert not any(node.children or node.parent for node in nodes)
 
 
 @pytest.mark.parametrize("how", FORGET)
