@@ -42,7 +42,7 @@ def test_ranks_place_layers_alike(num_ranks, seed):
         assert rank.copier.num_failed > 10
         assert rank.log == first.log
     # Some had to wait for room, and met for it.
-    assert meeting.num_messages > num_passes + 10
+    assert meeting.num_messages > num_passes
 
 
 def test_ranks_that_agree_on_nothing_part():

@@ -81,7 +81,7 @@ def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:
     """After the time-out there is an error and no process."""
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     server = SglangServer(
-        spec(tmp_path, code), tmp_path, start_timeout_s=1.0, say=silent
+        spec(tmp_path, code), tmp_path, start_timeout_s=5.0, say=silent
     )
     with pytest.raises(ServerStartError, match="gave no answer"):
         server.start()
