@@ -113,9 +113,9 @@ def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
     split = answers(server, prompts, "auto")
     loaded = [record.cached_by_tier["disk"] for record in split]
     assert all(0 < num < LAST_FULL_PAGE for num in loaded), loaded
-    # Before the passes below teach it other costs.
-    drop(server, "device", "host")
-    (report,) = server.generate(prompts[0].prompt, 2)["meta_info"]["tiered"]
+    # Of these answers, and of no later one: each pass teaches other costs.
+    (told,) = server.get("/tiered/explain?last=1")
+    report = told["decision"]
     assert "front" in report["reason"]
     assert [span["action"] for span in report["spans"]] == ["compute", "load"]
     assert report["predicted"]["total_s"] < report["predicted"]["total_without_load_s"]

@@ -43,6 +43,9 @@ MODULES = (
     "sglang.srt.models.registry",
     "sgl_tiered.engines.sglang.http",
     "sgl_tiered.engines.sglang.disagg.backend",
+    "sgl_tiered.engines.sglang.args",
+    "sgl_tiered.engines.sglang.factory",
+    "sgl_tiered_kernels.page_copy.cpu",
 )
 """What a server imports in any case. None of them may import ``prometheus_client``,
 which reads at import whether several processes share their metrics."""
