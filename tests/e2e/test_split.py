@@ -1,7 +1,7 @@
 """Prompts whose front is computed while their back is read: a real engine, a slow disk.
 
-An idle core computes 1,000 tokens of this model in half the time in which a disk of
-10 MB/s reads them. A split pays then, and where other work makes the core slow too.
+A split pays where computing takes about as long as reading. How fast a core is depends
+on what else runs, so the disk is made slower, or faster, until splits are decided.
 """
 
 from dataclasses import replace
@@ -39,6 +39,9 @@ POOL_TOKENS = 4_096
 PROMPT_TOKENS = 1_000
 NUM_PROMPTS = 2
 LAST_FULL_PAGE = 992
+DISK_MB = 10.0
+"""Bandwidth at first: an idle core computes a prompt in half the time of its read."""
+MAX_ROUNDS = 4
 PARTS = ((496, LAST_FULL_PAGE), (144, 400, 560), (160, 976))
 """Where prompts are cut that plain passes compute, besides where splits cut them. Most
 cuts round nothing otherwise, but some do: one of them alone may show no spread."""
@@ -60,17 +63,20 @@ def prompts():
 
 
 @pytest.fixture
-def server(servers, tmp_path_factory, prompts):
-    """A server whose disk alone holds the prompts."""
-    tiers = Tiers(200 * MB, tmp_path_factory.mktemp("disk"), 500 * MB)
-    device = CASE.device(make_model("bench", MODELS), POOL_TOKENS)
-    flags = ("--tiered-emulate", "disk:bandwidth=10MB")
-    spec = tiered_spec(device, tiers, "split", flags)
-    server = servers.restart(spec)
-    # Twice, so that the costs are learned.
-    sequential(server, prompts)
-    settle(server)
-    return server
+def start(servers, tmp_path_factory, prompts):
+    """Starts a server whose disk alone holds the prompts, by the disk's MB/s."""
+
+    def begin(megabytes):
+        tiers = Tiers(200 * MB, tmp_path_factory.mktemp("disk"), 500 * MB)
+        device = CASE.device(make_model("bench", MODELS), POOL_TOKENS)
+        flags = ("--tiered-emulate", f"disk:bandwidth={megabytes}MB")
+        server = servers.restart(tiered_spec(device, tiers, "split", flags))
+        # Twice, so that the costs are learned.
+        sequential(server, prompts)
+        settle(server)
+        return server
+
+    return begin
 
 
 def answers(server, prompts, policy, ends=((),) * NUM_PROMPTS):
@@ -92,6 +98,24 @@ def answers(server, prompts, policy, ends=((),) * NUM_PROMPTS):
     return records
 
 
+def split_answers(start, prompts):
+    """Return a server, its answers to prompts that were computed, those to prompts that
+    were split, and what was decided for each of these."""
+    megabytes = DISK_MB
+    for _ in range(MAX_ROUNDS):
+        server = start(megabytes)
+        computed = answers(server, prompts, "never")
+        records = answers(server, prompts, "auto")
+        told = server.get(f"/tiered/explain?last={NUM_PROMPTS}")
+        reports = [each["decision"] for each in reversed(told)]
+        reasons = [report["reason"] for report in reports]
+        if all("front" in reason for reason in reasons):
+            return server, computed, records, reports
+        # The core is slow, so that all is loaded; or it is fast, and all is computed.
+        megabytes *= 0.5 if "loading is cheaper" in reasons else 1.5
+    raise AssertionError(f"no split at {megabytes} MB/s: {reasons}")
+
+
 def with_a_wrong_page(server, prompts):
     """Return the answers to prompts with a page exchanged, as if to themselves."""
     wrong = []
@@ -106,20 +130,17 @@ def with_a_wrong_page(server, prompts):
     ]
 
 
-def test_a_split_prompt_is_answered_as_a_computed_one(server, prompts):
+def test_a_split_prompt_is_answered_as_a_computed_one(start, prompts):
     """Front computed, back loaded: the same answers, and the report says what it did;
     several at once end as well, and leave nothing behind."""
-    computed = answers(server, prompts, "never")
-    split = answers(server, prompts, "auto")
+    server, computed, split, reports = split_answers(start, prompts)
     loaded = [record.cached_by_tier["disk"] for record in split]
     assert all(0 < num < LAST_FULL_PAGE for num in loaded), loaded
-    # Of these answers, and of no later one: each pass teaches other costs.
-    (told,) = server.get("/tiered/explain?last=1")
-    report = told["decision"]
-    assert "front" in report["reason"]
-    assert [span["action"] for span in report["spans"]] == ["compute", "load"]
-    assert report["predicted"]["total_s"] < report["predicted"]["total_without_load_s"]
-    assert 0 < report["actual"]["pages_read"] <= report["spans"][1]["pages"]
+    for report in reports:
+        assert [span["action"] for span in report["spans"]] == ["compute", "load"]
+        predicted = report["predicted"]
+        assert predicted["total_s"] < predicted["total_without_load_s"]
+        assert 0 < report["actual"]["pages_read"] <= report["spans"][1]["pages"]
 
     # Where a machine cuts is a matter of its speed; plain passes round alike there.
     fronts = [(LAST_FULL_PAGE - num,) for num in loaded]
