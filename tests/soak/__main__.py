@@ -43,7 +43,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ from tests.soak.figures import (
     slope,
 )
 from tests.soak.judge import Judge, note
-from tests.soak.load import STEPS, Drawer, Planned, decoders, send_round
+from tests.soak.load import STEPS, Drawer, Kind, Planned, decoders, send_round
 from tests.soak.servers import Watched, running
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,8 @@ FAULTS = (
     "disk:fault=hang/for=2",
 )
 """One of them every other round, in turns."""
+SLOW_DISK = "disk:delay=0.3..0.5"
+NUM_SLOW = 40
 LEAST_ROUNDS = 3
 """Of either part of a run, however short: a third of them has to be something."""
 DRAIN_S = 60.0
@@ -147,6 +149,28 @@ class Soak:
             or self._number < least
         ):
             self._round()
+
+    def use_all_threads(self) -> None:
+        """Read from a slow disk for many requests at once.
+
+        Pools of threads begin with none, and add one whenever all are busy: without
+        this it depends on the load when the last one comes.
+        """
+        planned = self._drawer.next_round()
+        self.judge.take(planned, asyncio.run(self._send(planned)))
+        self.sent.update(each.kind.value for each in planned)
+        for watched in self._servers.values():
+            watched.become_quiet()
+        for name in TIERED:
+            drop(self._servers[name].server, "device", "host")
+        again = [
+            replace(each, request=replace(each.request, key=each.request.key + ".slow"))
+            for each in planned
+            if each.kind is Kind.FRESH
+        ]
+        self._switch(SLOW_DISK)
+        asyncio.run(self._send(again[:NUM_SLOW]))
+        self._switch("")
 
     def _round(self) -> None:
         number = self._number
@@ -264,6 +288,7 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
     run = Soak(servers, seed)
     began_s = time.monotonic()
     # A fault that strikes for the first time may start threads that stay.
+    run.use_all_threads()
     run.run_until(began_s + 60 * minutes * WARM_UP, num_faults=len(FAULTS))
     first = run.drain()
     num_warm, num_before = len(run.samples), sum(run.sent.values())
