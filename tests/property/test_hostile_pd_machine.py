@@ -224,8 +224,8 @@ class HostilePdMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         """Start both."""
-        self.library = Library()
-        self.transport = BatchedTransport(self.library, grace_s=0.0)
+        self.engine_calls = Library()
+        self.transport = BatchedTransport(self.engine_calls, grace_s=0.0)
         self.incidents = Strict()
         self.engine = RawEngine(
             self.transport, SystemClock(), timeout_s=60.0, incidents=self.incidents
@@ -233,7 +233,7 @@ class HostilePdMachine(RuleBasedStateMachine):
         self.here = [np.full(NUM_BYTES, 7 + n, np.uint8) for n in range(2)]
         self.there = [np.zeros(NUM_BYTES, np.uint8) for _ in range(2)]
         self.expected = [memory.copy() for memory in self.there]
-        self.library.memories = [*self.here, *self.there]
+        self.engine_calls.memories = [*self.here, *self.there]
         self.bases = [memory.ctypes.data for memory in self.here]
         self.engine.batch_register(self.bases, [NUM_BYTES] * 2)
         ordered = sorted(self.there, key=lambda memory: memory.ctypes.data)
@@ -299,7 +299,7 @@ class HostilePdMachine(RuleBasedStateMachine):
     )
     def names(self, session: str, data: st.DataObject) -> None:
         """Ranges that a decode instance names, of its own memory or of nobody's."""
-        self.library.ends = data.draw(
+        self.engine_calls.ends = data.draw(
             st.sampled_from([TransferStatus.DONE, TransferStatus.FAILED])
         )
         num = data.draw(st.integers(0, 5))

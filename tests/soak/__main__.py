@@ -92,6 +92,7 @@ FAULTS = (
 )
 """One of them every other round, in turns."""
 SLOW_DISK = "disk:delay=0.3..0.5"
+"""Slow enough that all readers of the disk are busy at once, with ``CONCURRENCY``."""
 NUM_SLOW = 40
 LEAST_ROUNDS = 3
 """Of either part of a run, however short: a third of them has to be something."""
@@ -169,7 +170,8 @@ class Soak:
             if each.kind is Kind.FRESH
         ]
         self._switch(SLOW_DISK)
-        asyncio.run(self._send(again[:NUM_SLOW]))
+        slow = again[:NUM_SLOW]
+        self.judge.take(slow, asyncio.run(self._send(slow)))
         self._switch("")
 
     def _round(self) -> None:
@@ -287,8 +289,8 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
     """Run for so many minutes; return the figures, and the samples as ``series``."""
     run = Soak(servers, seed)
     began_s = time.monotonic()
-    # A fault that strikes for the first time may start threads that stay.
     run.use_all_threads()
+    # A fault that strikes for the first time may start threads that stay.
     run.run_until(began_s + 60 * minutes * WARM_UP, num_faults=len(FAULTS))
     first = run.drain()
     num_warm, num_before = len(run.samples), sum(run.sent.values())
