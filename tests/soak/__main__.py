@@ -22,10 +22,12 @@ The last line is one JSON object, and the exit code is 0 if all is as it must be
 - ``rss_mb_per_hour``: slope of the tiered server's memory, all processes, less plain's,
   after warm-up (``figures.py`` says which slope); ``rss_half_width``: of its interval;
 - ``flows``, ``pins``, ``empty_namespaces``: what is left of requests after the drain;
-- ``fd_growth``, ``thread_growth``: over all processes that have more than before;
+- ``fd_growth``, ``thread_growth``: over all processes that have more than before, and
+  still have a minute later: a connection that is being closed is none;
 - ``step_time_growth``: CPU seconds of the scheduler per decode step of four requests
   (their one prefill of 64 tokens included), the median of the last third of the rounds
-  over that of the first, less 1; ``step_time_growth_plain`` is the machine's share;
+  over that of the first, over the same of plain, less 1; ``step_time_growth_plain`` is
+  the machine's share;
 - ``wrong``: answers that differ; ``errors``: failed requests of both tiered servers,
   and words of a broken invariant in a log;
 - ``planted``: what the leak comes to at this rate, and was found to be; ``caught``
@@ -233,8 +235,12 @@ class Soak:
         watched.become_quiet()
         return cpu_s / STEPS
 
-    def drain(self) -> dict[str, Any]:
-        """Wait until nothing is left of requests; return what there is then."""
+    def drain(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Wait until nothing is left of requests; return what there is then.
+
+        Args:
+            before: of an earlier drain: also until no more is open than there was.
+        """
         for watched in self._servers.values():
             watched.become_quiet()
         left: dict[str, int] = {}
@@ -246,15 +252,27 @@ class Soak:
                 "pins": pinned(state),
                 "empty_namespaces": state["empty_namespaces"],
             }
-            if not any(left.values()):
+            found = {**left, **self._open()}
+            if not any(left.values()) and not any(grown_by(before or found, found)):
                 break
             time.sleep(1.0)
+        return {**left, **self._open()}
+
+    def _open(self) -> dict[str, Any]:
         every = self._servers.items()
         return {
-            **left,
             "fds": {name: each.num_fds() for name, each in every},
             "threads": {name: each.num_threads() for name, each in every},
         }
+
+
+def grown_by(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[int]:
+    """Return by how much open files and threads have grown, of each server."""
+    return [
+        grown(first[what][name], last[what][name])
+        for what in ("fds", "threads")
+        for name in last[what]
+    ]
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
@@ -298,7 +316,7 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
     warm_s = time.monotonic()
     run.run_until(began_s + 60 * minutes)
     rate = (sum(run.sent.values()) - num_before) / (time.monotonic() - warm_s)
-    last = run.drain()
+    last = run.drain(first)
     note(f"drained: {last}")
     samples = run.samples[num_warm:]
     own, leaky = less_plain(samples, "tiered"), less_plain(samples, "planted")
@@ -334,7 +352,9 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
         "fd_growth_plain": fds["plain"],
         "thread_growth": threads["tiered"],
         "thread_growth_plain": threads["plain"],
-        "step_time_growth": round(growth(steps["tiered"]), 4),
+        "step_time_growth": round(
+            (1 + growth(steps["tiered"])) / (1 + growth(steps["plain"])) - 1, 4
+        ),
         "step_time_growth_plain": round(growth(steps["plain"]), 4),
         "wrong": run.judge.wrong,
         "judged": run.judge.judged,
