@@ -1,4 +1,4 @@
-"""numba may be installed and refuse to be imported: then the reference runs, and says so."""
+"""numba may be installed and refuse to be imported: then the reference runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy.typing as npt
 __all__ = [
     "CopyEngines",
     "batch_function",
+    "common_alignment",
     "copy_function",
     "part_addresses",
     "row_addresses",
@@ -167,6 +169,11 @@ def copy_function() -> CopyFunction:
     copy.restype = ctypes.c_int
     function: CopyFunction = copy
     return function
+
+
+def common_alignment(addresses: Iterable[int]) -> int:
+    """Return the largest power of two up to 16 that divides all addresses."""
+    return math.gcd(16, *addresses)
 
 
 def row_addresses(base: int, row_bytes: int, rows: Int64s, offset: int = 0) -> UInt64s:

@@ -7,6 +7,7 @@ Triton form of the page copies, which reads pinned host memory in place.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from sgl_tiered_kernels.page_copy.dma import (
     CopyEngines,
     batch_function,
+    common_alignment,
     copy_function,
     part_addresses,
     row_addresses,
@@ -161,6 +163,7 @@ class CudaOps(CudaStreams):
         # Views, held so that the addresses stay good.
         self._parts = parts
         self._addresses = [[part.data_ptr() for part in layer] for layer in parts]
+        self._alignment = common_alignment(itertools.chain(*self._addresses))
         self._table = torch.tensor(
             self._addresses, dtype=torch.int64, device=self._device
         )
@@ -233,6 +236,7 @@ class CudaOps(CudaStreams):
                 rows,
                 first_byte,
                 self._layout.part_bytes,
+                alignment=self._alignment,
             )
 
     def gather(
@@ -249,6 +253,7 @@ class CudaOps(CudaStreams):
                 self._table.view(-1),
                 pages[begin:end],
                 self._layout.part_bytes,
+                alignment=self._alignment,
             )
 
     def copy_out(self, stream: Any, half: int, memory: UInt8s, rows: Int64s) -> None:

@@ -5,6 +5,7 @@ On a machine with CUDA the same pages go through real streams.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
 import sys
@@ -109,6 +110,33 @@ def check_on_host():
         for page, whole in zip(targets, wanted, strict=True):
             np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
         assert not page_bytes(pool, layout, 1).any()
+
+
+@pytest.mark.parametrize(("num_skipped", "alignment"), [(0, 16), (4, 8), (1, 2)])
+def test_kernels_are_told_what_divides_all_addresses(
+    monkeypatch, num_skipped, alignment
+):
+    """One buffer that begins elsewhere is enough for them to take smaller steps."""
+    from sgl_tiered_kernels.page_copy import triton as kernels
+
+    told = []
+
+    def record(*args, alignment):
+        told.append(alignment)
+
+    monkeypatch.setattr(kernels, "scatter_parts", record)
+    monkeypatch.setattr(kernels, "gather_parts", record)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    pool = make_pool("cpu")
+    last = pool.v_buffer[-1]
+    longer = torch.zeros(num_skipped + last.numel(), dtype=last.dtype)
+    pool.v_buffer[-1] = longer[num_skipped:].view(last.shape)
+    layout = page_layout(pool, PAGE_TOKENS)
+    ops = CudaOps(pool, layout, None, engines=host_engines())
+    numbers, region = torch.zeros(1), np.zeros((1, layout.slot_bytes), np.uint8)
+    ops.load_by_kernel(None, 0, region, numbers, 0, numbers)
+    ops.gather(None, 0, numbers, 0, 1)
+    assert told == [alignment, alignment]
 
 
 def test_pages_survive_both_ways_of_the_copies():
