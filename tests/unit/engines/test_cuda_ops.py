@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
+import itertools
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +24,7 @@ pytest.importorskip("triton")
 from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
 
 from sgl_tiered.core.clock import SystemClock  # noqa: E402
+from sgl_tiered.engines.sglang import cuda_ops  # noqa: E402
 from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
     CudaOps,
     as_byte_pages,
@@ -41,6 +45,7 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
 from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
 from sgl_tiered.pipelines.streams import BufferRing  # noqa: E402
 from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
+from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent  # noqa: E402
 from sgl_tiered.tiers.host import HostTier  # noqa: E402
 
 NUM_LAYERS, NUM_PAGES, PAGE_TOKENS = 3, 10, 16
@@ -137,6 +142,75 @@ def test_kernels_are_told_what_divides_all_addresses(
     ops.load_by_kernel(None, 0, region, numbers, 0, numbers)
     ops.gather(None, 0, numbers, 0, 1)
     assert told == [alignment, alignment]
+
+
+class HostOps(CudaOps):
+    """The product's copies where streams, events and pinned memory are played."""
+
+    def __init__(self, pool, layout):
+        super().__init__(pool, layout, None, engines=host_engines())
+        self.device = FakeDevice(np.random.default_rng(0))
+
+    def new_stream(self, *, urgent):
+        stream = self.device.new_stream("load" if urgent else "store")
+        stream.cuda_stream = 1
+        return stream
+
+    def new_event(self):
+        return FakeEvent(self.device)
+
+    def current_stream(self):
+        return self.device.engine
+
+    def pinned(self, num_bytes):
+        return np.zeros(num_bytes, np.uint8)
+
+    def is_pinned(self, memory):
+        return True
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What notes launches of kernels, and streams that torch can be put on."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    folder = Path(__file__).parents[3] / "benchmarks/gpu"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("launches")
+    sys.modules.pop("launches", None)
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("page_tokens", [16, 1])
+def test_a_start_compiles_what_a_server_launches(
+    launches, monkeypatch, heads, page_tokens
+):
+    """Loads of any layer and region, known pages or not, and stores of any number."""
+    from sgl_tiered_kernels.page_copy import triton as kernels
+
+    shape = (NUM_PAGES * PAGE_TOKENS + 1, heads, 5)
+    buffers = [[torch.zeros(shape) for _ in range(NUM_LAYERS)] for _ in "kv"]
+    kv = SimpleNamespace(k_buffer=buffers[0], v_buffer=buffers[1])
+    layout = page_layout(kv, page_tokens)
+    monkeypatch.setattr(cuda_ops, "_HALF_BYTES", 3 * layout.page_bytes)
+    pool = StreamPool(HostOps(kv, layout))
+    regions = [np.zeros((9, width), np.uint8) for width in (layout.slot_bytes, 8192)]
+
+    def serve():
+        for region, count in itertools.product(regions, (1, 2, 3, 7)):
+            rows, pages = np.arange(count), np.arange(count) + 1
+            later = pool.queue_pages(torch.from_numpy(pages))
+            for layer in range(NUM_LAYERS):
+                pool.load_layer(layer, region, rows, later[::-1]).finish()
+            pool.store_pages(region, rows, pages, pool.mark())
+
+    def told(run):
+        return {one.key for one in launches.launches_of(kernels, run)}
+
+    ready = told(lambda: pool.warm(np.array([1])))
+    # Where pages are no multiple of 16 bytes, the second half begins at an odd place.
+    assert len(ready) == (2 if layout.page_bytes % 16 == 0 else 3)
+    assert told(serve) == ready
 
 
 def test_pages_survive_both_ways_of_the_copies():
