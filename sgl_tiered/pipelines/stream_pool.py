@@ -199,6 +199,10 @@ class StreamPool:
         """Whether layers are loaded by the kernel, not by the copy engines."""
         return self._by_kernel
 
+    def reaches(self, region: UInt8s) -> bool:
+        """Return whether the device reads a region in place, not through buffers."""
+        return self._ops.is_pinned(region)
+
     def mark(self) -> object:
         """Record an event behind all work that the engine has queued so far."""
         return [stream.record_event() for stream in self._ops.engine_streams()]

@@ -485,6 +485,7 @@ class FakeActOps(FakeLayerOps):
         slot: int | None,
     ) -> None:
         """Rebuild; places, numbers and weights are read when the device comes to it."""
+        self.kernels.append(f"rebuild from {'weights' if slot is None else 'a slot'}")
         page_tokens, size = self.layout.page_tokens, self._kv.layout.token_bytes
         tensor = self._kv.tensor.reshape(-1, 2, page_tokens, size)
 

@@ -192,7 +192,9 @@ def _memory_link(
 ) -> LinkCost:
     rows, pages = _probe_numbers(device, num_device_pages, memory)
     one, many = (
-        _shortest(clock, lambda n=n: _load_s(clock, device, memory, rows[:n], pages[:n]))
+        _shortest(
+            clock, lambda n=n: _load_s(clock, device, memory, rows[:n], pages[:n])
+        )
         for n in (1, len(rows))
     )
     return _link(figures, memory.tier_id.label, layout, len(rows), one, many)

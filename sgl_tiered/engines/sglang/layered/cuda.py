@@ -36,6 +36,7 @@ from sgl_tiered.engines.sglang.layered.stream_device_pool import (
 )
 from sgl_tiered.pipelines.stream_acts import StreamActCopier
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
+from sgl_tiered.pipelines.stream_pool import StreamPool, scattered
 from sgl_tiered.pipelines.stream_weights import WeightSlots
 from sgl_tiered.tiers.memory import MemoryRegion
 
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
-_TUNE_PAGES = 33
-"""One of them is page 0: as many as the start measures of the tiers' links."""
 _PLATFORM = "sglang.srt.platforms.cuda.CudaSRTPlatform."
 
 
@@ -172,12 +171,7 @@ def cuda_copies(
     copier = StreamLayerCopier(
         ops, region, ahead=not guarded, breaks_staging=breaks_staging
     )
-    numbers = np.arange(1, min(len(region), ops.num_pages, _TUNE_PAGES))
-    if len(numbers) and ops.is_pinned(region):
-        logger.info(
-            "sgl-tiered: layers up from memory: %s",
-            copier.pool.tune(region, numbers, numbers),
-        )
+    _prepare(copier.pool, "layers", region, ops.num_pages)
     by_kernel = copier.pool.loads_by_kernel
     if getattr(pool, "acts", None) is None:
         return LayerCopies(
@@ -204,12 +198,10 @@ def cuda_copies(
         weights=weights,
         breaks_staging=breaks_staging,
     )
-    numbers = np.arange(1, min(len(act_region), len(pool.acts), _TUNE_PAGES))
-    if len(numbers) and act_ops.is_pinned(act_region):
-        logger.info(
-            "sgl-tiered: activations up from memory: %s",
-            acts.copies.pool.tune(act_region, numbers, numbers),
-        )
+    _prepare(acts.copies.pool, "activations", act_region, len(pool.acts))
+    away = frozenset() if weights is None else frozenset(chosen.offloaded.away)
+    both = (away, frozenset(range(layout.num_layers)) - away)
+    acts.warm([min(layers) for layers in both if layers])
     logger.warning(NOT_VALIDATED)
     act_bytes = StreamActBytes(act_ops, act_region)
 
@@ -226,6 +218,26 @@ def cuda_copies(
         acts,
         weights,
     )
+
+
+def _prepare(loads: StreamPool, what: str, region: UInt8s, num_pages: int) -> None:
+    """Run the kernels of loads once, and measure loads where they can choose.
+
+    Args:
+        loads: of layers, from rows of the region.
+        what: is loaded.
+        region: as allocated; row 0 stands for padding, as page 0 does.
+        num_pages: of the device; they hold nothing yet.
+    """
+    rng = np.random.default_rng(0)
+    rows, pages = scattered(rng, range(1, len(region)), range(1, num_pages))
+    if not len(pages):
+        return
+    loads.warm(pages, stores=False)
+    if loads.reaches(region):
+        logger.info(
+            "sgl-tiered: %s up from memory: %s", what, loads.tune(region, rows, pages)
+        )
 
 
 def cuda_hooks() -> list[tuple[str, Any, Any]]:
