@@ -41,7 +41,7 @@ _KERNEL_GAIN = 1.1
 """The kernel takes cores from the forward, so it has to be this much faster."""
 _TUNE_RUNS = 5
 _TUNE_PAGES = 256
-"""Of 16 tokens: a prompt of 4,096. The better way at 32 is not the better one at 256."""
+"""Of 16 tokens: a prompt of 4,096. The better way at 32 may be the worse at 256."""
 _NUM_BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
 """Pinned memory per buffer: 80 us at 50 GB/s, against some 10 us to queue a copy."""

@@ -87,8 +87,9 @@ class PlayedCuda:
         # Names of the kernels that were launched.
         self.kernels: list[str] = []
 
-    def register(self, setting: str) -> Any:
+    def register(self, setting: str, device: Any = None) -> Any:
         """Stand in for ``cuda_register``."""
+        del device
         from sgl_tiered.errors import ConfigError
 
         def pin(address: int, num_bytes: int) -> Any:

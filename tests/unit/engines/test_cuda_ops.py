@@ -27,7 +27,9 @@ from sgl_tiered.core.clock import SystemClock  # noqa: E402
 from sgl_tiered.engines.sglang import cuda_ops  # noqa: E402
 from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
     CudaOps,
+    CudaStreams,
     as_byte_pages,
+    cuda_register,
     pin_if_possible,
     pinned_if_possible,
     use_device_in_threads,
@@ -47,6 +49,7 @@ from sgl_tiered.pipelines.streams import BufferRing  # noqa: E402
 from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
 from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent  # noqa: E402
 from sgl_tiered.tiers.host import HostTier  # noqa: E402
+from sgl_tiered.tiers.memory import MemoryRegion  # noqa: E402
 
 NUM_LAYERS, NUM_PAGES, PAGE_TOKENS = 3, 10, 16
 PATIENCE_S = 20.0
@@ -429,6 +432,89 @@ def test_memory_that_cuda_does_not_pin_is_used_as_it_is(caplog):
 
     HostTier(4096, 10, register=pin_if_possible(take, "cpu", refused.append)).close()
     assert (refused, undone) == ([40960], [40960])
+
+
+class Driver:
+    """CUDA, as far as host memory goes, with an attribute of the device.
+
+    Attributes:
+        registered: addresses and bytes.
+        asked: attributes and devices that were asked for.
+    """
+
+    def __init__(self, monkeypatch, attribute):
+        self.registered, self.asked = [], []
+        self._attribute = attribute
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(cuda_ops, "device_attribute", self.device_attribute)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+
+    def device_attribute(self, number, ordinal):
+        self.asked.append((number, ordinal))
+        if isinstance(self._attribute, Exception):
+            raise self._attribute
+        return self._attribute
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+        self.registered.append((address, num_bytes))
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.registered = [one for one in self.registered if one[0] != address]
+
+
+@pytest.fixture(autouse=True)
+def unasked():
+    """Attributes are asked for anew in each test."""
+    cuda_ops._uses_host_pointers.cache_clear()
+    yield
+    cuda_ops._uses_host_pointers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "attribute", [0, RuntimeError("CUDA error 1"), OSError("none")]
+)
+def test_memory_that_the_device_cannot_use_in_place_is_left_alone(
+    monkeypatch, caplog, attribute
+):
+    """Regions of a flag: one sentence for all of them, and a count of their bytes."""
+    driver, refused = Driver(monkeypatch, attribute), []
+    device = torch.device("cuda:1")
+    register = cuda_register("--tiered-host-size", device)
+    pin = pin_if_possible(register, "cpu", refused.append)
+    regions = [MemoryRegion(rows, 4096, register=pin) for rows in (10, 3)]
+    for region in regions:
+        assert not CudaStreams(device, None, engines=host_engines()).is_pinned(
+            region.array
+        )
+        region.array[:] = 7
+        region.close()
+    assert driver.registered == []
+    assert driver.asked == [(91, 1)]
+    assert refused == [40960, 12288]
+    said = [record.getMessage() for record in caplog.records]
+    # Before it, why the driver did not tell.
+    assert len(said) == (1 if attribute == 0 else 2)
+    assert "--tiered-host-size: the device cannot use registered memory" in said[-1]
+    assert "pinned buffers" in said[-1]
+
+
+def test_memory_that_the_device_can_use_in_place_is_registered(monkeypatch, caplog):
+    """The device is asked once, also where it is named without a number."""
+    driver, refused = Driver(monkeypatch, 1), []
+    register = cuda_register("--tiered-host-size", "cuda")
+    pin = pin_if_possible(register, "cpu", refused.append)
+    regions = [MemoryRegion(rows, 4096, register=pin) for rows in (10, 3)]
+    assert [size for _, size in driver.registered] == [40960, 12288]
+    device = torch.device("cuda:0")
+    streams = CudaStreams(device, None, engines=host_engines())
+    assert streams.is_pinned(regions[0].array)
+    for region in regions:
+        region.close()
+    assert driver.registered == refused == []
+    assert driver.asked == [(91, 0)]
+    assert not caplog.records
 
 
 @pytest.fixture

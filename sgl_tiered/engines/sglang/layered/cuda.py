@@ -61,9 +61,11 @@ class CudaPlaces:
     Attributes:
         write_slots: returns where a forward's new tokens go in a layer, int64 [n] on
             the device, or None while nothing is placed; the attention backend sets it.
+        pinning_refused_bytes: of host memory that CUDA did not pin.
     """
 
     write_slots: Callable[[int], torch.Tensor | None] | None = None
+    pinning_refused_bytes = 0
     page_size: int
     device: str
     k_buffer: list[torch.Tensor]
@@ -72,8 +74,12 @@ class CudaPlaces:
 
     def _host_region(self, num_rows: int, row_bytes: int) -> MemoryRegion:
         """Return pinned memory; ordinary one where CUDA cannot pin so much."""
-        register = cuda_register("--tiered-layerkv-host-size")
-        pin = pin_if_possible(register, self.device)
+
+        def refused(num_bytes: int) -> None:
+            self.pinning_refused_bytes += num_bytes
+
+        register = cuda_register("--tiered-layerkv-host-size", self.device)
+        pin = pin_if_possible(register, self.device, refused)
         return MemoryRegion(num_rows, row_bytes, register=pin)
 
     def _store_kv_layer(
