@@ -12,6 +12,7 @@ measures launches, and the way of loading that is best for it is another one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -192,9 +193,7 @@ def _memory_link(
 ) -> LinkCost:
     rows, pages = _probe_numbers(device, num_device_pages, memory)
     one, many = (
-        _shortest(
-            clock, lambda n=n: _load_s(clock, device, memory, rows[:n], pages[:n])
-        )
+        _shortest(clock, partial(_load_s, clock, device, memory, rows[:n], pages[:n]))
         for n in (1, len(rows))
     )
     return _link(figures, memory.tier_id.label, layout, len(rows), one, many)
@@ -372,7 +371,7 @@ def _queued_product_s(like: torch.Tensor, side: int) -> float:
 
     # The first one chooses a kernel, and loads it.
     product()
-    seconds = []
+    seconds: list[float] = []
     for _ in range(_QUEUED_RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
