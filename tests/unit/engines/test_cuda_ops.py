@@ -316,6 +316,44 @@ def test_pages_survive_the_device(pinned_region, pinned, below):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("below", [0, 1 << 30])
+def test_nothing_is_compiled_after_a_start(monkeypatch, pinned_region, below):
+    """Triton's own hook sees no kernel that is new, in loads and in stores."""
+    from triton import knobs
+
+    kv = make_pool("cuda")
+    layout = page_layout(kv, PAGE_TOKENS)
+    device = StreamPool(
+        CudaOps(kv, layout, torch.cuda.Stream()), kernel_below_bytes=below
+    )
+    device.warm(np.array([1]))
+    compiled = []
+
+    def hook(**told):
+        compiled.append(told["repr"])
+        return False
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", hook)
+    for count in (1, 2, 3):
+        rows, pages = np.arange(count), np.arange(count) + 2
+        queued = device.queue_pages(torch.from_numpy(pages).cuda())
+        device.store_pages(pinned_region, rows, queued, device.mark())
+        for layer in range(NUM_LAYERS):
+            device.load_layer(layer, pinned_region, rows, pages).finish()
+            chosen = queued[np.arange(count)[::-1]]
+            device.load_layer(layer, pinned_region, rows, chosen).finish()
+    assert compiled == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_a_device_says_whether_it_uses_registered_memory():
+    """The driver knows the attribute; 0 and 1 are both right."""
+    assert cuda_ops.device_attribute(91, torch.cuda.current_device()) in (0, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_a_forward_on_its_stream_reads_what_was_loaded(pinned_region):
     """Layer by layer, with no wait of a thread between the load and the reads."""
     from sgl_tiered.core.plans import LoadPlan

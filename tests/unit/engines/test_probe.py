@@ -244,3 +244,11 @@ def test_an_accelerator_without_room_has_the_last_size_that_fitted(monkeypatch, 
     launch_share = 5e-6 / (2.0 * fits**3 / 800e12)
     assert accelerator.flops() == pytest.approx(800e12 / (1 + launch_share))
     assert max(accelerator.sides) == fits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_a_real_accelerator_multiplies_by_the_trillion():
+    """More than a product that is bound by its launch would tell."""
+    like = torch.zeros(1, device="cuda", dtype=torch.bfloat16)
+    assert 1e12 < probe._matmul_flops(like, ManualClock()) < 1e17
