@@ -209,6 +209,8 @@ class FakeCopyOps:
         fail_store: copies from the device fail there while True.
         engines_ms, kernel_ms: what the load of a layer costs, by each way.
         unpinned: arrays (by identity) that the device cannot reach.
+        pins: the device can reach host memory at all.
+        kernels: names of the kernels that were launched.
     """
 
     def __init__(
@@ -232,6 +234,8 @@ class FakeCopyOps:
         self.engines_ms = 1.0
         self.kernel_ms = 1.0
         self.unpinned: list[UInt8s] = []
+        self.pins = True
+        self.kernels: list[str] = []
 
     @property
     def layout(self) -> PageLayout:
@@ -266,7 +270,7 @@ class FakeCopyOps:
 
     def is_pinned(self, memory: UInt8s) -> bool:
         """Return whether it was not named as unpinned."""
-        return not any(memory is array for array in self.unpinned)
+        return self.pins and not any(memory is array for array in self.unpinned)
 
     def upload(self, stream: FakeStream, numbers: Int64s) -> Int64s:
         """Read the numbers when the device comes to it."""
@@ -295,6 +299,7 @@ class FakeCopyOps:
     ) -> Int64s:
         """Read numbers and positions when the device comes to it."""
         self.device.issue()
+        self.kernels.append("choose")
         lengths = [len(n if chosen is None else chosen) for n, chosen in parts]
         found = np.full(sum(lengths), -1, np.int64)
 
@@ -337,6 +342,7 @@ class FakeCopyOps:
     ) -> None:
         """Copy; bytes and numbers are read when the device comes to it."""
         self.device.issue()
+        self.kernels.append("load")
         self._load(
             stream, layer, memory, rows, first_byte, pages, cost_ms=self.kernel_ms
         )
@@ -346,6 +352,7 @@ class FakeCopyOps:
     ) -> None:
         """Copy pages to a half."""
         self.device.issue()
+        self.kernels.append(f"gather {half}")
 
         def work() -> None:
             chosen = self.layers[:, pages[begin:end]]
@@ -478,6 +485,7 @@ class FakeActOps(FakeLayerOps):
         slot: int | None,
     ) -> None:
         """Rebuild; places, numbers and weights are read when the device comes to it."""
+        self.kernels.append(f"rebuild from {'weights' if slot is None else 'a slot'}")
         page_tokens, size = self.layout.page_tokens, self._kv.layout.token_bytes
         tensor = self._kv.tensor.reshape(-1, 2, page_tokens, size)
 

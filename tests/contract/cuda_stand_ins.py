@@ -84,9 +84,12 @@ class PlayedCuda:
         # Copies fail on the device, or cannot be queued, while True.
         self.fails = self.refuses = False
         self.streams: list[FakeStream] = []
+        # Names of the kernels that were launched.
+        self.kernels: list[str] = []
 
-    def register(self, setting: str) -> Any:
+    def register(self, setting: str, device: Any = None) -> Any:
         """Stand in for ``cuda_register``."""
+        del device
         from sgl_tiered.errors import ConfigError
 
         def pin(address: int, num_bytes: int) -> Any:
@@ -166,6 +169,8 @@ class PlayedCuda:
                 return contextlib.nullcontext()
 
             def rebuild(self, stream: Any, *args: Any) -> object:
+                played.kernels.append("rebuild")
+
                 def work() -> None:
                     played.num_rebuilds += 1
                     super(PlayedActOps, self).rebuild(stream, *args)
@@ -223,6 +228,7 @@ class PlayedCuda:
 
             def choose(self, stream: Any, parts: Any) -> torch.Tensor:
                 del stream
+                played.kernels.append("choose")
                 played.device.issue()
                 return torch.from_numpy(
                     np.concatenate(
@@ -237,6 +243,7 @@ class PlayedCuda:
                 self, stream: Any, layer: int, memory: Any, rows: Any, *rest: Any
             ) -> None:
                 first_byte, pages = rest
+                played.kernels.append("load")
                 self.load_by_engines(  # type: ignore[attr-defined]
                     stream, layer, memory, plain(rows), first_byte, plain(pages)
                 )

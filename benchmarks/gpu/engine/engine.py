@@ -199,6 +199,8 @@ class Engine:
         clock, self._completions = SystemClock(), CompletionQueue()
         self.metrics = MetricsRegistry()
         self.pool = machine.pool(self._kv, layout, by_kernel=by_kernel)
+        # As a start of the product does; nothing is on the device yet.
+        self.pool.warm(np.array([1]))
         register = machine.register("host size")
         self.host = HostTier(layout.slot_bytes, sizes.host_pages, register=register)
         cost = CostModel(

@@ -117,7 +117,7 @@ class CudaMachine:
         """Pin as the tiers do."""
         from sgl_tiered.engines.sglang.cuda_ops import cuda_register
 
-        return cuda_register(setting)
+        return cuda_register(setting, "cuda")
 
     def host_numbers(self, count: int) -> torch.Tensor:
         """Return pinned memory."""

@@ -32,6 +32,7 @@ from sgl_tiered_kernels.page_copy import triton as kernels
 from sgl_tiered_kernels.page_copy.dma import (
     CopyEngines,
     batch_function,
+    common_alignment,
     copy_function,
     row_addresses,
 )
@@ -194,6 +195,7 @@ class _Bench:
         base = self._buffer.data_ptr()
         part_bytes = 2 * case.pages * case.piece_bytes
         addresses = [base + part * part_bytes for part in range(case.parts)]
+        self._alignment = common_alignment(addresses)
         on = {"device": self._device.torch}
         self._table = torch.tensor(addresses, dtype=torch.int64, **on)
         self._row_numbers = torch.from_numpy(self._rows).to(self._device.torch)
@@ -259,6 +261,7 @@ class _Bench:
                     numbers[1],
                     0,
                     case.piece_bytes,
+                    alignment=self._alignment,
                     max_programs=programs,
                 )
             else:
@@ -269,6 +272,7 @@ class _Bench:
                     self._table,
                     numbers[0],
                     case.piece_bytes,
+                    alignment=self._alignment,
                     max_programs=programs,
                 )
 
@@ -284,6 +288,7 @@ class _Bench:
                     self._row_numbers,
                     part * case.piece_bytes,
                     case.piece_bytes,
+                    alignment=self._alignment,
                 )
 
     def _pages_scatter(self) -> None:
@@ -314,6 +319,7 @@ class _Bench:
                     self._staged_rows[begin:end],
                     0,
                     case.piece_bytes,
+                    alignment=self._alignment,
                     max_programs=1024,
                 )
         self._device.wait(self._stream, self._device.record(self._other))
@@ -336,6 +342,7 @@ class _Bench:
                     self._table,
                     self._page_numbers[begin:end],
                     case.piece_bytes,
+                    alignment=self._alignment,
                 )
             self._device.wait(self._stream, self._device.record(self._other))
             chunk = np.arange(begin, end, dtype=np.int64)

@@ -7,9 +7,10 @@ Triton form of the page copies, which reads pinned host memory in place.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ import torch
 from sgl_tiered_kernels.page_copy.dma import (
     CopyEngines,
     batch_function,
+    common_alignment,
     copy_function,
+    device_attribute,
     part_addresses,
     row_addresses,
 )
@@ -36,6 +39,7 @@ __all__ = [
     "pin_if_possible",
     "pinned_buffer",
     "pinned_if_possible",
+    "reads_registered",
     "use_device_in_threads",
 ]
 
@@ -46,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 _HALF_BYTES = 16 << 20
 """Device memory of each half: 0.3 ms at 50 GB/s, many times what a launch costs."""
+_USES_HOST_POINTERS = 91
+"""``CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM``."""
 _URGENT = -1
 """CUDA's priority of a stream whose work goes before others'; 0 is the usual one."""
 
@@ -105,8 +111,9 @@ class CudaStreams:
         self._engines = self._engines.unbatched()
 
     def is_pinned(self, memory: UInt8s) -> bool:
-        """Ask CUDA whether it knows these addresses."""
-        return bool(torch.from_numpy(memory).is_pinned())
+        """Ask CUDA whether the device can use these addresses, in kernels as well."""
+        is_known = bool(torch.from_numpy(memory).is_pinned())
+        return is_known and reads_registered(self._device)
 
     def upload(self, stream: Any, numbers: Int64s) -> torch.Tensor:
         """Copy numbers to the device; the tensor belongs to the stream."""
@@ -161,6 +168,7 @@ class CudaOps(CudaStreams):
         # Views, held so that the addresses stay good.
         self._parts = parts
         self._addresses = [[part.data_ptr() for part in layer] for layer in parts]
+        self._alignment = common_alignment(itertools.chain(*self._addresses))
         self._table = torch.tensor(
             self._addresses, dtype=torch.int64, device=self._device
         )
@@ -233,6 +241,7 @@ class CudaOps(CudaStreams):
                 rows,
                 first_byte,
                 self._layout.part_bytes,
+                alignment=self._alignment,
             )
 
     def gather(
@@ -249,6 +258,7 @@ class CudaOps(CudaStreams):
                 self._table.view(-1),
                 pages[begin:end],
                 self._layout.part_bytes,
+                alignment=self._alignment,
             )
 
     def copy_out(self, stream: Any, half: int, memory: UInt8s, rows: Int64s) -> None:
@@ -274,18 +284,54 @@ def use_device_in_threads(device: torch.device) -> None:
     A new thread's is device 0: the driver would issue the copies of other ranks, and
     allocate their pinned memory, under that one's context.
     """
-    prepare_threads(partial(torch.cuda.set_device, device))
+    prepare_threads(functools.partial(torch.cuda.set_device, device))
 
 
-def cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
+def reads_registered(device: torch.device | str) -> bool:
+    """Return whether a device uses registered memory by the address the host has.
+
+    Where it does not, kernels in place and batched copies would end in a fault; single
+    copies work. Memory that CUDA has allocated itself is always used by its address.
+    """
+    where = torch.device(device)
+    if where.type != "cuda":
+        return True
+    return _uses_host_pointers(
+        torch.cuda.current_device() if where.index is None else where.index
+    )
+
+
+@functools.cache
+def _uses_host_pointers(ordinal: int) -> bool:
+    try:
+        return device_attribute(_USES_HOST_POINTERS, ordinal) == 1
+    except (OSError, RuntimeError) as problem:
+        logger.warning("sgl-tiered: %s", problem)
+        return False
+
+
+def cuda_register(
+    setting: str, device: torch.device | str
+) -> Callable[[int, int], Callable[[], None]]:
     """Return a function that pins memory for CUDA and gives back how to unpin it.
+
+    It raises ConfigError where CUDA pins no more, or the device would not use what is
+    pinned by its address, which is what pinning is for here.
 
     Args:
         setting: the flag that says how much, for the sentence of its ``ConfigError``.
+        device: that is to use it.
     """
     cudart = torch.cuda.cudart()
 
     def register(address: int, num_bytes: int) -> Callable[[], None]:
+        if not reads_registered(device):
+            raise ConfigError(
+                setting,
+                "the device cannot use registered memory by the host's addresses "
+                f"(CUDA attribute {_USES_HOST_POINTERS} is not 1)",
+                "only another device or driver changes that",
+            )
         status = int(cudart.cudaHostRegister(address, num_bytes, 0))
         if status != 0:
             raise ConfigError(
@@ -344,14 +390,19 @@ def pin_if_possible(
         refused: told how many bytes were not pinned.
     """
 
+    told: set[str] = set()
+
     def pin(address: int, num_bytes: int) -> Callable[[], None] | None:
         try:
             return register(address, num_bytes)
         except ConfigError as error:
+            sentence = str(error)
+        if sentence not in told:
+            told.add(sentence)
             logger.warning(
-                "sgl-tiered: %s Until then KV goes by way of pinned buffers, and a "
+                "sgl-tiered: %s As it is, KV goes by way of pinned buffers, and a "
                 "thread copies it once more.",
-                error,
+                sentence,
             )
         refused(num_bytes)
         # CUDA tells of it once more, to whoever launches the next kernel.

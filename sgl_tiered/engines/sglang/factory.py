@@ -200,7 +200,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         if not is_cuda:
             return None
         device = pool.k_buffer[0].device
-        return pin_if_possible(cuda_register(setting), device, refused)
+        return pin_if_possible(cuda_register(setting, device), device, refused)
 
     register = pins("--tiered-host-size")
     emulator = Emulator(
@@ -215,6 +215,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             pool, runner.model, config, clock, emulator, agreement, forward_stream
         )
         device: DevicePool = placed.device
+        if not_pinned := getattr(pool, "pinning_refused_bytes", 0):
+            refused(not_pinned)
     elif config.sparsity is not None:
         from sgl_tiered.engines.sglang.sparse.build import end_probe, place_rows
 

@@ -5,10 +5,14 @@ On a machine with CUDA the same pages go through real streams.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
+import itertools
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +24,12 @@ pytest.importorskip("triton")
 from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
 
 from sgl_tiered.core.clock import SystemClock  # noqa: E402
+from sgl_tiered.engines.sglang import cuda_ops  # noqa: E402
 from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
     CudaOps,
+    CudaStreams,
     as_byte_pages,
+    cuda_register,
     pin_if_possible,
     pinned_if_possible,
     use_device_in_threads,
@@ -40,7 +47,9 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
 from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
 from sgl_tiered.pipelines.streams import BufferRing  # noqa: E402
 from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
+from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent  # noqa: E402
 from sgl_tiered.tiers.host import HostTier  # noqa: E402
+from sgl_tiered.tiers.memory import MemoryRegion  # noqa: E402
 
 NUM_LAYERS, NUM_PAGES, PAGE_TOKENS = 3, 10, 16
 PATIENCE_S = 20.0
@@ -109,6 +118,102 @@ def check_on_host():
         for page, whole in zip(targets, wanted, strict=True):
             np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
         assert not page_bytes(pool, layout, 1).any()
+
+
+@pytest.mark.parametrize(("num_skipped", "alignment"), [(0, 16), (4, 8), (1, 2)])
+def test_kernels_are_told_what_divides_all_addresses(
+    monkeypatch, num_skipped, alignment
+):
+    """One buffer that begins elsewhere is enough for them to take smaller steps."""
+    from sgl_tiered_kernels.page_copy import triton as kernels
+
+    told = []
+
+    def record(*args, alignment):
+        told.append(alignment)
+
+    monkeypatch.setattr(kernels, "scatter_parts", record)
+    monkeypatch.setattr(kernels, "gather_parts", record)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    pool = make_pool("cpu")
+    last = pool.v_buffer[-1]
+    longer = torch.zeros(num_skipped + last.numel(), dtype=last.dtype)
+    pool.v_buffer[-1] = longer[num_skipped:].view(last.shape)
+    layout = page_layout(pool, PAGE_TOKENS)
+    ops = CudaOps(pool, layout, None, engines=host_engines())
+    numbers, region = torch.zeros(1), np.zeros((1, layout.slot_bytes), np.uint8)
+    ops.load_by_kernel(None, 0, region, numbers, 0, numbers)
+    ops.gather(None, 0, numbers, 0, 1)
+    assert told == [alignment, alignment]
+
+
+class HostOps(CudaOps):
+    """The product's copies where streams, events and pinned memory are played."""
+
+    def __init__(self, pool, layout):
+        super().__init__(pool, layout, None, engines=host_engines())
+        self.device = FakeDevice(np.random.default_rng(0))
+
+    def new_stream(self, *, urgent):
+        stream = self.device.new_stream("load" if urgent else "store")
+        stream.cuda_stream = 1
+        return stream
+
+    def new_event(self):
+        return FakeEvent(self.device)
+
+    def current_stream(self):
+        return self.device.engine
+
+    def pinned(self, num_bytes):
+        return np.zeros(num_bytes, np.uint8)
+
+    def is_pinned(self, memory):
+        return True
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What notes launches of kernels, and streams that torch can be put on."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    folder = Path(__file__).parents[3] / "benchmarks/gpu"
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("launches")
+    sys.modules.pop("launches", None)
+
+
+@pytest.mark.parametrize("heads", [2, 1])
+@pytest.mark.parametrize("page_tokens", [16, 1])
+def test_a_start_compiles_what_a_server_launches(
+    launches, monkeypatch, heads, page_tokens
+):
+    """Loads of any layer and region, known pages or not, and stores of any number."""
+    from sgl_tiered_kernels.page_copy import triton as kernels
+
+    shape = (NUM_PAGES * PAGE_TOKENS + 1, heads, 5)
+    buffers = [[torch.zeros(shape) for _ in range(NUM_LAYERS)] for _ in "kv"]
+    kv = SimpleNamespace(k_buffer=buffers[0], v_buffer=buffers[1])
+    layout = page_layout(kv, page_tokens)
+    monkeypatch.setattr(cuda_ops, "_HALF_BYTES", 3 * layout.page_bytes)
+    pool = StreamPool(HostOps(kv, layout))
+    regions = [np.zeros((9, width), np.uint8) for width in (layout.slot_bytes, 8192)]
+
+    def serve():
+        for region, count in itertools.product(regions, (1, 2, 3, 7)):
+            rows, pages = np.arange(count), np.arange(count) + 1
+            later = pool.queue_pages(torch.from_numpy(pages))
+            for layer in range(NUM_LAYERS):
+                pool.load_layer(layer, region, rows, later[::-1]).finish()
+            pool.store_pages(region, rows, pages, pool.mark())
+
+    def told(run):
+        return {one.key for one in launches.launches_of(kernels, run)}
+
+    ready = told(lambda: pool.warm(np.array([1])))
+    # Where pages are no multiple of 16 bytes, the second half begins at an odd place.
+    assert len(ready) == (2 if layout.page_bytes % 16 == 0 else 3)
+    assert told(serve) == ready
 
 
 def test_pages_survive_both_ways_of_the_copies():
@@ -207,6 +312,44 @@ def test_pages_survive_the_device(pinned_region, pinned, below):
     assert all(arrival.finish() > 0.0 for arrival in arrivals)
     for page, whole in zip(targets, wanted, strict=True):
         np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("below", [0, 1 << 30])
+def test_nothing_is_compiled_after_a_start(monkeypatch, pinned_region, below):
+    """Triton's own hook sees no kernel that is new, in loads and in stores."""
+    from triton import knobs
+
+    kv = make_pool("cuda")
+    layout = page_layout(kv, PAGE_TOKENS)
+    device = StreamPool(
+        CudaOps(kv, layout, torch.cuda.Stream()), kernel_below_bytes=below
+    )
+    device.warm(np.array([1]))
+    compiled = []
+
+    def hook(**told):
+        compiled.append(told["repr"])
+        return False
+
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", hook)
+    for count in (1, 2, 3):
+        rows, pages = np.arange(count), np.arange(count) + 2
+        queued = device.queue_pages(torch.from_numpy(pages).cuda())
+        device.store_pages(pinned_region, rows, queued, device.mark())
+        for layer in range(NUM_LAYERS):
+            device.load_layer(layer, pinned_region, rows, pages).finish()
+            chosen = queued[np.arange(count)[::-1]]
+            device.load_layer(layer, pinned_region, rows, chosen).finish()
+    assert compiled == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_a_device_says_whether_it_uses_registered_memory():
+    """The driver knows the attribute; 0 and 1 are both right."""
+    assert cuda_ops.device_attribute(91, torch.cuda.current_device()) in (0, 1)
 
 
 @pytest.mark.gpu
@@ -327,6 +470,89 @@ def test_memory_that_cuda_does_not_pin_is_used_as_it_is(caplog):
 
     HostTier(4096, 10, register=pin_if_possible(take, "cpu", refused.append)).close()
     assert (refused, undone) == ([40960], [40960])
+
+
+class Driver:
+    """CUDA, as far as host memory goes, with an attribute of the device.
+
+    Attributes:
+        registered: addresses and bytes.
+        asked: attributes and devices that were asked for.
+    """
+
+    def __init__(self, monkeypatch, attribute):
+        self.registered, self.asked = [], []
+        self._attribute = attribute
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(cuda_ops, "device_attribute", self.device_attribute)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+
+    def device_attribute(self, number, ordinal):
+        self.asked.append((number, ordinal))
+        if isinstance(self._attribute, Exception):
+            raise self._attribute
+        return self._attribute
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+        self.registered.append((address, num_bytes))
+        return 0
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.registered = [one for one in self.registered if one[0] != address]
+
+
+@pytest.fixture(autouse=True)
+def unasked():
+    """Attributes are asked for anew in each test."""
+    cuda_ops._uses_host_pointers.cache_clear()
+    yield
+    cuda_ops._uses_host_pointers.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "attribute", [0, RuntimeError("CUDA error 1"), OSError("none")]
+)
+def test_memory_that_the_device_cannot_use_in_place_is_left_alone(
+    monkeypatch, caplog, attribute
+):
+    """Regions of a flag: one sentence for all of them, and a count of their bytes."""
+    driver, refused = Driver(monkeypatch, attribute), []
+    device = torch.device("cuda:1")
+    register = cuda_register("--tiered-host-size", device)
+    pin = pin_if_possible(register, "cpu", refused.append)
+    regions = [MemoryRegion(rows, 4096, register=pin) for rows in (10, 3)]
+    for region in regions:
+        assert not CudaStreams(device, None, engines=host_engines()).is_pinned(
+            region.array
+        )
+        region.array[:] = 7
+        region.close()
+    assert driver.registered == []
+    assert driver.asked == [(91, 1)]
+    assert refused == [40960, 12288]
+    said = [record.getMessage() for record in caplog.records]
+    # Before it, why the driver did not tell.
+    assert len(said) == (1 if attribute == 0 else 2)
+    assert "--tiered-host-size: the device cannot use registered memory" in said[-1]
+    assert "pinned buffers" in said[-1]
+
+
+def test_memory_that_the_device_can_use_in_place_is_registered(monkeypatch, caplog):
+    """The device is asked once, also where it is named without a number."""
+    driver, refused = Driver(monkeypatch, 1), []
+    register = cuda_register("--tiered-host-size", "cuda")
+    pin = pin_if_possible(register, "cpu", refused.append)
+    regions = [MemoryRegion(rows, 4096, register=pin) for rows in (10, 3)]
+    assert [size for _, size in driver.registered] == [40960, 12288]
+    device = torch.device("cuda:0")
+    streams = CudaStreams(device, None, engines=host_engines())
+    assert streams.is_pinned(regions[0].array)
+    for region in regions:
+        region.close()
+    assert driver.registered == refused == []
+    assert driver.asked == [(91, 0)]
+    assert not caplog.records
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.fetch import FetchTicket
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
 from sgl_tiered.pipelines.offload import OffloadWorker
-from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.pipelines.stream_pool import StreamPool, scattered
 from sgl_tiered.pipelines.worker import prepare_threads
 from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice
 from sgl_tiered.testing.tier_kit import make_pages
@@ -530,6 +530,56 @@ def test_the_faster_way_is_kept(engines_ms, kernel_ms, by_kernel):
         assert machine.pool.loads_by_kernel is by_kernel
         assert figures["load_layer_by_engines_s"] == pytest.approx(engines_ms / 1e3)
         assert figures["load_layer_by_kernel_s"] == pytest.approx(kernel_ms / 1e3)
+
+
+@pytest.mark.parametrize("below", [KERNEL, ENGINES])
+def test_no_kernel_runs_for_the_first_time_in_service(below):
+    """Whichever way loads go: where pages are not known yet, it is the kernel."""
+    region = make_pages(8, SLOT, 9)
+    with Machine(7, below, num_buffers=8) as machine:
+        pool, ops = machine.pool, machine.ops
+        pool.warm(np.array([5, 6]))
+        assert set(ops.kernels) == {"load", "choose", "gather 0", "gather 1"}
+        assert not np.delete(ops.layers, 5, axis=1).any()
+        ran = set(ops.kernels)
+        ops.kernels.clear()
+        rows = np.arange(6)
+        pool.load_layer(1, region, rows, rows + 2).finish()
+        machine.device.going.clear()
+        chosen = queued(machine, rows + 3)[np.array([0, 2])]
+        mark = pool.mark()
+        arrival = pool.load_layer(2, region, rows[:2], chosen, after=mark)
+        machine.device.going.set()
+        arrival.finish()
+        pool.store_pages(np.zeros((6, SLOT), np.uint8), rows, rows, pool.mark())
+        assert ops.kernels
+        assert set(ops.kernels) <= ran
+
+
+def test_a_kernel_is_given_no_memory_that_the_device_cannot_reach():
+    """Where nothing pins, loads go by the engines and need no kernel."""
+    with Machine(7, KERNEL) as machine:
+        machine.ops.pins = False
+        machine.pool.warm(np.array([5]))
+        assert "load" not in machine.ops.kernels
+        assert {"gather 0", "gather 1"} <= set(machine.ops.kernels)
+
+
+@given(num_rows=st.integers(1, 2000), num_pages=st.integers(1, 2000), seed=SEEDS)
+@settings(max_examples=60)
+def test_a_pool_is_tuned_over_scattered_pages(num_rows, num_pages, seed):
+    """Both are drawn from all that there are, each at most once; 256, or fewer."""
+    rng = np.random.default_rng(seed)
+    rows, pages = scattered(rng, range(3, 3 + num_rows), range(1, 1 + num_pages))
+    assert len(rows) == len(pages) == min(256, num_rows, num_pages)
+    for numbers, first, count in ((rows, 3, num_rows), (pages, 1, num_pages)):
+        assert numbers.dtype == np.int64
+        assert len(set(numbers.tolist())) == len(numbers)
+        assert numbers.min() >= first
+        assert numbers.max() < first + count
+        if len(numbers) > 64:
+            assert (np.abs(np.diff(numbers)) == 1).mean() < 0.1
+            assert numbers.max() - numbers.min() > count // 2
 
 
 def test_small_pieces_go_by_the_kernel_until_measured():
