@@ -28,6 +28,7 @@ from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.cuda_ops import (
     cuda_register,
+    numa_node,
     pin_if_possible,
     use_device_in_threads,
 )
@@ -50,7 +51,7 @@ from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
-from sgl_tiered.pipelines.completions import CompletionQueue
+from sgl_tiered.pipelines.completions import CompletionQueue, SlotsReady
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
@@ -224,7 +225,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         device = EncodedCpuPool(pool, layout)
     else:
         device = make_device_pool(pool, layout, forward_stream, refused)
-    host = emulator.wrap(_open_host(config, layout, register))
+    host_memory = _open_host(config, layout, register, pool.k_buffer[0].device)
+    host = emulator.wrap(host_memory)
     cxl = _open_cxl(config, layout, pins("--tiered-cxl-size"))
     if cxl is not None:
         cxl = emulator.wrap(cxl)
@@ -258,12 +260,17 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             *agreement.gathered([tier.num_slots for tier in tiers]), strict=True
         )
     ]
+    # And as many of the host's at first as every rank has pinned by now.
+    num_open = min(agreement.gathered(host_memory.num_ready))
     cache = TieredCache(
         CacheConfig(
             layout=layout,
-            tiers=tuple(
-                TierConfig(tier.tier_id, num_slots)
-                for tier, num_slots in zip(tiers, slots, strict=True)
+            tiers=(
+                TierConfig(TierId.HOST, slots[0], min(num_open, slots[0])),
+                *(
+                    TierConfig(tier.tier_id, num_slots)
+                    for tier, num_slots in zip(tiers[1:], slots[1:], strict=True)
+                ),
             ),
             load_policy=config.load_policy,
             write_policy=config.write_policy,
@@ -285,6 +292,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         lookahead=lookahead,
     )
     completions = CompletionQueue()
+    host_memory.watch_ready(
+        lambda num: completions.post(SlotsReady(TierId.HOST, min(num, slots[0]))),
+        since=num_open,
+    )
     loader = LayerwiseLoader(
         device,
         completions,
@@ -437,7 +448,9 @@ def _lengths(config: TieredConfig) -> LengthReader | None:
     return None if predictor is None else LengthReader(LengthBook(predictor))
 
 
-def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> MemoryTier:
+def _open_host(
+    config: TieredConfig, layout: PageLayout, register: Any, device: torch.device
+) -> HostTier:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots == 0:
         raise ConfigError(
@@ -446,7 +459,11 @@ def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> Memor
             "give more",
         )
     return HostTier(
-        layout.slot_bytes, num_slots, register=register, page_bytes=layout.page_bytes
+        layout.slot_bytes,
+        num_slots,
+        register=register,
+        node=None if register is None else numa_node(device),
+        page_bytes=layout.page_bytes,
     )
 
 
