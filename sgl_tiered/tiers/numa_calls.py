@@ -159,8 +159,8 @@ def prefer_node(address: int, num_bytes: int, node: int) -> None:
         NumaCalls.find().bind(address, num_bytes, PREFERRED, [node])
     except OSError as error:
         logger.warning(
-            "sgl-tiered: the kernel does not place memory near the device, on NUMA node "
-            "%d (%s): copies may be slower",
+            "sgl-tiered: the kernel does not place memory near the device, on NUMA "
+            "node %d (%s): copies may be slower",
             node,
             error.strerror,
         )

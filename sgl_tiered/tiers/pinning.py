@@ -32,8 +32,8 @@ _PROGRESS_S = 10.0
 class Pinning:
     """The parts of one region; the first one is pinned before the constructor returns.
 
-    Where the first part is left as it is, all of it is: then every row is ready. Where a
-    later one is refused, rows from there on are never ready.
+    Where the first part is left as it is, all of it is: then every row is ready. Where
+    a later one is refused, rows from there on are never ready.
 
     Args:
         register: pins a part; from several threads at a time.
@@ -130,8 +130,9 @@ class Pinning:
             self._num_running -= 1
             if self._num_running == 0 and self._end < self._num_rows:
                 logger.warning(
-                    "sgl-tiered: the device pins %d of %d bytes of memory: the rest is "
-                    "not used. Give less, or raise the locked-memory limit (ulimit -l).",
+                    "sgl-tiered: the device pins %d of %d bytes of memory: the rest "
+                    "is not used. Give less, or raise the limit of locked memory "
+                    "(ulimit -l).",
                     self._num_ready * self._row_bytes,
                     self._num_rows * self._row_bytes,
                 )

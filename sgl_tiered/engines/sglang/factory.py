@@ -58,6 +58,7 @@ from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.staging import StagingReader, part_pages
+from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
@@ -72,6 +73,8 @@ __all__ = ["build_cache", "refuse_unsupported"]
 
 logger = logging.getLogger(__name__)
 
+_BLACKWELL = 10
+"""The first number of its compute capability."""
 _REMEDY = "serve this model without --radix-cache-backend tiered"
 
 
@@ -393,7 +396,12 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         from sgl_tiered.engines.sglang.sparse.cache import SparseRuntime
 
         return SparseRuntime(parts, sparse, wait_whole=waits_whole)
-    return TieredRuntime(parts, wait_whole=waits_whole)
+    runtime = TieredRuntime(parts, wait_whole=waits_whole)
+    if isinstance(device, StreamPool) and _joins_offloads(
+        pool.k_buffer[0].device, agreement.num_ranks
+    ):
+        runtime.before_forward = device.join_stores
+    return runtime
 
 
 def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:
@@ -510,6 +518,25 @@ def _forward_skips_layers(ctx: Any) -> bool:
     layer.
     """
     return not getattr(ctx.model_config, "is_generation", True)
+
+
+def _joins_offloads(device: torch.device, num_ranks: int) -> bool:
+    """Say whether a forward has to wait for offloads that are under way.
+
+    None needs what they write. But with prefill in breakable graphs on two ranks of
+    Blackwell, HiCache's copies under the next forward left one rank waiting for the
+    other for ever (SGLang issue 38300), and ours run under it in the same way.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    if num_ranks == 1 or device.type != "cuda":
+        return False
+    is_breakable = check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
+    return is_breakable and torch.cuda.get_device_capability(device)[0] >= _BLACKWELL
 
 
 def _loads_overlap(

@@ -52,7 +52,8 @@ def driver():
 
 
 def pin(driver, num_rows, part_rows=4, **settings):
-    return Pinning(driver, ADDRESS, num_rows, ROW, part_bytes=part_rows * ROW, **settings)
+    part_bytes = part_rows * ROW
+    return Pinning(driver, ADDRESS, num_rows, ROW, part_bytes=part_bytes, **settings)
 
 
 def test_all_is_pinned_in_parts_of_whole_rows(driver):
