@@ -80,11 +80,7 @@ class Demoter:
         self._admission = admission
         self._sightings = sightings
         self._is_write_through = config.demote_policy == "write-through"
-        num_slots = config.tiers[source].num_slots
-        self._watermark_slots = int(config.demote_watermark * num_slots)
-        # Keep as many of the coldest pages copied as lie above the watermark.
-        window = max(1, num_slots - self._watermark_slots)
-        self._window_pages = min(window, _MAX_WINDOW)
+        self._watermark = config.demote_watermark
         # The last row of each path that came to the source, and how often it was
         # refused: all that is missing before it goes with it.
         self._queue: deque[tuple[int, int]] = deque()
@@ -206,10 +202,14 @@ class Demoter:
 
     def _choose_coldest(self, max_pages: int) -> Batch | None:
         store, source = self._store, self.source
-        if store.table.slots[source].used_slots <= self._watermark_slots:
+        slots = store.table.slots[source]
+        watermark_slots = int(self._watermark * slots.capacity)
+        if slots.used_slots <= watermark_slots:
             return None
+        # Keep as many of the coldest pages copied as lie above the watermark.
+        window_pages = min(max(1, slots.capacity - watermark_slots), _MAX_WINDOW)
         batch: Batch | None = None
-        for victims in store.evictors[source].select(self._window_pages):
+        for victims in store.evictors[source].select(window_pages):
             node = victims.node
             if batch is None or not batch.num_pages:
                 batch = Batch(node.digest)

@@ -182,6 +182,8 @@ class StreamPool:
         self._number_ring = BufferRing(ops.pinned, _NUM_NUMBER_BUFFERS, _NUMBER_BYTES)
         self._store_ring = ring(self._layout.page_bytes)
         self._waited_for: object = None
+        # Behind the last store that is queued and that no forward waits for.
+        self._stored: Event | None = None
         self._indices: list[tuple[Int64s, PageNumbers, Any, Any]] = []
 
     @property
@@ -279,7 +281,7 @@ class StreamPool:
                 ops.gather(gathers, half, pages, begin, end)
                 stores.wait_event(gathers.record_event())
                 self._copy_out(half, region, rows[begin:end])
-                is_free[half] = stores.record_event()
+                is_free[half] = self._stored = stores.record_event()
         finally:
             # Also after an error: the caller may write to rows and pages then.
             gathers.synchronize()
@@ -310,6 +312,15 @@ class StreamPool:
         finally:
             loads.synchronize()
             gathers.synchronize()
+
+    def join_stores(self) -> None:
+        """Let the calling thread's stream wait for the stores that are queued.
+
+        Nothing reads what they write; see ``joins_offloads`` for who needs it.
+        """
+        stored, self._stored = self._stored, None
+        if stored is not None:
+            self._ops.current_stream().wait_event(stored)
 
     def tune(
         self, region: UInt8s, rows: Int64s, device_pages: Int64s

@@ -11,6 +11,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "CudaStreams",
     "as_byte_pages",
     "cuda_register",
+    "numa_node",
     "pin_if_possible",
     "pinned_buffer",
     "pinned_if_possible",
@@ -52,6 +54,7 @@ _HALF_BYTES = 16 << 20
 """Device memory of each half: 0.3 ms at 50 GB/s, many times what a launch costs."""
 _USES_HOST_POINTERS = 91
 """``CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM``."""
+_SYSFS = Path("/sys/bus/pci/devices")
 _URGENT = -1
 """CUDA's priority of a stream whose work goes before others'; 0 is the usual one."""
 
@@ -285,6 +288,19 @@ def use_device_in_threads(device: torch.device) -> None:
     allocate their pinned memory, under that one's context.
     """
     prepare_threads(functools.partial(torch.cuda.set_device, device))
+
+
+def numa_node(device: torch.device, sysfs: Path = _SYSFS) -> int | None:
+    """Return the NUMA node next to a CUDA device; None where nobody says."""
+    facts = torch.cuda.get_device_properties(device)
+    try:
+        where = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}"
+        folder = sysfs / f"{where}:{facts.pci_device_id:02x}.0"
+        node = int((folder / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    # -1: a machine of one node.
+    return None if node < 0 else node
 
 
 def reads_registered(device: torch.device | str) -> bool:

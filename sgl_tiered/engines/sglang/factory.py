@@ -28,6 +28,7 @@ from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.cuda_ops import (
     cuda_register,
+    numa_node,
     pin_if_possible,
     use_device_in_threads,
 )
@@ -50,13 +51,14 @@ from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
-from sgl_tiered.pipelines.completions import CompletionQueue
+from sgl_tiered.pipelines.completions import CompletionQueue, SlotsReady
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.staging import StagingReader, part_pages
+from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
@@ -71,6 +73,8 @@ __all__ = ["build_cache", "refuse_unsupported"]
 
 logger = logging.getLogger(__name__)
 
+_BLACKWELL = 10
+"""The first number of its compute capability."""
 _REMEDY = "serve this model without --radix-cache-backend tiered"
 
 
@@ -226,7 +230,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         device = EncodedCpuPool(pool, layout)
     else:
         device = make_device_pool(pool, layout, forward_stream, refused)
-    host = emulator.wrap(_open_host(config, layout, register))
+    host_memory = _open_host(config, layout, register, pool.k_buffer[0].device)
+    host = emulator.wrap(host_memory)
     cxl = _open_cxl(config, layout, pins("--tiered-cxl-size"))
     if cxl is not None:
         cxl = emulator.wrap(cxl)
@@ -238,6 +243,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         device=device,
         num_device_pages=allocator.size // layout.page_tokens,
         host=host,
+        num_host_slots=host_memory.num_ready,
         cxl=cxl,
         disk=disk,
         clock=clock,
@@ -260,12 +266,17 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             *agreement.gathered([tier.num_slots for tier in tiers]), strict=True
         )
     ]
+    # And as many of the host's at first as every rank has pinned by now.
+    num_open = min(agreement.gathered(host_memory.num_ready))
     cache = TieredCache(
         CacheConfig(
             layout=layout,
-            tiers=tuple(
-                TierConfig(tier.tier_id, num_slots)
-                for tier, num_slots in zip(tiers, slots, strict=True)
+            tiers=(
+                TierConfig(TierId.HOST, slots[0], min(num_open, slots[0])),
+                *(
+                    TierConfig(tier.tier_id, num_slots)
+                    for tier, num_slots in zip(tiers[1:], slots[1:], strict=True)
+                ),
             ),
             load_policy=config.load_policy,
             write_policy=config.write_policy,
@@ -287,6 +298,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         lookahead=lookahead,
     )
     completions = CompletionQueue()
+    host_memory.watch_ready(
+        lambda num: completions.post(SlotsReady(TierId.HOST, min(num, slots[0]))),
+        since=num_open,
+    )
     loader = LayerwiseLoader(
         device,
         completions,
@@ -384,7 +399,12 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         from sgl_tiered.engines.sglang.sparse.cache import SparseRuntime
 
         return SparseRuntime(parts, sparse, wait_whole=waits_whole)
-    return TieredRuntime(parts, wait_whole=waits_whole)
+    runtime = TieredRuntime(parts, wait_whole=waits_whole)
+    if isinstance(device, StreamPool) and _joins_offloads(
+        pool.k_buffer[0].device, agreement.num_ranks
+    ):
+        runtime.before_forward = device.join_stores
+    return runtime
 
 
 def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:
@@ -439,7 +459,9 @@ def _lengths(config: TieredConfig) -> LengthReader | None:
     return None if predictor is None else LengthReader(LengthBook(predictor))
 
 
-def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> MemoryTier:
+def _open_host(
+    config: TieredConfig, layout: PageLayout, register: Any, device: torch.device
+) -> HostTier:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots == 0:
         raise ConfigError(
@@ -448,7 +470,11 @@ def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> Memor
             "give more",
         )
     return HostTier(
-        layout.slot_bytes, num_slots, register=register, page_bytes=layout.page_bytes
+        layout.slot_bytes,
+        num_slots,
+        register=register,
+        node=None if register is None else numa_node(device),
+        page_bytes=layout.page_bytes,
     )
 
 
@@ -495,6 +521,25 @@ def _forward_skips_layers(ctx: Any) -> bool:
     layer.
     """
     return not getattr(ctx.model_config, "is_generation", True)
+
+
+def _joins_offloads(device: torch.device, num_ranks: int) -> bool:
+    """Say whether a forward has to wait for offloads that are under way.
+
+    None needs what they write. But with prefill in breakable graphs on two ranks of
+    Blackwell, HiCache's copies under the next forward left one rank waiting for the
+    other for ever (SGLang issue 38300), and ours run under it in the same way.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    if num_ranks == 1 or device.type != "cuda":
+        return False
+    is_breakable = check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE)
+    return is_breakable and torch.cuda.get_device_capability(device)[0] >= _BLACKWELL
 
 
 def _loads_overlap(

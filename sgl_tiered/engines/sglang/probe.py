@@ -71,6 +71,7 @@ def measure_costs(
     device: DevicePool,
     num_device_pages: int,
     host: MemoryTier,
+    num_host_slots: int,
     cxl: MemoryTier | None,
     disk: Tier | None,
     clock: Clock,
@@ -86,6 +87,7 @@ def measure_costs(
         device: the pool, of which pages 1.. are free now.
         num_device_pages: pages of the pool.
         host: the host tier, empty.
+        num_host_slots: of it, from the first on, that may be used now.
         cxl: the CXL tier, empty, or None.
         disk: the disk tier, or None.
         clock: for the measurements.
@@ -96,18 +98,20 @@ def measure_costs(
     Returns:
         The costs, and what was measured now, by name.
     """
-    figures = _tune_loads(device, num_device_pages, host)
+    figures = _tune_loads(device, num_device_pages, host, num_host_slots)
     given = {TierId.HOST: host, TierId.CXL: cxl, TierId.DISK: disk}
     tiers = [tier for tier, medium in given.items() if medium is not None]
     links = {} if calibration is None else calibrated_links(calibration, tiers)
     prefill = None if calibration is None else calibrated_prefill(calibration)
     for tier, memory in ((TierId.HOST, host), (TierId.CXL, cxl)):
         if memory is not None and tier not in links:
+            num_slots = num_host_slots if memory is host else memory.num_slots
+            rows, pages = _probe_numbers(device, num_device_pages, num_slots)
             links[tier] = _memory_link(
-                figures, layout, device, num_device_pages, memory, clock
+                figures, layout, device, memory, rows, pages, clock
             )
     if disk is not None and TierId.DISK not in links:
-        num_pages = _num_probe_pages(num_device_pages, host)
+        num_pages = _num_probe_pages(num_device_pages, num_host_slots)
         links[TierId.DISK] = _disk_link(figures, layout, host, disk, num_pages, clock)
     if prefill is None:
         flops_per_s = _matmul_flops(next(model.parameters()), clock)
@@ -156,30 +160,30 @@ def common_costs(cost: CostModel, agreement: Agreement) -> CostModel:
 
 
 def _tune_loads(
-    device: DevicePool, num_device_pages: int, host: MemoryTier
+    device: DevicePool, num_device_pages: int, host: MemoryTier, num_slots: int
 ) -> dict[str, float]:
     """Let a pool that loads in more than one way find out which is the better one."""
     if not isinstance(device, StreamPool):
         return {}
-    rows, pages = _probe_numbers(device, num_device_pages, host)
+    rows, pages = _probe_numbers(device, num_device_pages, num_slots)
     if not len(pages):
         return {}
     device.warm(pages)
     return device.tune(host.region, rows, pages)
 
 
-def _num_probe_pages(num_device_pages: int, memory: MemoryTier) -> int:
-    return min(_PROBE_PAGES, num_device_pages - 1, memory.num_slots)
+def _num_probe_pages(num_device_pages: int, num_slots: int) -> int:
+    return min(_PROBE_PAGES, num_device_pages - 1, num_slots)
 
 
 def _probe_numbers(
-    device: DevicePool, num_device_pages: int, memory: MemoryTier
+    device: DevicePool, num_device_pages: int, num_slots: int
 ) -> tuple[Int64s, Int64s]:
     """Return rows of a tier, and as many free pages: int64 [n] each."""
     if isinstance(device, StreamPool):
         rng = np.random.default_rng(0)
-        return scattered(rng, range(memory.num_slots), range(1, num_device_pages))
-    rows = np.arange(_num_probe_pages(num_device_pages, memory), dtype=np.int64)
+        return scattered(rng, range(num_slots), range(1, num_device_pages))
+    rows = np.arange(_num_probe_pages(num_device_pages, num_slots), dtype=np.int64)
     return rows, rows + 1
 
 
@@ -187,11 +191,11 @@ def _memory_link(
     figures: dict[str, float],
     layout: PageLayout,
     device: DevicePool,
-    num_device_pages: int,
     memory: MemoryTier,
+    rows: Int64s,
+    pages: Int64s,
     clock: Clock,
 ) -> LinkCost:
-    rows, pages = _probe_numbers(device, num_device_pages, memory)
     one, many = (
         _shortest(clock, partial(_load_s, clock, device, memory, rows[:n], pages[:n]))
         for n in (1, len(rows))

@@ -158,13 +158,16 @@ def _note_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a batch; once more where its loads failed and what they lack is computed."""
-    result = original(worker, batch, *args, **kwargs)
     cache: Any = getattr(batch, "tree_cache", None)
-    if _tiered(cache) is not None and batch.hicache_consumer_index >= 0:
+    runtime = _tiered(cache)
+    if runtime is not None:
+        runtime.before_forward()
+    result = original(worker, batch, *args, **kwargs)
+    if runtime is not None and batch.hicache_consumer_index >= 0:
         # The overlap schedule's copy of a batch, whose results come, lacks the index.
         for req in batch.reqs:
             req.tiered_loading_launch = batch.launch_ts
-    if _tiered(cache) is None or not cache.repair_loads(worker.model_runner, batch):
+    if runtime is None or not cache.repair_loads(worker.model_runner, batch):
         return result
     return original(worker, batch, *args, **kwargs)
 

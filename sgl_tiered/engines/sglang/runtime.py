@@ -57,6 +57,7 @@ from sgl_tiered.pipelines.completions import (
     LoadFinished,
     OffloadFinished,
     PromoteFinished,
+    SlotsReady,
     StageFinished,
 )
 from sgl_tiered.pipelines.demote import DemoteWorker
@@ -151,6 +152,8 @@ class TieredRuntime:
         self.on_offloaded: Callable[[], None] = lambda: None
         # The offload of this plan has ended, however it did; the tree sets it.
         self.on_offload_end: Callable[[int], None] = lambda plan_id: None
+        # On the stream of a forward, before it is queued; the factory sets it.
+        self.before_forward: Callable[[], None] = lambda: None
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole
@@ -381,6 +384,8 @@ class TieredRuntime:
                 case LoadFinished():
                     self._observe_load(event)
                     self._note_load(event)
+                case SlotsReady(tier, num_slots):
+                    self.cache.open_slots(tier, num_slots)
                 case _:
                     raise AssertionError(f"unknown completion {event!r}")
         if self.weights.poll():

@@ -30,6 +30,7 @@ from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
     CudaStreams,
     as_byte_pages,
     cuda_register,
+    numa_node,
     pin_if_possible,
     pinned_if_possible,
     use_device_in_threads,
@@ -598,3 +599,19 @@ def test_what_comes_from_the_device_needs_no_pinned_memory(nothing_pins):
     """Where no more can be had: page numbers come later, and no step ends in it."""
     found = pinned_if_possible((3, 2), torch.int64)
     assert (tuple(found.shape), found.dtype) == ((3, 2), torch.int64)
+
+
+def test_the_node_beside_a_device_is_read_from_its_slot(monkeypatch, tmp_path):
+    """By its PCI address; a machine of one node, or one that does not say, has none."""
+
+    class Facts:
+        pci_domain_id, pci_bus_id, pci_device_id = 0, 0xAF, 1
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Facts)
+    device = torch.device("cuda", 3)
+    assert numa_node(device, tmp_path) is None
+    folder = tmp_path / "0000:af:01.0"
+    folder.mkdir()
+    for text, node in (("1\n", 1), ("-1\n", None), ("x\n", None)):
+        (folder / "numa_node").write_text(text)
+        assert numa_node(device, tmp_path) == node

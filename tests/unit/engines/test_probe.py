@@ -94,7 +94,7 @@ class Machine:
 
         self.pool.load_layer = record
 
-    def measure(self):
+    def measure(self, num_host_slots=None):
         return probe.measure_costs(
             model=torch.nn.Linear(4, 4),
             layout=LAYOUT,
@@ -102,6 +102,7 @@ class Machine:
             device=self.pool,
             num_device_pages=self.num_pages,
             host=self.host,
+            num_host_slots=num_host_slots or self.host.num_slots,
             cxl=None,
             disk=None,
             clock=self.clock,
@@ -159,6 +160,13 @@ def test_kernels_are_ready_before_anything_is_measured(machine):
     """A first run would be one that compiles; and stores come in service only."""
     machine.measure()
     assert machine.ops.kernels[:4] == ["choose", "load", "gather 0", "gather 1"]
+
+
+def test_only_slots_that_are_ready_are_measured(machine):
+    """The memory behind them is not pinned yet."""
+    machine.measure(num_host_slots=100)
+    rows = np.concatenate([rows for rows, _ in machine.loads])
+    assert set(rows.tolist()) == set(range(100))
 
 
 @pytest.mark.parametrize(("num_rows", "num_pages"), [(5, 100), (100, 3), (1, 2)])

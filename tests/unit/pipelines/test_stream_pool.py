@@ -406,6 +406,25 @@ def test_a_fetch_whose_copy_the_device_fails_at_has_failed():
         assert fetch.failed_source is TierId.HOST
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_forward_can_be_made_to_wait_for_stores(joins):
+    """On the device, for those that are queued and once for each; never on the host."""
+    with Machine() as machine:
+        host = HostTier(SLOT, NUM_PAGES)
+        machine.pool.join_stores()
+        machine.pool.store_pages(
+            host.region, np.arange(4), np.arange(4), machine.pool.mark()
+        )
+        waited = []
+        engine = machine.device.engine
+        engine.wait_event = waited.append
+        if joins:
+            machine.pool.join_stores()
+            machine.pool.join_stores()
+        assert len(waited) == joins
+        host.close()
+
+
 def test_the_better_way_is_taken_once_the_host_knows_the_numbers():
     """An idle device has made them by the time that the load is queued."""
     ways = []
