@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import warnings
 from array import array
 from pathlib import Path
@@ -242,6 +243,7 @@ class Bench:
             prefix_lens=[hit],
             extend_lens=[1],
             enable_overlap=True,
+            launch_ts=None,
             hicache_consumer_index=self.tree.ready_to_load_host_cache(),
         )
 
@@ -252,6 +254,7 @@ class Bench:
             Whether it had to be queued again, what it lacked having been computed.
         """
         counter, (req,) = self.runtime.counter, batch.reqs
+        batch.launch_ts = time.monotonic()
         self.played.engine = self.forward  # type: ignore[assignment]
         self.forward.wait_event(self.schedule.record_event())
         counter.set_consumer(batch.hicache_consumer_index)
@@ -313,7 +316,7 @@ def overlapped(backend: str) -> dict[str, Any]:
     bench.go_on()
     out["failed"], out["pinned_after"] = [], []
     for batch in batches:
-        out["failed"] += bench.tree.end_passes(batch.reqs)
+        out["failed"] += bench.tree.end_passes(batch)
         bench.tree._forget(batch.reqs[0].rid)
         out["pinned_after"].append(bench.pinned())
     bench.device.settle()
@@ -379,7 +382,7 @@ def refused(backend: str) -> dict[str, Any]:
     batch = bench.admit(0)
     out: dict[str, Any] = {"again": bench.launch(batch), "spans": spans}
     bench.played.refuses = False
-    out["failed"] = len(bench.tree.end_passes(batch.reqs))
+    out["failed"] = len(bench.tree.end_passes(batch))
     out["discarded"] = batch.reqs[0].discard_output_reason is not None
     bench.tree._forget("r0")
     return {**out, **bench.end()}
@@ -399,7 +402,7 @@ def broken(backend: str) -> dict[str, Any]:
     sizes = bench.tree.tree_core.evictable_size() + bench.tree.protected_size()
     out: dict[str, Any] = {"published": int(sizes - size), "held_by_launch": bench.held}
     bench.go_on()
-    out["failed"] = [req.rid for req in bench.tree.end_passes(batch.reqs)]
+    out["failed"] = [req.rid for req in bench.tree.end_passes(batch)]
     out["kept_out"] = req.skip_radix_cache_insert
     out["reason"] = req.discard_output_reason.message
     bench.tree._forget("r0")
@@ -417,16 +420,41 @@ def retracted(backend: str) -> dict[str, Any]:
     out: dict[str, Any] = {"pinned_while_it_runs": bench.pinned()}
     out["held_by_launch"] = bench.held
     bench.go_on()
-    out["failed"] = len(bench.tree.end_passes(batch.reqs))
+    out["failed"] = len(bench.tree.end_passes(batch))
     out["pinned_after"] = bench.pinned()
     bench.device.settle()
     # It comes again, by the same id.
     again = bench.admit(0)
     bench.launch(again)
-    bench.tree.end_passes(again.reqs)
+    bench.tree.end_passes(again)
     bench.device.settle()
     out["right"] = bench.is_right(0)
     bench.tree._forget("r0")
+    return {**out, **bench.end()}
+
+
+def chunked(backend: str) -> dict[str, Any]:
+    """A prompt's next chunk has a load as well: it is no part of the first's results.
+
+    As the back of a split prompt has: its first chunk is computed while that is read.
+    """
+    bench = Bench(backend, 6)
+    bench.stop()
+    batches = [bench.admit(0)]
+    bench.launch(batches[0])
+    batches.append(bench.admit(1))
+    # The second batch goes on with a request of the first.
+    batches[0].reqs.append(batches[1].reqs[0])
+    bench.launch(batches[1])
+    out: dict[str, Any] = {"held_by_launch": bench.held, "left": []}
+    bench.go_on()
+    for batch in batches:
+        assert bench.tree.end_passes(batch) == []
+        out["left"].append(len(bench.tree._passes))
+    bench.device.settle()
+    out["right"] = [bench.is_right(number) for number in range(2)]
+    for number in range(2):
+        bench.tree._forget(f"r{number}")
     return {**out, **bench.end()}
 
 
@@ -438,12 +466,12 @@ def embedded(backend: str) -> dict[str, Any]:
     bench.launch(batch, repairs=False)
     out: dict[str, Any] = {"held_by_launch": bench.held}
     bench.go_on()
-    out["failed"] = len(bench.tree.end_passes(batch.reqs))
+    out["failed"] = len(bench.tree.end_passes(batch))
     bench.tree._forget("r0")
     return {**out, **bench.end()}
 
 
-STORIES = (overlapped, offloads, refused, broken, retracted, embedded)
+STORIES = (overlapped, offloads, refused, broken, retracted, chunked, embedded)
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")

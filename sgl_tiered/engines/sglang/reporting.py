@@ -175,7 +175,7 @@ def _end_loads(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     cache = scheduler.tree_cache
     if _tiered(cache) is None:
         return
-    if scheduler.chunked_req in cache.end_passes(batch.reqs):
+    if scheduler.chunked_req in cache.end_passes(batch):
         # As SGLang does where a load fails: its next chunk never runs.
         scheduler._pending_chunked_abort_req = scheduler.chunked_req
 
