@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda_stand_ins import DeviceTensor, PlayedCuda
+from cuda_stand_ins import PlayedCuda
+from host_waits import HostWaits, on_device
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,6 +32,7 @@ from tests.draining import drain
 
 PAGE, LAYERS, NUM_PAGES, PROMPT_PAGES = 16, 3, 64, 6
 PATIENCE_S = 30.0
+WAITS = HostWaits()
 _HELD_S = 10.0
 """After so long a thread that waits for the device is let go, and the story says so."""
 
@@ -155,10 +157,9 @@ class Bench:
         self.held = False
         self.read: dict[str, list[Any]] = {}
         self.prompts = [self.offloaded(number) for number in range(4)]
-        self.tree.req_to_token_pool.req_to_token = rows.as_subclass(DeviceTensor)
-        free = self.allocator.free_pages
-        self.allocator.free_pages = free.as_subclass(DeviceTensor)
-        DeviceTensor.reads.clear()
+        self.tree.req_to_token_pool.req_to_token = on_device(rows)
+        self.allocator.free_pages = on_device(self.allocator.free_pages)
+        WAITS.ours.clear()
         self.device.blocked.clear()
         self._timer = threading.Timer(_HELD_S, self._let_go)
 
@@ -311,7 +312,7 @@ def overlapped(backend: str) -> dict[str, Any]:
         "in_flight": len(bench.tree._passes),
         "pinned": bench.pinned(),
         "held_by_launch": bench.held,
-        "read_on_host": list(DeviceTensor.reads),
+        "read_on_host": list(WAITS.ours),
     }
     bench.go_on()
     out["failed"], out["pinned_after"] = [], []
@@ -343,10 +344,10 @@ def offloads(backend: str) -> dict[str, Any]:
             bench.kv.v_buffer[layer][value] = wanted[layer, 1]
 
     bench.forward.run(write)
-    DeviceTensor.reads.clear()
+    WAITS.ours.clear()
     bench.tree._offload(bench.req("o", 7, tokens, found), None, len(tokens))
     out: dict[str, Any] = {
-        "read_on_host": list(DeviceTensor.reads),
+        "read_on_host": list(WAITS.ours),
         "held_by_offload": bench.held,
         "pages": len(bench.tree._locks),
     }
@@ -477,6 +478,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     told: dict[str, Any] = {}
     for name in ("rust", "python"):
-        told[name] = {story.__name__: story(name) for story in STORIES}
+        with WAITS:
+            told[name] = {story.__name__: story(name) for story in STORIES}
         told[name]["core"] = told[name]["overlapped"]["core"]
     print(json.dumps(told))

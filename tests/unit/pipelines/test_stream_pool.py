@@ -399,7 +399,9 @@ def test_many_fetches_behind_a_long_forward_hold_no_load_up():
     with Machine() as machine:
         machine.device.going.clear()
         for _ in range(40):
-            fetch = FetchTicket(job(region, [2, 3], [7, 8]), machine.pool, SystemClock())
+            fetch = FetchTicket(
+                job(region, [2, 3], [7, 8]), machine.pool, SystemClock()
+            )
             assert machine.loader.submit_steps(fetch)
         ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
         waiting = threading.Thread(target=ticket.wait_queued)
