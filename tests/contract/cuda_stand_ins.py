@@ -58,8 +58,9 @@ class PlayedCuda:
         self.pinned: set[int] = set()
         self.num_copies = self.num_rebuilds = 0
         self.breaks_order = False
-        # Copies fail on the device, or cannot be queued, while True.
+        # Copies fail on the device, or cannot be queued, while True; up or down only.
         self.fails = self.refuses = False
+        self.fails_on = ("load", "store")
         self.streams: list[FakeStream] = []
 
     def register(self, setting: str) -> Any:
@@ -85,14 +86,15 @@ class PlayedCuda:
         """Queue one copy, as the driver does."""
         self.num_copies += 1
         self.device.issue()
-        fails = self.fails
+        is_meant = self.streams[handle - 1].name in self.fails_on
+        fails = self.fails and is_meant
 
         def work() -> None:
             if fails:
                 raise RuntimeError("the copy was told to fail")
             ctypes.memmove(to, frm, num_bytes)
 
-        if self.refuses:
+        if self.refuses and is_meant:
             return _REFUSED
         self.streams[handle - 1].run(work, cost_ms=0.01)
         return 0

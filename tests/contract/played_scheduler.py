@@ -86,6 +86,8 @@ class PlayedScheduler:
         held: where threads stood when the device had to be let go.
         delays_loads: the device runs loads only where a forward waits for them.
         num_retracted: requests that were put back into the queue.
+        most_passes: with loads that were in flight at a time.
+        too_early: requests of which a token left before their loads were known good.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class PlayedScheduler:
         self.waits, self._core, self._plays = waits, core, plays
         self.held: list[dict[str, list[str]]] = []
         self.delays_loads = False
-        self.num_retracted = 0
+        self.num_retracted = self.most_passes = 0
+        self.too_early: list[str] = []
         self._rng = np.random.default_rng(seed)
         self.played = PlayedCuda(seed)
         self.device = self.played.device
@@ -240,7 +243,9 @@ class PlayedScheduler:
         self.device.going.set()
 
     def _needs_loads(self) -> bool:
-        """Whether a forward waits for them, or nothing was launched."""
+        """Whether a forward or its results wait for them, or nothing was launched."""
+        if self._takes_results and self.tree._passes:
+            return True
         if self.engine.last_batch is None and not self._takes_results:
             return True
         ours = ("load", "store")
@@ -459,6 +464,12 @@ class PlayedScheduler:
             time.sleep(_IDLE_S)
         self._let_go(not self._is_strict)
 
+    def recover(self) -> None:
+        """Let copies work again, also those of streams that have failed."""
+        self.played.fails = self.played.refuses = False
+        for stream in self.device.streams:
+            stream.error = ""
+
     def settle(self) -> None:
         """Let all transfers, and what follows from them, end."""
         from tests.draining import drain
@@ -469,13 +480,21 @@ class PlayedScheduler:
                 self.tree.check_hicache_events()
 
     def drop(self, *tiers: str) -> None:
-        """Let tiers forget what they have, once all transfers have ended."""
+        """Let tiers forget what they have, once all transfers have ended.
+
+        Nothing of it is left in the device's memory either: slots that are read before
+        a load has come hold numbers of nobody.
+        """
         from sgl_tiered.core.ids import TierId
 
         self.settle()
         with self.waits.held():
             for tier in tiers:
                 self.tree.drop(TierId[tier.upper()])
+            if "device" in tiers and self.tree._is_device_empty:
+                for buffers in self.buffers:
+                    for buffer in buffers:
+                        buffer.random_()
 
     def wrong(self) -> list[str]:
         """Return the requests whose answers are not those of their prompts."""
@@ -489,6 +508,21 @@ class PlayedScheduler:
         states = self.model.truth.recompute(sequence, len(asked.tokens))
         return bool(self.model.pick(states).tolist() == asked.tokens)
 
+    def _is_in_doubt(self, rid: str) -> bool:
+        """Whether a load of a request is not known to have ended."""
+        loads = [load for one in self.tree._passes for load in one.loads]
+        return any(load.req.rid == rid for load in loads)
+
+    def _count_passes(self) -> None:
+        launch = self.engine.run_batch
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            result = launch(*args, **kwargs)
+            self.most_passes = max(self.most_passes, len(self.tree._passes))
+            return result
+
+        self.engine.run_batch = count
+
     def _take_messages(self) -> None:
         engine = self.engine
 
@@ -498,10 +532,14 @@ class PlayedScheduler:
                 if asked is None:
                     continue
                 if getattr(output, "output_ids", None) is not None:
+                    if len(output.output_ids[number]) and self._is_in_doubt(rid):
+                        self.too_early.append(rid)
                     asked.tokens.extend(output.output_ids[number])
                     asked.cached = output.cached_tokens[number]
                 if output.finished_reasons[number] is not None:
                     asked.finish = dict(output.finished_reasons[number])
+
+        self._count_passes()
 
         def told(output: Any, *args: Any) -> None:
             asked = self.asked.get(getattr(output, "rid", None) or "")
