@@ -96,6 +96,8 @@ class HostWaits:
         through: those of the latter that a call of the product's led to.
         threads: waits for other threads, in the product's code, by path and place.
         moment: names when those are: ``in flight``, ``idle`` or ``results``.
+        waiting_since: when the wait began that the thread is in; None while it is in
+            none.
     """
 
     def __init__(self) -> None:
@@ -105,6 +107,7 @@ class HostWaits:
         self.through: dict[str, Counter[str]] = {}
         self.threads: dict[str, Counter[str]] = {}
         self.moment: Callable[[], str] = lambda: "in flight"
+        self.waiting_since: float | None = None
         self._thread = 0
         self._stack = contextlib.ExitStack()
         self._num_held = 0
@@ -172,7 +175,7 @@ class HostWaits:
             self.note(name)
             if real is None:
                 return None
-            with self.held():
+            with self.held(), self._timed():
                 return real(*args, **kwargs)
 
         return called
@@ -182,9 +185,22 @@ class HostWaits:
 
         def wait(condition: Any, timeout: float | None = None) -> Any:
             self._note_thread()
-            return real(condition, timeout)
+            with self._timed():
+                return real(condition, timeout)
 
         return wait
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Note for how long the watched thread waits."""
+        is_own = threading.get_ident() == self._thread
+        if is_own:
+            self.waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            if is_own:
+                self.waiting_since = None
 
     def _note_thread(self) -> None:
         if not self.counts:

@@ -39,8 +39,8 @@ __all__ = ["PAGE", "Asked", "PlayedScheduler"]
 
 PAGE = 16
 _MOST_TURNS = 20_000
-_HELD_S = 5.0
-"""After so long whoever waits for the device is let go."""
+_HELD_S, _LOOK_S = 10.0, 1.0
+"""After so long in one wait the scheduler's thread is let go; looked at so often."""
 _IDLE_S, _NAP_S = 0.002, 0.0005
 
 
@@ -110,7 +110,6 @@ class PlayedScheduler:
         self.played = PlayedCuda(seed)
         self.device = self.played.device
         self._is_strict = False
-        self._watch: threading.Timer | None = None
         self._takes_results = False
         self._thread = threading.get_ident()
         self._play_streams()
@@ -212,26 +211,31 @@ class PlayedScheduler:
         """
         self._is_strict = True
         self._let_go(False)
+        has_ended = threading.Event()
+        threading.Thread(target=self._watch, args=(has_ended,), daemon=True).start()
         try:
             yield
         finally:
+            has_ended.set()
             self._is_strict = False
             self._let_go(True)
 
     def _let_go(self, going: bool) -> None:
-        """Let the device run, or stop it; the scheduler's thread is here."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        """Let the device run, or stop it."""
         if going:
             self.device.going.set()
-            return
-        self.device.going.clear()
-        self._watch = threading.Timer(_HELD_S, self._was_held)
-        self._watch.daemon = True
-        self._watch.start()
+        else:
+            self.device.going.clear()
 
-    def _was_held(self) -> None:
+    def _watch(self, has_ended: threading.Event) -> None:
+        """Let the device go where the scheduler's thread has waited for too long."""
+        while not has_ended.wait(_LOOK_S):
+            since = self.waits.waiting_since
+            is_stopped = since is not None and not self.device.going.is_set()
+            if is_stopped and time.monotonic() - (since or 0.0) >= _HELD_S:
+                self._note_held()
+
+    def _note_held(self) -> None:
         frames = sys._current_frames()
         found = {"scheduler": asking(frames[self._thread])}
         for thread in threading.enumerate():
