@@ -80,6 +80,8 @@ class PlayedScheduler:
         core: which of SGLang's tree cores; SGLang's choice if empty.
         plays: whether the copies and the forward are the device's. If not they are the
             CPU platform's, and tensors of slots alone say that they are CUDA's.
+        link: seconds and bytes per second of a load, as the planner is told; slow by
+            default, so that what is to be read ahead is begun at once.
 
     Attributes:
         engine: SGLang's scheduler.
@@ -98,10 +100,11 @@ class PlayedScheduler:
         core: str = "",
         *,
         plays: bool = True,
+        link: tuple[float, float] = (1.0, 1e10),
     ) -> None:
         from sgl_tiered_workloads.model import make_model
 
-        self.waits, self._core, self._plays = waits, core, plays
+        self.waits, self._core, self._plays, self._link = waits, core, plays, link
         self.held: list[dict[str, list[str]]] = []
         self.delays_loads = False
         self.num_retracted = self.most_passes = 0
@@ -332,10 +335,9 @@ class PlayedScheduler:
             return StreamPool(ops)
 
         def costs(**facts: Any) -> Any:
-            # Slow, so that what is to be read ahead is begun at once.
-            links = {tier: LinkCost(1.0, 1e10) for tier in TierId}
-            cost: Any = CostModel(PrefillCost(10**9, 4, 64, 1e10), links)
-            cost.observe_load = lambda *args: None
+            links = {tier: LinkCost(*self._link) for tier in TierId}
+            cost: Any = CostModel(PrefillCost(10**6, 4, 64, 1e10), links)
+            cost.observe_load = cost.observe_prefill = lambda *args: None
             return cost, {}
 
         def build_played(ctx: Any) -> Any:

@@ -71,7 +71,10 @@ def places(seen):
     return {place for place in found if "attention.py" not in place}
 
 
-@pytest.fixture(params=[("plain", "rust"), ("plain", "python"), ("ahead", "rust")])
+PLAIN = [("plain", "rust"), ("plain", "python"), ("ahead", "rust"), ("split", "rust")]
+
+
+@pytest.fixture(params=PLAIN, ids=" ".join)
 def plain(request):
     """A story of plain tiers, and what it tells."""
     return request.param, told(*request.param)
@@ -131,6 +134,13 @@ def test_offloads_ahead_were_made():
     moved = told("ahead")["moved"]
     assert moved["offload ahead"]["device->host"] > 0
     assert moved["hit from host"]["host->device"] > 0
+
+
+def test_a_prompt_was_split():
+    """Its front was computed, and its back put behind that."""
+    moved = told("split")["moved"]["split"]
+    assert moved["decisions_split"] == 1
+    assert 0 < moved["host->device"] < 40
 
 
 def test_planted_waits_are_caught(capsys):

@@ -41,6 +41,10 @@ PLAIN = (
     # Longer than a turn.
     *("--tiered-emulate", "disk:latency=0.02"),
 )
+SPLIT = (
+    *("--tiered-emulate", "disk:bandwidth=10MB"),
+    *("--tiered-load-policy", "auto"),
+)
 AHEAD = ("--tiered-write-policy", "on-evict", "--tiered-offload-threshold", "0.5")
 LAYERWISE = (
     *("--tiered-layerkv", "on", "--tiered-layerkv-host-size", "24MB"),
@@ -62,18 +66,18 @@ class Ways:
         folder: Path,
         *flags: str,
         disk: bool = True,
-        plays: bool = True,
+        **how: Any,
     ) -> None:
         words = [*FLAGS, *flags]
         if disk:
             words += ["--tiered-disk-path", str(folder), "--tiered-disk-size", "64MB"]
             words += ["--tiered-disk-admission", "all", "--tiered-disk-io", "threads"]
         self.waits = HostWaits().__enter__()
-        self.server = PlayedScheduler(0, words, self.waits, core, plays=plays)
+        self.server = PlayedScheduler(0, words, self.waits, core, **how)
         self.rng = np.random.default_rng(1)
         self.num_asked = 0
         self.told: dict[str, Any] = {}
-        self._plays = plays
+        self._plays = how.get("plays", True)
 
     def prompt(self, num_tokens: int) -> list[int]:
         """Return tokens of chance."""
@@ -146,6 +150,7 @@ class Ways:
             snapshot = self.server.runtime.metrics_snapshot()
         edges = {name: int(edge["pages"]) for name, edge in snapshot["edges"].items()}
         names = ("fetches", "fetched_pages", "fetches_cancelled", "promoted_pages")
+        names += ("decisions_split",)
         counters = snapshot["counters"]
         found = {name: int(counters.get(name, 0)) for name in names}
         return {**edges, **found, "retracted": self.server.num_retracted}
@@ -221,6 +226,16 @@ def ahead(core: str, folder: Path) -> dict[str, Any]:
     prompts = [ways.prompt(15 * PAGE + 3) for _ in range(10)]
     ways.run("offload ahead", prompts)
     ways.run("hit from host", prompts[:3])
+    return ways.end()
+
+
+def split(core: str, folder: Path) -> dict[str, Any]:
+    """Plain tiers: a prompt's front is computed while its back comes from the disk."""
+    ways = Ways(core, folder, *SPLIT, link=(1e-3, 1e7))
+    prompt = ways.prompt(40 * PAGE + 3)
+    ways.run("offload", [prompt])
+    ways.server.drop("host", "device")
+    ways.run("split", [prompt])
     return ways.end()
 
 
@@ -341,7 +356,9 @@ def layerwise_cuda(core: str, folder: Path) -> dict[str, Any]:
 
 STORIES = {
     story.__name__: story
-    for story in (plain, ahead, unpinned, planted, layerwise, layerwise_cuda, sparse)
+    for story in (
+        *(plain, ahead, split, unpinned, planted, layerwise, layerwise_cuda, sparse),
+    )
 }
 
 if __name__ == "__main__":
