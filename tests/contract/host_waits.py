@@ -95,6 +95,8 @@ class HostWaits:
             SGLang's own.
         through: those of the latter that a call of the product's led to.
         threads: waits for other threads, in the product's code, by path and place.
+        pinned: allocations of pinned memory by the product's code. Torch keeps such
+            memory, so that CUDA is asked for it now and then only.
         moment: names when those are: ``in flight``, ``idle`` or ``results``.
         waiting_since: when the wait began that the thread is in; None while it is in
             none.
@@ -106,6 +108,7 @@ class HostWaits:
         self.sglang: dict[str, Counter[str]] = {}
         self.through: dict[str, Counter[str]] = {}
         self.threads: dict[str, Counter[str]] = {}
+        self.pinned: dict[str, Counter[str]] = {}
         self.moment: Callable[[], str] = lambda: "in flight"
         self.waiting_since: float | None = None
         self._thread = 0
@@ -166,6 +169,12 @@ class HostWaits:
         if caller and not is_ours:
             line = f"{what} {place} for {caller}"
             self.through.setdefault(self.path, Counter())[line] += 1
+
+    def note_pinned(self) -> None:
+        """Note that the calling thread asks for pinned memory."""
+        place, is_ours, _ = _asked()
+        if self.counts and is_ours:
+            self.pinned.setdefault(self.path, Counter())[place] += 1
 
     def _nothing(self, *args: object, **kwargs: object) -> None:
         self.note("synchronize")
@@ -232,6 +241,8 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if kwargs.get("pin_memory"):
+            self._waits.note_pinned()
         names_cuda = _is_cuda(kwargs.get("device")) or any(map(_is_cuda, args))
         is_device = _has_device(args) or _has_device(kwargs.values())
         if not is_device and not names_cuda:

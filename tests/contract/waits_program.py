@@ -174,6 +174,7 @@ class Ways:
             "in_sglang_for_ours": by_path(waits.through),
             "in_sglang": by_path(waits.sglang),
             "waits_for_threads": by_path(waits.threads),
+            "pinned_allocations": by_path(waits.pinned),
             "held": server.held,
             "moved": self.told,
             "wrong": wrong,

@@ -188,7 +188,7 @@ class DeviceFetcher:
         return True
 
     def cancel(self, plan_id: int) -> None:
-        """Give the slots of one back; waits for a layer under way, if there is one."""
+        """Give the slots of one back; ``FetchTicket.cancel`` says when."""
         flight = self._flights.pop(plan_id)
         flight.ticket.cancel()
         self._free(flight)
