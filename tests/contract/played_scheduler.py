@@ -247,6 +247,7 @@ class PlayedScheduler:
                 if "worker.py:_run" not in places[:1]:
                     found[thread.name] = places
         self.held.append(found)
+        self.delays_loads = False
         self.device.going.set()
 
     def _needs_loads(self) -> bool:
