@@ -48,7 +48,9 @@ _BUFFER_BYTES = 4 << 20
 _NUM_NUMBER_BUFFERS = 32
 _NUMBER_BYTES = 4 << 10
 """Of page numbers on their way to the device. A load of two batches at once has some
-ten of them, and they pass only when the forward before it has."""
+ten of them, and each of the fetches under way has one. They pass only when the forward
+before them has, and whoever launches the next one waits for its loads to be queued: so
+there are more of them where these do not suffice."""
 _HALVES = 2
 _NUM_INDICES = 16
 
@@ -179,7 +181,9 @@ class StreamPool:
             return BufferRing(ops.pinned, num_buffers, max(buffer_bytes, num_bytes))
 
         self._load_ring = ring(self._layout.layer_page_bytes)
-        self._number_ring = BufferRing(ops.pinned, _NUM_NUMBER_BUFFERS, _NUMBER_BYTES)
+        self._number_ring = BufferRing(
+            ops.pinned, _NUM_NUMBER_BUFFERS, _NUMBER_BYTES, grows=True
+        )
         self._store_ring = ring(self._layout.page_bytes)
         self._waited_for: object = None
         # Behind the last store that is queued and that no forward waits for.

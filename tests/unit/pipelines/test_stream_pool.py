@@ -1,5 +1,7 @@
 """Copies on streams: right bytes and no host wait, whatever the device runs first."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -389,6 +391,64 @@ def test_a_fetch_behind_a_long_forward_holds_no_load_up(below):
         for layer in range(LAYOUT.num_layers):
             found = machine.ops.layers[layer, [7, 8]]
             assert np.array_equal(found, layer_of(region, [2, 3], layer))
+
+
+def test_many_fetches_behind_a_long_forward_hold_no_load_up():
+    """Each has numbers on their way to the device; a load finds room for its own."""
+    region = make_pages(4, SLOT, 3)
+    with Machine() as machine:
+        machine.device.going.clear()
+        for _ in range(40):
+            fetch = FetchTicket(
+                job(region, [2, 3], [7, 8]), machine.pool, SystemClock()
+            )
+            assert machine.loader.submit_steps(fetch)
+        ticket = machine.loader.submit([job(region, [0, 1], [3, 4])])
+        waiting = threading.Thread(target=ticket.wait_queued)
+        waiting.start()
+        waiting.join(PATIENCE_S / 10)
+        was_held = waiting.is_alive()
+        machine.device.going.set()
+        assert machine.loader.drain(PATIENCE_S)
+        waiting.join()
+        assert not was_held, "its queueing waited for the device"
+        for layer in range(LAYOUT.num_layers):
+            found = machine.ops.layers[layer, [3, 4]]
+            assert np.array_equal(found, layer_of(region, [0, 1], layer))
+
+
+@settings(max_examples=20)
+@given(seed=SEEDS, below=WAYS)
+def test_a_fetch_is_cancelled_without_a_wait_for_the_device(seed, below):
+    """A layer is under way behind a forward; who gets its pages works behind it."""
+    region = make_pages(4, SLOT, 3)
+    with Machine(seed, below) as machine:
+        device, pages = machine.device, [7, 8]
+        device.going.clear()
+        fetch = FetchTicket(job(region, [2, 3], pages), machine.pool, SystemClock())
+        assert machine.loader.submit_steps(fetch)
+        while not fetch.is_queued:
+            threading.Event().wait(0.001)
+        cancelling = threading.Thread(target=fetch.cancel)
+        cancelling.start()
+        cancelling.join(PATIENCE_S / 10)
+        was_held = cancelling.is_alive()
+        # The pages are somebody else's, whose forward writes and reads them.
+        written = np.full((2, LAYOUT.layer_page_bytes), 0xAB, np.uint8)
+
+        def write():
+            machine.ops.layers[0, pages] = written
+
+        device.engine.run(write)
+        machine.reads(0, pages)
+        device.going.set()
+        assert machine.loader.drain(PATIENCE_S)
+        cancelling.join()
+        device.settle()
+        assert not was_held, "it was waited for the device"
+        assert np.array_equal(machine.seen[0][1], written)
+        assert fetch.ended
+        assert not fetch.landed
 
 
 def test_a_fetch_whose_copy_the_device_fails_at_has_failed():
