@@ -552,6 +552,7 @@ def _first_rows(part: Part, session: Session, record: Record) -> Rows:
         part.notes.append("A record of first tokens has no seconds.")
         return []
     link = _link(session)
+    times = {"kind": record.get("kind"), **seconds}
     token_bytes = record.get("kv_token_bytes")
     lengths = [
         name.removeprefix("computed_")
@@ -561,7 +562,7 @@ def _first_rows(part: Part, session: Session, record: Record) -> Rows:
 
     def row(length: str) -> tuple[object, ...]:
         computed, host, device = (
-            _MS * _median(seconds, f"{way}_{length}")
+            _MS * _median(times, f"{way}_{length}")
             for way in ("computed", "host", "device")
         )
         roof = ""

@@ -89,7 +89,7 @@ class Measure:
         """
         await asyncio.to_thread(self._server.flush_cache)
         if cell.part == GATE:
-            return await self._gate()
+            return await self._gate(cell.case)
         if cell.part == TTFT:
             return await self._ttft(cell.case)
         if cell.part == DISK:
@@ -200,7 +200,7 @@ class Measure:
         moved = {edge: num - before.get(edge, 0) for edge, num in after.items()}
         return {"runs": runs, "moved_bytes": moved}
 
-    async def _gate(self) -> dict[str, Any]:
+    async def _gate(self, case: int) -> dict[str, Any]:
         """Answer prompts cold, and again from below; keep records with logprobs.
 
         Plain SGLang answers each one's second time from the device, with the same
@@ -225,12 +225,12 @@ class Measure:
                 for place, request in enumerate(again)
             ]
         records = [_answered(record) for record in (*first, *second)]
-        name = f"{self._system.name}.gate.jsonl"
+        name = f"{self._system.name}.gate.{case}.jsonl"
         facts = {"page_size": self._page_size, "hit_tokens": length}
         header = make_header(self._system.name, facts)
         write_records(self._records / name, header, records)
         found: dict[str, Any] = {"records": name}
-        if is_plain:
+        if is_plain and case == 0:
             spread, why = await self._spread(records[: len(cold)])
             found |= {"spread": None if spread is None else asdict(spread)}
             found |= {"why_no_spread": why}

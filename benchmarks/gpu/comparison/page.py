@@ -63,7 +63,7 @@ def _answers(findings: Findings) -> list[str]:
     if not findings.gates:
         return ["None were compared."]
     return [
-        f"- {name}: {findings.compared.get(name, gate)}"
+        f"- {name}: {_one_line(findings.compared.get(name, gate))}"
         for name, gate in findings.gates.items()
     ]
 
@@ -142,9 +142,11 @@ def _cells(row: Row, is_dry: bool) -> tuple[str, ...]:
     if row.value is not None:
         value = _number(row.value, row.unit, is_dry)
     interval = ""
+    mark = _mark(is_dry)
     if row.low is not None and row.high is not None:
-        interval = f"{_plain(row.low, row.unit)} to {_plain(row.high, row.unit)}"
-    share = "" if row.identical is None else f"{row.identical:.1%}"
+        low, high = _plain(row.low, row.unit), _plain(row.high, row.unit)
+        interval = f"{low} to {high}{mark}"
+    share = "" if row.identical is None else f"{row.identical:.1%}{mark}"
     return (
         row.figure,
         row.system,
@@ -158,8 +160,11 @@ def _cells(row: Row, is_dry: bool) -> tuple[str, ...]:
 
 
 def _number(value: float, unit: str, is_dry: bool) -> str:
-    mark = f" ({DRY_WORDS})" if is_dry else ""
-    return f"{_plain(value, unit)}{mark}"
+    return f"{_plain(value, unit)}{_mark(is_dry)}"
+
+
+def _mark(is_dry: bool) -> str:
+    return f" ({DRY_WORDS})" if is_dry else ""
 
 
 def _plain(value: float, unit: str) -> str:

@@ -133,10 +133,16 @@ def _own(name: str, lengths: Sequence[int], sizes: Sizes) -> Iterable[Cell]:
 
 
 def _no_reuse(blocks: int) -> Iterable[Cell]:
-    """Return cells in the order plain, ours, ours, plain; equal cases are a pair."""
+    """Return cells in the order plain, ours, ours, plain; equal cases are a pair.
+
+    Plain's second start answers the gate's prompts once more: whether it gives the same
+    bits twice is what may be asked of the others.
+    """
     for block in range(blocks):
         first, second = 2 * block, 2 * block + 1
         yield Cell(PLAIN, NO_REUSE, first)
         yield Cell(TIERED, NO_REUSE, first)
         yield Cell(TIERED, NO_REUSE, second)
         yield Cell(PLAIN, NO_REUSE, second)
+        if block == 0:
+            yield Cell(PLAIN, GATE, 1)

@@ -122,6 +122,9 @@ def test_plain_goes_first_and_runs_without_reuse_are_abba(parts):
     # In the first start of each, the gate comes before anything that is timed.
     assert sessions[0].cells[0].part == "gate"
     assert sessions[-1].cells[0].part == "gate"
+    # Another server of plain SGLang answers the gate's prompts once more.
+    again = [cell.name for cell in sessions[2].cells if cell.part == "gate"]
+    assert again == ["plain.gate.1"]
 
 
 def test_systems_with_a_disk_are_measured_there_only(parts):
@@ -616,6 +619,38 @@ def test_the_gate_judges_what_came_from_below(parts, measured, tmp_path, monkeyp
     found = parts.results.find(cells, records, PAGE)
     assert found.gates["tiered"] == "red"
     assert found.problems
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.02])
+def test_bits_are_asked_where_plain_gives_them_twice(
+    parts, measured, tmp_path, monkeypatch, moved
+):
+    """Where two servers of plain differ, others are judged by how far they do."""
+    cells = [
+        {"system": name, "part": "gate", "case": case, "status": "ok", "why": ""}
+        | measured(name, "gate", case)
+        for name, case in (("plain", 0), ("tiered", 0))
+    ]
+    answer = PlayedServer.answer
+
+    def other(self, request, order):
+        record = answer(self, request, order)
+        tops = tuple(
+            tuple((logprob - moved, token) for logprob, token in top)
+            for top in record.top_logprobs
+        )
+        return dataclasses.replace(record, top_logprobs=tops)
+
+    monkeypatch.setattr(PlayedServer, "answer", other)
+    again = {"system": "plain", "part": "gate", "case": 1, "status": "ok", "why": ""}
+    cells.append(again | measured("plain", "gate", 1))
+    assert "spread" not in cells[-1]
+    found = parts.results.find(cells, tmp_path / "records", PAGE)
+    assert found.gates == {"plain": "the reference", "tiered": "green"}
+    told = "near-tie rule holds for all" if moved else "bits twice"
+    assert told in found.compared["plain"]
+    asked = "4 of 4" if not moved else "0 of 4"
+    assert f"{asked} answers compared bit for bit" in found.compared["tiered"]
 
 
 # bench_serving.
