@@ -36,11 +36,14 @@ def markdown(
     lines += ["## Answers", "", *_answers(findings), ""]
     lines += ["## Figures", "", *_figures(findings.rows, is_dry), ""]
     lines += _NOTES
-    missing = {f"{name} tokens": why for name, why in left_out.items()}
-    missing |= findings.missing
+    missing: dict[str, list[str]] = {}
+    for name, why in left_out.items():
+        missing.setdefault(why, []).append(f"{name} tokens")
+    for name, why in findings.missing.items():
+        missing.setdefault(why, []).append(name)
     if missing:
         lines += ["", "## Not measured", ""]
-        lines += [f"- {name}: {why}" for name, why in missing.items()]
+        lines += [f"- {', '.join(names)}: {why}" for why, names in missing.items()]
     if findings.problems:
         lines += ["", "## Problems", ""]
         lines += [f"- {_one_line(problem)}" for problem in findings.problems]

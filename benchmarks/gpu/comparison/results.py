@@ -113,7 +113,10 @@ def find(cells: Cells, records: Path, page_size: int) -> Findings:
         if cell["status"] in (FAILED, NOT_THERE):
             found.missing[name] = cell["why"]
         if cell["status"] == FAILED:
-            found.problems.append(f"{name}: {cell['why']}")
+            # A server that does not start fails all of its cells with one sentence.
+            sentence = f"{cell['system']}: {cell['why']}"
+            if sentence not in found.problems:
+                found.problems.append(sentence)
         if cell["status"] == OK and cell.get("memory"):
             found.memory[cell["system"]] = cell["memory"]
     _judge(found, good, records, page_size)

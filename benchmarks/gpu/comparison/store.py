@@ -20,12 +20,12 @@ __all__ = ["FAILED", "NOT_THERE", "OK", "Store"]
 OK, FAILED, NOT_THERE = "ok", "failed", "not there"
 _MUST_MATCH = ("source", "model", "shared", "sizes", "dry_run", "versions")
 _READS = {
-    "source": "source",
+    "source": "state of the source",
     "model": "model",
-    "shared": "settings that all systems share",
-    "sizes": "sizes",
-    "dry_run": "kind of run (a dry run, or not)",
-    "versions": "versions of packages",
+    "shared": "setting that all systems share",
+    "sizes": "length or number of requests",
+    "dry_run": "kind (a dry run, or not)",
+    "versions": "version of a package",
 }
 
 
@@ -55,8 +55,8 @@ class Store:
             for name in _MUST_MATCH:
                 if former.get(name) != header[name]:
                     raise ProblemError(
-                        f"--out: {self.out} has figures of another run: the "
-                        f"{_READS[name]} differ; give another folder."
+                        f"--out: {self.out} has figures of another run, with another "
+                        f"{_READS[name]}; give another folder."
                     )
         told = dict(header)
         if former is not None:

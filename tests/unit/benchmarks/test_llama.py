@@ -402,7 +402,7 @@ def test_cells_of_another_run_are_not_mixed_in(parts, tmp_path):
     store.put(parts.plan.Cell("plain", "gate"), "ok")
     both = store.begin(first | {"systems": ["tiered"]})
     assert both["systems"] == ["plain", "tiered"]
-    for name, words in (("source", "source"), ("shared", "settings")):
+    for name, words in (("source", "source"), ("shared", "another setting")):
         with pytest.raises(parts.settings.ProblemError, match=words):
             store.begin(first | {name: "other"})
 
@@ -902,12 +902,14 @@ def test_what_failed_and_what_is_not_there_is_told(parts, tmp_path):
     """The one is a problem, the other is not; both are on the page."""
     cells = [
         cell("hicache", "ttft", 64) | {"status": "failed", "why": "it broke"},
+        cell("hicache", "gate", 0) | {"status": "failed", "why": "it broke"},
         cell("lmcache", "gate", 0) | {"status": "not there", "why": "absent"},
     ]
     found = parts.results.find(cells, tmp_path, PAGE)
-    assert found.problems == ["hicache.ttft.64: it broke"]
+    assert found.problems == ["hicache: it broke"]
     header = header_of(parts, tmp_path / "model")
     text = parts.page.markdown(header, found, {"32,768": "the context has 8,192"})
+    assert "- hicache.ttft.64, hicache.gate.0: it broke" in text
     assert "- lmcache.gate.0: absent" in text
     assert "- 32,768 tokens: the context has 8,192" in text
     assert "Nothing was measured." in text
@@ -1089,7 +1091,10 @@ def test_nothing_that_starts_is_a_page_too(comparison):
     PlayedFleet.broken = ("plain", "tiered")
     ran = comparison("plain", "tiered")
     assert ran.line["figures"] == {}
-    assert len(ran.line["problems"]) == len(ran.line["not_measured"]) > 0
+    told = "a flag is wrong: unrecognized arguments: --odd"
+    assert len(ran.line["problems"]) == 2
+    assert all(told in problem for problem in ran.line["problems"])
+    assert len(ran.line["not_measured"]) > 2
     assert "No system came up." in ran.text
 
 
