@@ -412,10 +412,10 @@ def _ways_gap(part: Part, every: Sequence[Case], direction: str) -> None:
         if not shares:
             continue
         (low, least), (high, most) = min(shares), max(shares)
-        part.gaps.append(
-            f"{_WORDS[direction]}: our best way has {low:.1%} ({least}) to {high:.1%} "
-            f"({most}) of {name}"
-        )
+        told = f"{low:.1%} ({least})"
+        if least != most:
+            told += f" to {high:.1%} ({most})"
+        part.gaps.append(f"{_WORDS[direction]}: our best way has {told} of {name}")
 
 
 def _ways_table(chosen: Sequence[Case], link: float | None) -> list[str]:
