@@ -306,6 +306,7 @@ class _Run:
         assert not num_wrong(self._engine.model, self._engine.ended), "a wrong answer"
         median = {name: statistics.median(many) for name, many in seconds.items()}
         return {
+            "kv_token_bytes": self._engine.model.shape.token_bytes,
             "seconds": seconds,
             "median_ms": {name: round(1e3 * one, 3) for name, one in median.items()},
         }

@@ -25,6 +25,8 @@ from sgl_tiered_workloads.sessions import PlannedRequest
 __all__ = [
     "HitRun",
     "bytes_by_edge",
+    "empty_above_disk",
+    "make_cold",
     "pair_ratios",
     "rotated",
     "run_hits",
@@ -138,9 +140,9 @@ async def run_hits(
             state = states[number % len(states)]
             for name in rotated(list(servers), number // len(states)):
                 if name in stores:
-                    await asyncio.to_thread(_empty_above_disk, servers[name])
+                    await asyncio.to_thread(empty_above_disk, servers[name])
                 if name in stores and state == "cold":
-                    share = await asyncio.to_thread(_make_cold, stores[name])
+                    share = await asyncio.to_thread(make_cold, stores[name])
                     run.resident[name] = max(run.resident.get(name, 0.0), share)
                 record = await send(name, schedule.hit(number, same=name == "plain"))
                 run.hits.setdefault((name, state), []).append(record)
@@ -209,7 +211,7 @@ def pair_ratios(rates: Mapping[str, Sequence[float]], name: str) -> list[float]:
     return [a / b for a, b in zip(rates[name], rates["plain"], strict=True)]
 
 
-def _empty_above_disk(server: SglangServer) -> None:
+def empty_above_disk(server: SglangServer) -> None:
     """Empty device and host, and keep what is on disk."""
     if "tiered" in server.spec.flags:
         for tier in ("device", "host"):
@@ -219,7 +221,7 @@ def _empty_above_disk(server: SglangServer) -> None:
         server.flush_cache()
 
 
-def _make_cold(store: Path) -> float:
+def make_cold(store: Path) -> float:
     """Drop a store from the page cache; return the share that stayed."""
     drop_page_cache(store)
     return residence(store).fraction

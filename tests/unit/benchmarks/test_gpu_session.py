@@ -338,6 +338,36 @@ def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
     assert layers.staging_bytes * 4 < layers.host_bytes
 
 
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("5, 1, 16, 16\n4, 4, 8, 16\n", (5, 1, 16, 16)),
+        ("[N/A], [N/A], 16, 16", (None, None, 16, 16)),
+        ("", (None, None, None, None)),
+    ],
+)
+def test_the_link_is_told_as_far_as_nvidia_smi_knows_it(load, monkeypatch, said, found):
+    """Of the first GPU; a report needs its generation and its lanes."""
+    facts = load("stages.facts")
+    monkeypatch.setattr(facts, "_ask", lambda *command: said)
+    link = facts._link()
+    assert tuple(link.values()) == found
+    assert next(iter(link)) == "generation"
+
+
+def test_first_tokens_tell_how_much_kv_a_token_has(load):
+    """So that a load's time can be set beside the link's."""
+    engine = load("stages.mini_engine")
+    shape = engine._CUDA[0]
+    # A page of 16 tokens is 1 MiB.
+    assert shape.page_tokens * shape.token_bytes == 1 << 20
+    run = engine._Run(engine.PlayedMachine(7), *engine._PLAYED, by_kernel=True)
+    told = run.first_tokens((48,), repeats=1)
+    run.close()
+    assert told["kv_token_bytes"] == engine._PLAYED[0].token_bytes
+    assert set(told["seconds"]) == {"computed_48", "host_48", "device_48"}
+
+
 def test_what_hicaches_kernels_need_is_carried(load, tmp_path):
     """Their sources, under packages that import nothing else of SGLang."""
     sglang = importlib.util.find_spec("sglang")
