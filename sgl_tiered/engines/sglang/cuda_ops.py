@@ -339,8 +339,12 @@ def cuda_register(
         device: that is to use it.
     """
     cudart = torch.cuda.cudart()
+    ordinal = torch.device(device).index
 
     def register(address: int, num_bytes: int) -> Callable[[], None]:
+        # Threads that pin begin at device 0, which may be another rank's.
+        if ordinal is not None:
+            torch.cuda.set_device(ordinal)
         if not reads_registered(device):
             raise ConfigError(
                 setting,

@@ -478,12 +478,14 @@ class Driver:
 
     Attributes:
         registered: addresses and bytes.
+        devices: that of the thread, at each of them; None where it has set none.
         asked: attributes and devices that were asked for.
     """
 
     def __init__(self, monkeypatch, attribute):
-        self.registered, self.asked = [], []
-        self._attribute = attribute
+        self.registered, self.devices, self.asked = [], [], []
+        self._attribute, self._threads = attribute, threading.local()
+        monkeypatch.setattr(torch.cuda, "set_device", self.set_device)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
         monkeypatch.setattr(cuda_ops, "device_attribute", self.device_attribute)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -497,7 +499,11 @@ class Driver:
 
     def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
         self.registered.append((address, num_bytes))
+        self.devices.append(getattr(self._threads, "device", None))
         return 0
+
+    def set_device(self, ordinal):
+        self._threads.device = ordinal
 
     def cudaHostUnregister(self, address):  # noqa: N802
         self.registered = [one for one in self.registered if one[0] != address]
@@ -554,6 +560,15 @@ def test_memory_that_the_device_can_use_in_place_is_registered(monkeypatch, capl
     assert driver.registered == refused == []
     assert driver.asked == [(91, 0)]
     assert not caplog.records
+
+
+def test_threads_that_pin_do_so_for_the_device_of_their_rank(monkeypatch):
+    """A new thread's device is 0: its context is not to be made by other ranks."""
+    driver = Driver(monkeypatch, 1)
+    register = cuda_register("--tiered-host-size", torch.device("cuda:1"))
+    region = MemoryRegion(9, 4096, register=register, part_bytes=4096)
+    assert driver.devices == [1] * 9
+    region.close()
 
 
 @pytest.fixture
