@@ -540,7 +540,7 @@ def _engine(part: Part, session: Session) -> None:
 def _by(record: Record) -> str:
     if record.get("is_played") is True:
         return "played"
-    way = "kernel" if record.get("by_kernel") is True else "engines"
+    way = str(record.get("way", "engines"))
     lag = record.get("lag_s")
     return f"{way}, held up" if isinstance(lag, int | float) and lag > 0 else way
 

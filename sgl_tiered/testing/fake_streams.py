@@ -209,7 +209,7 @@ class FakeCopyOps:
         fail_layer: the copy of this layer fails on the device; -1 for none.
         refuse_layer: the copy of this layer cannot even be queued; -1 for none.
         fail_store: copies from the device fail there while True.
-        engines_ms, kernel_ms: what the load of a layer costs, by each way.
+        engines_ms, kernel_ms, staged_ms: what the load of a layer costs, by each way.
         unpinned: arrays (by identity) that the device cannot reach.
         pins: the device can reach host memory at all.
         kernels: names of the kernels that were launched.
@@ -230,11 +230,13 @@ class FakeCopyOps:
             (layout.num_layers, num_pages, layout.layer_page_bytes), np.uint8
         )
         self._halves = np.zeros((2, half_pages, layout.page_bytes), np.uint8)
+        self._staging = np.full((2, self.staging_bytes), 0xEE, np.uint8)
         self.fail_layer = -1
         self.refuse_layer = -1
         self.fail_store = False
         self.engines_ms = 1.0
         self.kernel_ms = 1.0
+        self.staged_ms = 1.0
         self.unpinned: list[UInt8s] = []
         self.pins = True
         self.kernels: list[str] = []
@@ -376,6 +378,56 @@ class FakeCopyOps:
             memory[rows, : self._layout.page_bytes] = self._halves[half, : len(rows)]
 
         stream.run(work)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a half that loads go through."""
+        return self._half_pages * self._layout.page_bytes
+
+    def bring(
+        self,
+        stream: FakeStream,
+        half: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        num_bytes: int,
+    ) -> None:
+        """Copy to a half; the bytes are read now, or when the device comes to it."""
+        self.device.issue()
+        rows = rows.copy()
+        source = memory.copy() if self.device.chance() else memory
+        end = first_byte + num_bytes
+
+        def work() -> None:
+            pieces = source[rows, first_byte:end]
+            self._staging[half, : pieces.size] = pieces.reshape(-1)
+
+        stream.run(work)
+
+    def scatter(
+        self, stream: FakeStream, half: int, layers: range, pages: Int64s, part: slice
+    ) -> None:
+        """Copy from a half; bytes and numbers are read when the device comes to it."""
+        self.device.issue()
+        self.kernels.append("scatter")
+        if self.refuse_layer in layers:
+            raise RuntimeError(f"layer {self.refuse_layer} was refused")
+        width = self._layout.layer_page_bytes
+        count = part.stop - part.start
+
+        def work() -> None:
+            if self.fail_layer in layers:
+                raise RuntimeError(f"layer {self.fail_layer} was told to fail")
+            num_bytes = count * len(layers) * width
+            pieces = self._staging[half, :num_bytes].reshape(count, len(layers), width)
+            self.layers[layers.start : layers.stop, pages[part]] = pieces.swapaxes(0, 1)
+
+        stream.run(work, self.staged_ms * len(layers))
+
+    def free_staging(self) -> None:
+        """Lose what it held."""
+        self._staging[:] = 0xEE
 
     def _load(
         self,

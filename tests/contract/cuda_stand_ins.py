@@ -122,6 +122,22 @@ class PlayedCuda:
                 played.device.issue()
                 stream.run(work, cost_ms=0.01)
 
+            def scatter(
+                self, stream: Any, half: int, layers: range, pages: Any, part: slice
+            ) -> None:
+                def work() -> None:
+                    parts = [each for layer in layers for each in self._parts[layer]]
+                    count, width = part.stop - part.start, self._layout.part_bytes
+                    num_bytes = count * len(parts) * width
+                    pieces = self._staging_halves()[half][:num_bytes]
+                    chosen = torch.from_numpy(plain(pages)[part])
+                    for number, to in enumerate(parts):
+                        to[chosen] = pieces.view(count, len(parts), width)[:, number]
+
+                played.kernels.append("scatter")
+                played.device.issue()
+                stream.run(work, cost_ms=0.01)
+
         return PlayedPoolOps
 
     def ops_class(self) -> type[CudaLayerOps]:

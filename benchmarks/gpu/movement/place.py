@@ -17,12 +17,10 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.pipelines.base import DevicePool
-from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.pipelines.stream_pool import LoadWay, StreamPool
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = ["Place", "Shape", "Store"]
-
-BY_KERNEL, BY_ENGINES = 1 << 40, 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Place:
     @property
     def ways(self) -> list[str]:
         """How a layer can be loaded here."""
-        return ["engines", "kernel"] if self.is_cuda else ["cpu"]
+        return [way.value for way in LoadWay] if self.is_cuda else ["cpu"]
 
     def synchronize(self) -> None:
         """Wait for all that was queued."""
@@ -81,8 +79,8 @@ class Place:
         if not self.is_cuda:
             pool: DevicePool = make_device_pool(buffers, layout, None)
             return pool
-        below = BY_KERNEL if way == "kernel" else BY_ENGINES
-        return StreamPool(CudaOps(buffers, layout, None), kernel_below_bytes=below)
+        ops = CudaOps(buffers, layout, None)
+        return StreamPool(ops, staging=ops, way=LoadWay(way))
 
     def region(
         self, num_rows: int, layout: PageLayout, *, pinned: bool = True

@@ -181,7 +181,10 @@ class CudaOps(CudaStreams):
             dtype=torch.uint8,
             device=self._device,
         )
-        self._half_rows = torch.arange(self._half_pages, device=self._device)
+        # Of pages, or of pieces of one layer at least.
+        num_rows = self._half_pages * layout.num_layers
+        self._half_rows = torch.arange(num_rows, device=self._device)
+        self._staging: torch.Tensor | None = None
 
     @property
     def layout(self) -> PageLayout:
@@ -272,6 +275,60 @@ class CudaOps(CudaStreams):
         frm = row_addresses(first, width, np.arange(len(rows), dtype=np.int64))
         # The gather is still under way: its bytes must be read in the stream's order.
         self._engines.submit(to, frm, width, stream.cuda_stream, source_complete=False)
+
+
+    # Through device memory of our own: ``StagingOps``.
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a half: as many as of the stores'."""
+        return self._half_pages * self._layout.page_bytes
+
+    def bring(
+        self,
+        stream: Any,
+        half: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        num_bytes: int,
+    ) -> None:
+        """Queue one copy a row."""
+        first = self._staging_halves()[half].data_ptr()
+        frm = row_addresses(memory.ctypes.data, memory.strides[0], rows, first_byte)
+        to = row_addresses(first, num_bytes, np.arange(len(rows), dtype=np.int64))
+        self._engines.submit(to, frm, num_bytes, stream.cuda_stream, source_complete=True)
+
+    def scatter(
+        self, stream: Any, half: int, layers: range, pages: torch.Tensor, part: slice
+    ) -> None:
+        """Queue one kernel that puts the pieces where they belong."""
+        from sgl_tiered_kernels.page_copy import triton as kernels
+
+        width = len(layers) * self._layout.layer_page_bytes
+        count = part.stop - part.start
+        pieces = self._staging_halves()[half][: count * width].view(count, width)
+        with torch.cuda.stream(stream):
+            kernels.scatter_parts(
+                self._table[layers.start : layers.stop].view(-1),
+                pages[part],
+                pieces,
+                self._half_rows[:count],
+                0,
+                self._layout.part_bytes,
+                alignment=self._alignment,
+            )
+
+    def free_staging(self) -> None:
+        """Give the halves back to torch."""
+        self._staging = None
+
+    def _staging_halves(self) -> torch.Tensor:
+        if self._staging is None:
+            self._staging = torch.empty(
+                (2, self.staging_bytes), dtype=torch.uint8, device=self._device
+            )
+        return self._staging
 
 
 def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:

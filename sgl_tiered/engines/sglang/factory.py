@@ -379,6 +379,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served={
             **report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
             **form.facts(config),
+            **({"loads_by": device.way.value} if isinstance(device, StreamPool) else {}),
         },
         lengths=_lengths(config),
         promoter=promoter,

@@ -70,7 +70,8 @@ def make_device_pool(
     if device == "cpu":
         return CpuDevicePool(pool, layout)
     if device == "cuda":
-        return StreamPool(CudaOps(pool, layout, forward_stream, refused=refused))
+        ops = CudaOps(pool, layout, forward_stream, refused=refused)
+        return StreamPool(ops, staging=ops)
     raise EngineCompatibilityError(
         f"sgl-tiered moves KV on CPU and CUDA devices, not on {device!r}; serve "
         "without --radix-cache-backend tiered."

@@ -210,12 +210,12 @@ def _this_file(root):
 
 
 @pytest.mark.parametrize("newest_first", [True, False])
-@pytest.mark.parametrize("by_kernel", [True, False])
-def test_the_played_engine_answers_right(load, by_kernel, newest_first):
+@pytest.mark.parametrize("way", LoadWay)
+def test_the_played_engine_answers_right(load, way, newest_first):
     """Random hits and evictions on a tight pool, in an order that streams allow."""
     engine = load("stages.mini_engine")
     told = engine.played(
-        11, by_kernel=by_kernel, newest_first=newest_first, num_requests=24
+        11, way=way, newest_first=newest_first, num_requests=24
     )
     assert told["wrong"] == 0
     assert told["requests"] == 24
@@ -229,7 +229,7 @@ def test_a_wait_that_is_left_out_is_caught(load, dropped):
     engine = load("stages.mini_engine")
     seeds = iter(range(200, 240))
     caught = any(
-        engine.played(seed, by_kernel=bool(seed % 2), dropped=dropped)["wrong"]
+        engine.played(seed, way=list(LoadWay)[seed % 3], dropped=dropped)["wrong"]
         for seed in seeds
     )
     assert caught
@@ -361,7 +361,7 @@ def test_first_tokens_tell_how_much_kv_a_token_has(load):
     shape = engine._CUDA[0]
     # A page of 16 tokens is 1 MiB.
     assert shape.page_tokens * shape.token_bytes == 1 << 20
-    run = engine._Run(engine.PlayedMachine(7), *engine._PLAYED, by_kernel=True)
+    run = engine._Run(engine.PlayedMachine(7), *engine._PLAYED, way=LoadWay.KERNEL)
     told = run.first_tokens((48,), repeats=1)
     run.close()
     assert told["kv_token_bytes"] == engine._PLAYED[0].token_bytes

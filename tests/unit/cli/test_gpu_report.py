@@ -106,7 +106,7 @@ def session_of(*, dry_run: bool = False) -> Told:
     }
     random = {
         "kind": "random",
-        "by_kernel": True,
+        "way": "kernel",
         "lag_s": 0.0,
         "requests": 200,
         "wrong": 0,
@@ -118,7 +118,7 @@ def session_of(*, dry_run: bool = False) -> Told:
     }
     first = {
         "kind": "first_token",
-        "by_kernel": True,
+        "way": "kernel",
         "kv_token_bytes": 65536,
         "seconds": {
             "computed_4096": [0.080],

@@ -45,7 +45,7 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
     LoadJob,
     Segment,
 )
-from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
+from sgl_tiered.pipelines.stream_pool import LoadWay, StreamPool  # noqa: E402
 from sgl_tiered.pipelines.streams import BufferRing  # noqa: E402
 from sgl_tiered.pipelines.worker import Worker, prepare_threads  # noqa: E402
 from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent  # noqa: E402
@@ -106,16 +106,22 @@ def check_on_host():
     for row, whole in zip(rows, wanted, strict=True):
         np.testing.assert_array_equal(region[row, : layout.page_bytes], whole)
     assert not region[[1, 3, 5]].any()
-    for by_kernel in (True, False):
+    numbers = [torch.from_numpy(n) for n in (rows, targets)]
+    for way in LoadWay:
         for buffer in pool.k_buffer + pool.v_buffer:
             buffer.zero_()
         for layer in range(NUM_LAYERS):
-            first = layout.key_offset(layer)
-            if by_kernel:
-                numbers = [torch.from_numpy(n) for n in (rows, targets)]
+            first, layers = layout.key_offset(layer), range(layer, NUM_LAYERS)
+            if way is LoadWay.KERNEL:
                 ops.load_by_kernel(None, layer, region, numbers[0], first, numbers[1])
-            else:
+            elif way is LoadWay.ENGINES:
                 ops.load_by_engines(stream, layer, region, rows, first, targets)
+            elif layer == 0:
+                width = layout.page_bytes
+                ops.bring(stream, 1, region, rows[1:], first, width)
+                ops.scatter(None, 1, layers, numbers[1], slice(1, 3))
+                ops.bring(stream, 0, region, rows[:1], first, width)
+                ops.scatter(None, 0, layers, numbers[1], slice(0, 1))
         for page, whole in zip(targets, wanted, strict=True):
             np.testing.assert_array_equal(page_bytes(pool, layout, page), whole)
         assert not page_bytes(pool, layout, 1).any()
@@ -184,10 +190,11 @@ def launches(monkeypatch):
     sys.modules.pop("launches", None)
 
 
+@pytest.mark.parametrize("way", LoadWay)
 @pytest.mark.parametrize("heads", [2, 1])
 @pytest.mark.parametrize("page_tokens", [16, 1])
 def test_a_start_compiles_what_a_server_launches(
-    launches, monkeypatch, heads, page_tokens
+    launches, monkeypatch, heads, page_tokens, way
 ):
     """Loads of any layer and region, known pages or not, and stores of any number."""
     from sgl_tiered_kernels.page_copy import triton as kernels
@@ -197,7 +204,10 @@ def test_a_start_compiles_what_a_server_launches(
     kv = SimpleNamespace(k_buffer=buffers[0], v_buffer=buffers[1])
     layout = page_layout(kv, page_tokens)
     monkeypatch.setattr(cuda_ops, "_HALF_BYTES", 3 * layout.page_bytes)
-    pool = StreamPool(HostOps(kv, layout))
+    ops = HostOps(kv, layout)
+    # The last layers are fewer than come at once before.
+    staged_bytes = 2 * layout.layer_page_bytes
+    pool = StreamPool(ops, staging=ops, way=way, staged_bytes=staged_bytes)
     regions = [np.zeros((9, width), np.uint8) for width in (layout.slot_bytes, 8192)]
 
     def serve():
@@ -292,14 +302,13 @@ def pinned_region():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("pinned", [True, False])
-@pytest.mark.parametrize("below", [0, 1 << 30])
-def test_pages_survive_the_device(pinned_region, pinned, below):
+@pytest.mark.parametrize("way", LoadWay)
+def test_pages_survive_the_device(pinned_region, pinned, way):
     """Stored pages come back bit for bit, from pinned and from ordinary memory."""
     pool = make_pool("cuda")
     layout = page_layout(pool, PAGE_TOKENS)
-    device = StreamPool(
-        CudaOps(pool, layout, torch.cuda.Stream()), kernel_below_bytes=below
-    )
+    ops = CudaOps(pool, layout, torch.cuda.Stream())
+    device = StreamPool(ops, staging=ops, way=way)
     region = pinned_region if pinned else np.zeros((NUM_PAGES, 4096), np.uint8)
     rows, pages, targets = np.array([4, 0, 2]), np.array([1, 5, 9]), np.array([7, 3, 0])
     wanted = [page_bytes(pool, layout, page) for page in pages]
@@ -317,16 +326,15 @@ def test_pages_survive_the_device(pinned_region, pinned, below):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("below", [0, 1 << 30])
-def test_nothing_is_compiled_after_a_start(monkeypatch, pinned_region, below):
+@pytest.mark.parametrize("way", LoadWay)
+def test_nothing_is_compiled_after_a_start(monkeypatch, pinned_region, way):
     """Triton's own hook sees no kernel that is new, in loads and in stores."""
     from triton import knobs
 
     kv = make_pool("cuda")
     layout = page_layout(kv, PAGE_TOKENS)
-    device = StreamPool(
-        CudaOps(kv, layout, torch.cuda.Stream()), kernel_below_bytes=below
-    )
+    ops = CudaOps(kv, layout, torch.cuda.Stream())
+    device = StreamPool(ops, staging=ops, way=way)
     device.warm(np.array([1]))
     compiled = []
 
@@ -402,13 +410,14 @@ def test_a_forward_on_its_stream_reads_what_was_loaded(pinned_region):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("below", [0, 1 << 30])
-def test_nobody_waits_for_a_forward_to_learn_where_pages_lie(pinned_region, below):
+@pytest.mark.parametrize("way", LoadWay)
+def test_nobody_waits_for_a_forward_to_learn_where_pages_lie(pinned_region, way):
     """Slots come of work that is queued behind a long forward; loads and stores too."""
     pool = make_pool("cuda")
     layout = page_layout(pool, PAGE_TOKENS)
     schedule, forward = torch.cuda.Stream(), torch.cuda.Stream()
-    device = StreamPool(CudaOps(pool, layout, forward), kernel_below_bytes=below)
+    ops = CudaOps(pool, layout, forward)
+    device = StreamPool(ops, staging=ops, way=way)
     rows, pages = np.array([4, 0, 2]), np.array([1, 5, 9])
     pinned_region[:] = np.random.default_rng(0).integers(0, 256, pinned_region.shape)
     slots = torch.from_numpy(np.repeat(pages * PAGE_TOKENS, 2)).cuda()
