@@ -5,11 +5,13 @@ queue, so that a load of an admitted request is held up by one layer at most. Wh
 owns the slots can take them back at any time: ``cancel`` returns as soon as the layer
 under way, if there is one, has been copied. Where the device has streams, that thread
 only queues the layer, and the loader's second one waits for its end; ``cancel`` does
-not: the engine's stream does, and so does all that gets the slots next.
+not: the engine's stream does, and so does all that gets the slots next. Somebody who
+writes to slots without a stream, as a network card does, has to be waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import cast
 
@@ -46,6 +48,12 @@ class FetchTicket:
         self._pool = pool
         self._clock = clock
         self._after = pool.mark()
+        # Each once: a pool knows pages that it was given before. It gets back what it
+        # has handed out.
+        self._pages = [
+            cast(Int64s, job.device_pages[segment.positions])
+            for segment in job.segments
+        ]
         self._changed = threading.Condition()
         self._num_copied = 0
         # The loader's thread copies a layer, or queues its copies.
@@ -134,32 +142,35 @@ class FetchTicket:
                 self._error = error
                 self._has_ended = True
 
-    def cancel(self) -> None:
+    def cancel(self, *, lands: bool = False) -> None:
         """Copy no further layer; for the engine's thread.
 
         Returns once nothing writes to the slots but copies on the device that the
         engine's stream now waits for. Their sources may change from then on: nobody
         reads what they bring.
+
+        Args:
+            lands: return once nothing at all writes to the slots.
         """
         with self._changed:
             self._has_ended = True
             self._changed.wait_for(lambda: not self._is_copying)
             queued = [arrival for _, arrival in self._arrivals]
         for arrival in queued:
-            arrival.order()
+            if not lands:
+                arrival.order()
+                continue
+            # What failed writes no more either.
+            with contextlib.suppress(RuntimeError):
+                arrival.finish()
 
     def _copy(self, layer: int) -> None:
         started_s = self._clock.now()
         layer_bytes = self._pool.layout.layer_page_bytes
-        for segment in self.job.segments:
+        for segment, pages in zip(self.job.segments, self._pages, strict=True):
             self._source = segment.source
             arrival = self._pool.load_layer(
-                layer,
-                segment.region,
-                segment.rows,
-                # The pool gets back what it has handed out.
-                cast(Int64s, self.job.device_pages[segment.positions]),
-                after=self._after,
+                layer, segment.region, segment.rows, pages, after=self._after
             )
             if arrival is not None:
                 # Its own seconds come with its end; queueing's are nobody's.

@@ -208,6 +208,8 @@ class StreamPool:
         ops: the device.
         staging: where whoever loads a layer loads all that follow it as well, so that
             they may come with it; None if loads are of single layers.
+        store_stream: on which stores run, in the order of its other work; streams of
+            their own if None.
         way: of loading, until ``tune`` has measured; by the size of pieces if None.
         staged_bytes: of a piece that is staged: the layers that make as much.
         num_buffers: pinned buffers per direction.
@@ -219,6 +221,7 @@ class StreamPool:
         ops: CopyOps,
         *,
         staging: StagingOps | None = None,
+        store_stream: Stream | None = None,
         way: LoadWay | None = None,
         staged_bytes: int = _STAGED_BYTES,
         num_buffers: int = _NUM_BUFFERS,
@@ -232,8 +235,8 @@ class StreamPool:
         layers = -(-staged_bytes // ops.layout.layer_page_bytes)
         self._staged_layers = min(layers, ops.layout.num_layers)
         self._load_stream = ops.new_stream(urgent=True)
-        self._gather_stream = ops.new_stream(urgent=False)
-        self._store_stream = ops.new_stream(urgent=False)
+        self._gather_stream = store_stream or ops.new_stream(urgent=False)
+        self._store_stream = store_stream or ops.new_stream(urgent=False)
 
         def ring(num_bytes: int) -> BufferRing:
             return BufferRing(ops.pinned, num_buffers, max(buffer_bytes, num_bytes))
@@ -244,8 +247,6 @@ class StreamPool:
         )
         self._store_ring = ring(self._layout.page_bytes)
         self._waited_for: object = None
-        # Behind the last store that is queued and that no forward waits for.
-        self._stored: Event | None = None
         self._indices: list[tuple[Int64s, PageNumbers, Any, Any]] = []
         self._staging_stream: Stream | None = None
         # When the half was last read; and the layers that came with earlier ones.
@@ -355,7 +356,7 @@ class StreamPool:
                 ops.gather(gathers, half, pages, begin, end)
                 stores.wait_event(gathers.record_event())
                 self._copy_out(half, region, rows[begin:end])
-                is_free[half] = self._stored = stores.record_event()
+                is_free[half] = stores.record_event()
         finally:
             # Also after an error: the caller may write to rows and pages then.
             gathers.synchronize()
@@ -390,15 +391,6 @@ class StreamPool:
         finally:
             loads.synchronize()
             gathers.synchronize()
-
-    def join_stores(self) -> None:
-        """Let the calling thread's stream wait for the stores that are queued.
-
-        Nothing reads what they write; see ``joins_offloads`` for who needs it.
-        """
-        stored, self._stored = self._stored, None
-        if stored is not None:
-            self._ops.current_stream().wait_event(stored)
 
     def tune(
         self, region: UInt8s, rows: Int64s, device_pages: Int64s

@@ -18,8 +18,9 @@ class HostTier(RegionTier):
     Args:
         layout_slot_bytes: bytes of one slot, a multiple of ``ALIGNMENT_BYTES``.
         num_slots: capacity in pages, at least 1.
-        register: pins the region for a device; see ``MemoryRegion``. Until all of it is
-            pinned, only the first ``num_ready`` slots may be used.
+        register: pins the region for a device; see ``MemoryRegion``.
+        in_steps: until all of it is pinned, only the first ``num_ready`` slots may be
+            used; else it is, or all of it is left, when the constructor returns.
         node: of NUMA, near the device; None for anywhere.
         page_bytes: bytes that a checksum covers; the whole slot if None.
         clock: times ``load`` and ``store``.
@@ -34,6 +35,7 @@ class HostTier(RegionTier):
         num_slots: int,
         *,
         register: Register | None = None,
+        in_steps: bool = True,
         node: int | None = None,
         page_bytes: int | None = None,
         clock: Clock | None = None,
@@ -41,7 +43,7 @@ class HostTier(RegionTier):
         check_slots("host", layout_slot_bytes, num_slots)
         check_available("host size", num_slots * layout_slot_bytes)
         self._own_region = MemoryRegion(
-            num_slots, layout_slot_bytes, register=register, in_steps=True, node=node
+            num_slots, layout_slot_bytes, register=register, in_steps=in_steps, node=node
         )
         super().__init__(
             TierId.HOST, self._own_region, page_bytes=page_bytes, clock=clock

@@ -95,10 +95,9 @@ class MemoryRegion:
                 self._address,
                 num_rows,
                 row_bytes,
+                in_steps=in_steps,
                 part_bytes=part_bytes or PIN_BYTES,
             )
-            if not in_steps:
-                self._pin_all()
         if self._pinning is None or self._pinning.is_refused:
             self._prefault = threading.Thread(
                 target=self._populate, name="tiered-prefault", daemon=True
@@ -125,14 +124,6 @@ class MemoryRegion:
             self._pinning.watch(told, since)
         elif since < len(self.array):
             told(len(self.array))
-
-    def _pin_all(self) -> None:
-        """Wait for all parts; where one is refused, none stays pinned."""
-        assert self._pinning is not None
-        self._pinning.wait()
-        if self._pinning.num_ready < len(self.array):
-            self._pinning.close()
-            self._pinning = None
 
     def _populate(self) -> None:
         # A kernel that cannot do it leaves the pages to come lazily.

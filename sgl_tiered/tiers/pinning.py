@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["PIN_BYTES", "Pinning", "Register"]
+__all__ = ["PIN_BYTES", "LenientRegister", "Pinning", "Register", "pin_whole"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +29,70 @@ NUM_THREADS = 4
 _PROGRESS_S = 10.0
 
 
+class LenientRegister:
+    """A ``Register`` that leaves memory as it is where it is not pinned.
+
+    Args:
+        register: pins, or raises ConfigError.
+        refused: told how many bytes of a region are not pinned in the end.
+        recover: called after each refusal.
+    """
+
+    def __init__(
+        self,
+        register: Callable[[int, int], Callable[[], None]],
+        refused: Callable[[int], None] = lambda num_bytes: None,
+        recover: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._register = register
+        self._recover = recover
+        self._told: set[str] = set()
+        self.refused = refused
+
+    def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        """Pin it, or say why not, once for each reason."""
+        try:
+            return self._register(address, num_bytes)
+        except ConfigError as error:
+            sentence = str(error)
+        if sentence not in self._told:
+            self._told.add(sentence)
+            logger.warning(
+                "sgl-tiered: %s What is used all the same goes by way of pinned "
+                "buffers, and a thread copies it once more.",
+                sentence,
+            )
+        self._recover()
+        return None
+
+
+def pin_whole(
+    register: Register, address: int, num_bytes: int
+) -> Callable[[], None] | None:
+    """Pin a region in one piece; return what undoes it, None where it is not pinned."""
+    undo = register(address, num_bytes)
+    if undo is None:
+        _note_refused(register, num_bytes)
+    return undo
+
+
+def _note_refused(register: Register, num_bytes: int) -> None:
+    if isinstance(register, LenientRegister):
+        register.refused(num_bytes)
+
+
 class Pinning:
     """The parts of one region; the first one is pinned before the constructor returns.
 
     Where the first part is left as it is, all of it is: then every row is ready. Where
-    a later one is refused, rows from there on are never ready.
+    a later one is refused, rows from there on are never ready, and not pinned; or, if
+    parts will not do, none is, and every row is ready.
 
     Args:
         register: pins a part; from several threads at a time.
         address: of row 0.
         num_rows, row_bytes: of the region; rows are whole pages of memory.
+        in_steps: return when the first part is pinned; else with the last one.
         part_bytes: of a part; one row at least.
         num_threads: that pin what follows the first part.
         progress_s: seconds between two lines about it.
@@ -54,6 +108,7 @@ class Pinning:
         num_rows: int,
         row_bytes: int,
         *,
+        in_steps: bool = True,
         part_bytes: int = PIN_BYTES,
         num_threads: int = NUM_THREADS,
         progress_s: float = _PROGRESS_S,
@@ -62,6 +117,7 @@ class Pinning:
         self._address, self._row_bytes = address, row_bytes
         self._num_rows = num_rows
         self._part_rows = max(part_bytes // row_bytes, 1)
+        self._in_steps = in_steps
         self._progress_s = progress_s
         self._told_at_s = time.monotonic()
         # Held while somebody is told, so that steps are told in order.
@@ -74,10 +130,11 @@ class Pinning:
         self._end = num_rows
         self._stop = threading.Event()
         undo = register(address, self._num_ready * row_bytes)
-        self.is_refused = undo is None
+        self.is_refused = False
         """Nothing is pinned, and everything may be used."""
         if undo is None:
-            self._next = self._num_ready = num_rows
+            self._next = num_rows
+            self._leave_all()
         else:
             self._undo[0] = undo
         num_parts = -(-(num_rows - self._next) // self._part_rows)
@@ -88,6 +145,11 @@ class Pinning:
         ]
         for thread in self._threads:
             thread.start()
+        if not in_steps:
+            self.wait()
+            if self._num_ready < num_rows:
+                self.close()
+                self._leave_all()
 
     @property
     def num_ready(self) -> int:
@@ -128,7 +190,13 @@ class Pinning:
             pass
         with self._lock:
             self._num_running -= 1
-            if self._num_running == 0 and self._end < self._num_rows:
+            if self._num_running or self._end == self._num_rows or not self._in_steps:
+                return
+            for first in [first for first in self._undo if first >= self._end]:
+                self._undo.pop(first)()
+            num_bytes = (self._num_rows - self._num_ready) * self._row_bytes
+            _note_refused(self._register, num_bytes)
+            if not self._stop.is_set():
                 logger.warning(
                     "sgl-tiered: the device pins %d of %d bytes of memory: the rest "
                     "is not used. Give less, or raise the limit of locked memory "
@@ -150,6 +218,8 @@ class Pinning:
             undo = self._register(self._address + first * self._row_bytes, num_bytes)
         except ConfigError as error:
             logger.debug("sgl-tiered: %s", error)
+        except Exception:
+            logger.exception("sgl-tiered: memory cannot be pinned.")
         with self._lock:
             if undo is None:
                 self._end = min(self._end, first)
@@ -157,6 +227,10 @@ class Pinning:
             self._undo[first] = undo
             self._advance()
         return True
+
+    def _leave_all(self) -> None:
+        self.is_refused, self._num_ready = True, self._num_rows
+        _note_refused(self._register, self._num_rows * self._row_bytes)
 
     def _advance(self) -> None:
         """Find what is ready now, and tell."""

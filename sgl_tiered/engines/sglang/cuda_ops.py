@@ -30,7 +30,7 @@ from sgl_tiered_kernels.page_copy.dma import (
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pipelines.worker import prepare_threads
-from sgl_tiered.tiers.memory import Register
+from sgl_tiered.tiers.pinning import LenientRegister
 
 __all__ = [
     "CudaOps",
@@ -366,12 +366,16 @@ def reads_registered(device: torch.device | str) -> bool:
     Where it does not, kernels in place and batched copies would end in a fault; single
     copies work. Memory that CUDA has allocated itself is always used by its address.
     """
+    where = _indexed(device)
+    return where.type != "cuda" or _uses_host_pointers(where.index)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return a device with its number: the calling thread's where none is named."""
     where = torch.device(device)
-    if where.type != "cuda":
-        return True
-    return _uses_host_pointers(
-        torch.cuda.current_device() if where.index is None else where.index
-    )
+    if where.type != "cuda" or where.index is not None:
+        return where
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @functools.cache
@@ -396,13 +400,12 @@ def cuda_register(
         device: that is to use it.
     """
     cudart = torch.cuda.cudart()
-    ordinal = torch.device(device).index
+    where = _indexed(device)
 
     def register(address: int, num_bytes: int) -> Callable[[], None]:
         # Threads that pin begin at device 0, which may be another rank's.
-        if ordinal is not None:
-            torch.cuda.set_device(ordinal)
-        if not reads_registered(device):
+        torch.cuda.set_device(where)
+        if not reads_registered(where):
             raise ConfigError(
                 setting,
                 "the device cannot use registered memory by the host's addresses "
@@ -457,34 +460,22 @@ def pinned_buffer(
 
 
 def pin_if_possible(
-    register: Register, device: Any, refused: Callable[[int], None] = lambda size: None
-) -> Register:
+    register: Callable[[int, int], Callable[[], None]],
+    device: torch.device | str,
+    refused: Callable[[int], None] = lambda num_bytes: None,
+) -> LenientRegister:
     """Return what pins memory, and leaves it pageable where CUDA refuses to.
 
     Args:
         register: pins, or raises ConfigError.
         device: of torch, whose next error would be that of the refusal.
-        refused: told how many bytes were not pinned.
+        refused: told how many bytes of a region are not pinned in the end.
     """
+    where = _indexed(device)
 
-    told: set[str] = set()
-
-    def pin(address: int, num_bytes: int) -> Callable[[], None] | None:
-        try:
-            return register(address, num_bytes)
-        except ConfigError as error:
-            sentence = str(error)
-        if sentence not in told:
-            told.add(sentence)
-            logger.warning(
-                "sgl-tiered: %s As it is, KV goes by way of pinned buffers, and a "
-                "thread copies it once more.",
-                sentence,
-            )
-        refused(num_bytes)
+    def recover() -> None:
         # CUDA tells of it once more, to whoever launches the next kernel.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device).add_(1)
-        return None
+            torch.ones(1, device=where).add_(1)
 
-    return pin
+    return LenientRegister(register, refused, recover)

@@ -229,7 +229,15 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     elif isinstance(layout, EncodedLayout):
         device = EncodedCpuPool(pool, layout)
     else:
-        device = make_device_pool(pool, layout, forward_stream, refused)
+        device = make_device_pool(
+            pool,
+            layout,
+            forward_stream,
+            refused,
+            stores_between_forwards=_joins_offloads(
+                pool.k_buffer[0].device, agreement.num_ranks
+            ),
+        )
     host_memory = _open_host(config, layout, register, pool.k_buffer[0].device)
     host = emulator.wrap(host_memory)
     cxl = _open_cxl(config, layout, pins("--tiered-cxl-size"))
@@ -401,10 +409,6 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
 
         return SparseRuntime(parts, sparse, wait_whole=waits_whole)
     runtime = TieredRuntime(parts, wait_whole=waits_whole)
-    if isinstance(device, StreamPool) and _joins_offloads(
-        pool.k_buffer[0].device, agreement.num_ranks
-    ):
-        runtime.before_forward = device.join_stores
     return runtime
 
 
@@ -474,6 +478,8 @@ def _open_host(
         layout.slot_bytes,
         num_slots,
         register=register,
+        # A pool names all slots to others at its start, and registers their memory.
+        in_steps=config.pool is None,
         node=None if register is None else numa_node(device),
         page_bytes=layout.page_bytes,
     )
@@ -525,7 +531,7 @@ def _forward_skips_layers(ctx: Any) -> bool:
 
 
 def _joins_offloads(device: torch.device, num_ranks: int) -> bool:
-    """Say whether a forward has to wait for offloads that are under way.
+    """Say whether no offload may run beside a forward.
 
     None needs what they write. But with prefill in breakable graphs on two ranks of
     Blackwell, HiCache's copies under the next forward left one rank waiting for the

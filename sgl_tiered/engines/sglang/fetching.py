@@ -40,6 +40,8 @@ class LendingRadixCache(AnnouncingRadixCache):
 
     # Set here, as the parent's constructor already asks for sizes.
     fetcher: DeviceFetcher | None = None
+    # Whether KV of other instances is received in slots, behind no stream.
+    receives = False
 
     def evictable_size(self) -> int:
         """Return the tokens that ``evict`` can free, lent ones included."""
@@ -190,7 +192,7 @@ class DeviceFetcher:
     def cancel(self, plan_id: int) -> None:
         """Give the slots of one back; ``FetchTicket.cancel`` says when."""
         flight = self._flights.pop(plan_id)
-        flight.ticket.cancel()
+        flight.ticket.cancel(lands=self._tree.receives)
         self._free(flight)
         self._metrics.add("fetches_cancelled")
         self._prefetcher.ended(flight.plan, landed=False)

@@ -319,6 +319,11 @@ def _matmul_flops(like: torch.Tensor, clock: Clock) -> float:
     It is the largest that fits into the budget: where torch has no kernel for the type,
     as for bfloat16 on a CPU without AVX-512, the large one takes a minute.
     """
+    # Weights of other types are multiplied as these, once they have been made so.
+    is_plain = like.dtype.is_floating_point and like.dtype.itemsize > 1
+    like = torch.empty(
+        0, dtype=like.dtype if is_plain else torch.bfloat16, device=like.device
+    )
     if like.device.type != "cpu":
         return _queued_flops(like)
     scale = _MATMUL_SCALE

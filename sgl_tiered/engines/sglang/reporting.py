@@ -163,8 +163,6 @@ def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) 
     """Run a batch; once more where its loads failed and what they lack is computed."""
     cache: Any = getattr(batch, "tree_cache", None)
     runtime = _tiered(cache)
-    if runtime is not None:
-        runtime.before_forward()
     result = original(worker, batch, *args, **kwargs)
     if runtime is not None and batch.hicache_consumer_index >= 0:
         # The overlap schedule's copy of a batch, whose results come, lacks the index.

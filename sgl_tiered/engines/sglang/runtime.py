@@ -152,8 +152,6 @@ class TieredRuntime:
         self.on_offloaded: Callable[[], None] = lambda: None
         # The offload of this plan has ended, however it did; the tree sets it.
         self.on_offload_end: Callable[[int], None] = lambda plan_id: None
-        # On the stream of a forward, before it is queued; the factory sets it.
-        self.before_forward: Callable[[], None] = lambda: None
         # Holds prefill for the decoders' sake; the scheduler sets it.
         self.admission: ServedAdmission | None = None
         self.wait_whole = wait_whole

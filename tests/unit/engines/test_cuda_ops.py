@@ -222,9 +222,13 @@ def test_a_start_compiles_what_a_server_launches(
         return {one.key for one in launches.launches_of(kernels, run)}
 
     ready = told(lambda: pool.warm(np.array([1])))
-    # Where pages are no multiple of 16 bytes, the second half begins at an odd place.
-    assert len(ready) == (2 if layout.page_bytes % 16 == 0 else 3)
-    assert told(serve) == ready
+    # Where pages are no multiple of 16 bytes, second halves begin at an odd place.
+    assert len(ready) == (2 if layout.page_bytes % 16 == 0 else 4)
+    served = told(serve)
+    assert served <= ready
+    if way is LoadWay.STAGED:
+        # Which of them the others need is known once they have been measured.
+        assert served == ready
 
 
 def test_pages_survive_both_ways_of_the_copies():
@@ -511,8 +515,8 @@ class Driver:
         self.devices.append(getattr(self._threads, "device", None))
         return 0
 
-    def set_device(self, ordinal):
-        self._threads.device = ordinal
+    def set_device(self, device):
+        self._threads.device = device.index
 
     def cudaHostUnregister(self, address):  # noqa: N802
         self.registered = [one for one in self.registered if one[0] != address]

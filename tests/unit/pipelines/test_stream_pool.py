@@ -1,6 +1,7 @@
 """Copies on streams: right bytes and no host wait, whatever the device runs first."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -468,23 +469,74 @@ def test_a_fetch_whose_copy_the_device_fails_at_has_failed():
         assert fetch.failed_source is TierId.HOST
 
 
-@pytest.mark.parametrize("joins", [False, True])
-def test_a_forward_can_be_made_to_wait_for_stores(joins):
-    """On the device, for those that are queued and once for each; never on the host."""
-    with Machine() as machine:
-        host = HostTier(SLOT, NUM_PAGES)
-        machine.pool.join_stores()
-        machine.pool.store_pages(
-            host.region, np.arange(4), np.arange(4), machine.pool.mark()
-        )
-        waited = []
+@given(seed=SEEDS, count=st.integers(1, 9))
+@settings(max_examples=20)
+def test_stores_can_be_kept_from_running_beside_a_forward(seed, count):
+    """On its stream they wait for it and it for them, however many halves they take."""
+    region = np.zeros((NUM_PAGES, SLOT), np.uint8)
+    with Machine(seed) as machine:
         engine = machine.device.engine
-        engine.wait_event = waited.append
-        if joins:
-            machine.pool.join_stores()
-            machine.pool.join_stores()
-        assert len(waited) == joins
-        host.close()
+        pool = StreamPool(machine.ops, store_stream=engine)
+        rng = np.random.default_rng(seed)
+        wanted = rng.integers(0, 256, machine.ops.layers.shape, np.uint8)
+
+        def forward(pages=wanted):
+            machine.ops.layers[:] = pages
+
+        machine.device.going.clear()
+        engine.run(forward)
+        mark = pool.mark()
+        storing = threading.Thread(
+            target=pool.store_pages,
+            args=(region, np.arange(count), np.arange(count), mark),
+        )
+        storing.start()
+        while len(engine.queue) < 3:
+            time.sleep(0.001)
+        machine.device.going.set()
+        storing.join(PATIENCE_S)
+        engine.run(lambda: forward(0 * wanted))
+        machine.device.settle()
+        for page in range(count):
+            whole = wanted[:, page].reshape(-1)
+            assert np.array_equal(region[page, : LAYOUT.page_bytes], whole)
+        stores = [each for each in machine.device.streams if each.name == "store"]
+        # Those of the machine's own pool.
+        assert len(stores) == 2
+
+
+@pytest.mark.parametrize("lands", [False, True])
+def test_a_cancelled_fetch_can_be_waited_for(lands):
+    """Who writes without a stream then finds nothing under way."""
+    region = make_pages(4, SLOT, 3)
+    with Machine(way=ENGINES) as machine:
+        fetch = FetchTicket(
+            job(region, [2, 3], [7, 8]), machine.pool, SystemClock()
+        )
+        fetch.step()
+        fetch.cancel(lands=lands)
+        received = np.full((2, LAYOUT.layer_page_bytes), 9, np.uint8)
+        machine.ops.layers[0, [7, 8]] = received
+        machine.device.settle()
+        assert np.array_equal(machine.ops.layers[0, [7, 8]], received) is lands
+
+
+def test_a_fetch_brings_nothing_twice():
+    """Of two tiers and by pages that the host knows, where layers come together."""
+    regions = [make_pages(4, SLOT, seed) for seed in (3, 4)]
+    plan = load_plan([0, 1, 2, 3])
+    segments = tuple(
+        Segment(region, plan.addresses[part], np.arange(4)[part])
+        for region, part in zip(regions, (slice(0, 3), slice(3, 4)), strict=True)
+    )
+    with Machine(way=STAGED, staged_bytes=LAYOUT.page_bytes) as machine:
+        given = LoadJob(plan, segments, np.array([7, 8, 2, 1]))
+        fetch = FetchTicket(given, machine.pool, SystemClock())
+        while fetch.step():
+            fetch.land()
+        assert fetch.landed
+        # Three pages and one, through halves of two.
+        assert machine.ops.kernels == ["scatter"] * 3
 
 
 def test_the_better_way_is_taken_once_the_host_knows_the_numbers():

@@ -8,7 +8,7 @@ import pytest
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.host import HostTier
 from sgl_tiered.tiers.memory import MemoryRegion
-from sgl_tiered.tiers.pinning import Pinning
+from sgl_tiered.tiers.pinning import LenientRegister, Pinning
 
 ROW = 4096
 ADDRESS = 1 << 30
@@ -214,3 +214,51 @@ def test_a_host_tier_serves_before_its_last_part_is_pinned(driver, monkeypatch):
     assert tier.num_ready == 64
     tier.close()
     assert driver.pinned == {}
+
+
+@pytest.mark.parametrize("in_steps", [True, False])
+@pytest.mark.parametrize(
+    ("pinned_parts", "used"), [(0, 20), (1, 4), (2, 8), (4, 16), (5, 20)]
+)
+def test_what_is_not_pinned_in_the_end_is_counted_once(
+    driver, caplog, in_steps, pinned_parts, used
+):
+    """All rows are used, or those that are pinned; nothing else stays pinned."""
+
+    def register(address, num_bytes):
+        if address >= ADDRESS + pinned_parts * 4 * ROW:
+            raise ConfigError("--size", "cannot be pinned", "raise ulimit -l")
+        return driver(address, num_bytes)
+
+    refused = []
+    lenient = LenientRegister(register, refused.append)
+    pinning = pin(lenient, 20, in_steps=in_steps)
+    assert pinning.wait(PATIENCE_S)
+    is_whole = pinned_parts == 5
+    leaves_all = not is_whole and (not in_steps or pinned_parts == 0)
+    assert pinning.is_refused is leaves_all
+    assert pinning.num_ready == (20 if leaves_all else used)
+    not_pinned = 20 if leaves_all else 20 - used
+    assert sum(driver.pinned.values()) == (20 - not_pinned) * ROW
+    assert refused == ([not_pinned * ROW] if not_pinned else [])
+    reasons = [r for r in caplog.records if "--size" in r.getMessage()]
+    assert len(reasons) == (not is_whole)
+    pinning.close()
+    assert driver.pinned == {}
+
+
+def test_a_thread_that_pins_lives_through_any_error(driver, caplog):
+    """It is a refusal as others are: told, and what lies behind it is not used."""
+
+    def register(address, num_bytes):
+        if address == ADDRESS + 8 * ROW:
+            raise RuntimeError("the driver is gone")
+        return driver(address, num_bytes)
+
+    pinning = pin(register, 20)
+    assert pinning.wait(PATIENCE_S)
+    assert pinning.num_ready == 8
+    assert sum(driver.pinned.values()) == 8 * ROW
+    assert "the driver is gone" in caplog.text
+    assert "32768 of 81920 bytes" in caplog.text
+    pinning.close()
