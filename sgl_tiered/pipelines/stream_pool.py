@@ -11,9 +11,9 @@ scattered pieces need; or some layers at once by the copy engines to device memo
 our own, so that pieces are large, and from there by a kernel, which then takes the
 device's cores for no longer than its own memory needs. The copy engines alone cannot be
 queued before the host knows where pages lie (see ``page_numbers.py``), so where they
-would have to wait it is the kernel. ``StreamPool.tune`` finds which is best. Stores gather
-pages into device memory first, so that a page leaves as one piece, and then go by the
-copy engines; two halves let the one run under the other.
+would have to wait it is the kernel. ``StreamPool.tune`` finds which is best. Stores
+gather pages into device memory first, so that a page leaves as one piece, and then go
+by the copy engines; two halves let the one run under the other.
 """
 
 from __future__ import annotations

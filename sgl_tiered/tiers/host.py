@@ -43,7 +43,11 @@ class HostTier(RegionTier):
         check_slots("host", layout_slot_bytes, num_slots)
         check_available("host size", num_slots * layout_slot_bytes)
         self._own_region = MemoryRegion(
-            num_slots, layout_slot_bytes, register=register, in_steps=in_steps, node=node
+            num_slots,
+            layout_slot_bytes,
+            register=register,
+            in_steps=in_steps,
+            node=node,
         )
         super().__init__(
             TierId.HOST, self._own_region, page_bytes=page_bytes, clock=clock

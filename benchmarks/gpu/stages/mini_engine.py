@@ -29,6 +29,8 @@ from engine.model import Shape
 from engine.work import Conversations, Talk, num_wrong
 from stages.stage import Stage
 
+from sgl_tiered.pipelines.stream_pool import LoadWay
+
 __all__ = ["played", "run"]
 
 _PLAYED = (

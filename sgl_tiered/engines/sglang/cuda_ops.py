@@ -276,7 +276,6 @@ class CudaOps(CudaStreams):
         # The gather is still under way: its bytes must be read in the stream's order.
         self._engines.submit(to, frm, width, stream.cuda_stream, source_complete=False)
 
-
     # Through device memory of our own: ``StagingOps``.
 
     @property
@@ -297,7 +296,9 @@ class CudaOps(CudaStreams):
         first = self._staging_halves()[half].data_ptr()
         frm = row_addresses(memory.ctypes.data, memory.strides[0], rows, first_byte)
         to = row_addresses(first, num_bytes, np.arange(len(rows), dtype=np.int64))
-        self._engines.submit(to, frm, num_bytes, stream.cuda_stream, source_complete=True)
+        self._engines.submit(
+            to, frm, num_bytes, stream.cuda_stream, source_complete=True
+        )
 
     def scatter(
         self, stream: Any, half: int, layers: range, pages: torch.Tensor, part: slice

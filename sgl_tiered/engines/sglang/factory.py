@@ -387,7 +387,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served={
             **report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
             **form.facts(config),
-            **({"loads_by": device.way.value} if isinstance(device, StreamPool) else {}),
+            **(
+                {"loads_by": device.way.value} if isinstance(device, StreamPool) else {}
+            ),
         },
         lengths=_lengths(config),
         promoter=promoter,
@@ -408,8 +410,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         from sgl_tiered.engines.sglang.sparse.cache import SparseRuntime
 
         return SparseRuntime(parts, sparse, wait_whole=waits_whole)
-    runtime = TieredRuntime(parts, wait_whole=waits_whole)
-    return runtime
+    return TieredRuntime(parts, wait_whole=waits_whole)
 
 
 def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:

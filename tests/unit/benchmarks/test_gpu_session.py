@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from sgl_tiered.pipelines.stream_pool import LoadWay  # noqa: E402
+
 FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"
 _OURS = ("carry", "session", "stages", "engine", "movement")
 
@@ -214,9 +216,7 @@ def _this_file(root):
 def test_the_played_engine_answers_right(load, way, newest_first):
     """Random hits and evictions on a tight pool, in an order that streams allow."""
     engine = load("stages.mini_engine")
-    told = engine.played(
-        11, way=way, newest_first=newest_first, num_requests=24
-    )
+    told = engine.played(11, way=way, newest_first=newest_first, num_requests=24)
     assert told["wrong"] == 0
     assert told["requests"] == 24
     assert told["loads"] > 0

@@ -510,9 +510,7 @@ def test_a_cancelled_fetch_can_be_waited_for(lands):
     """Who writes without a stream then finds nothing under way."""
     region = make_pages(4, SLOT, 3)
     with Machine(way=ENGINES) as machine:
-        fetch = FetchTicket(
-            job(region, [2, 3], [7, 8]), machine.pool, SystemClock()
-        )
+        fetch = FetchTicket(job(region, [2, 3], [7, 8]), machine.pool, SystemClock())
         fetch.step()
         fetch.cancel(lands=lands)
         received = np.full((2, LAYOUT.layer_page_bytes), 9, np.uint8)

@@ -27,7 +27,6 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 
 
-
 class Places(Protocol):
     """Says where pages of a transfer lie.
 
