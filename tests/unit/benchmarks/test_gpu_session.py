@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from sgl_tiered.pipelines.stream_pool import LoadWay  # noqa: E402
+from sgl_tiered.pipelines.stream_pool import LoadWay
 
 FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"
 _OURS = ("carry", "session", "stages", "engine", "movement")
