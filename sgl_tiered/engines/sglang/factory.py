@@ -395,7 +395,9 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         promoter=promoter,
         agreement=agreement,
         adoption=adoption,
-        adapters=Adapters(getattr(runner, "lora_manager", None), agreement),
+        adapters=Adapters(
+            getattr(runner, "lora_manager", None), agreement, metrics
+        ),
     )
     _log_start(parts, layout)
     emulator.arm()

@@ -548,13 +548,14 @@ def test_what_stands_behind_an_adapters_id_makes_it_nobodys():
 
 def test_an_adapter_that_cannot_be_read_is_nobodys(caplog):
     """The server serves on with it."""
-    served = lora_manager()
-    adapters = Adapters(served, Agreement(ManualClock()))
+    served, metrics = lora_manager(), MetricsRegistry()
+    adapters = Adapters(served, Agreement(ManualClock()), metrics)
     served.loras[ID] = lora(1.0)
     del served.loras[ID].scaling
     adapters.loaded(ID)
     assert adapters.parted(ID) is None
     assert "could not be read" in caplog.text
+    assert metrics.snapshot()["counters"]["adapters_unreadable"] == 1
 
 
 @pytest.mark.parametrize("mark", ["", "tiered-exact-base|", "tiered-lossy|"])
