@@ -548,8 +548,9 @@ def _joins_offloads(device: torch.device, num_ranks: int) -> bool:
 
     if num_ranks == 1 or device.type != "cuda":
         return False
-    is_breakable = bool(check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE))
-    return is_breakable and bool(torch.cuda.get_device_capability(device)[0] >= _BLACKWELL)
+    if not check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
+        return False
+    return bool(torch.cuda.get_device_capability(device)[0] >= _BLACKWELL)
 
 
 def _loads_overlap(
