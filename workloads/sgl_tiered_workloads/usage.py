@@ -57,8 +57,8 @@ class Usage:
 def tokens_by_tier(details: Mapping[str, Any]) -> dict[str, int]:
     """Return cached tokens by tier, each token once; what is no count is left out.
 
-    A server with a disk tier repeats ``disk`` as ``storage``, which is SGLang's own word
-    for the level below host.
+    A server with a disk tier repeats ``disk`` as ``storage``, which is SGLang's own
+    word for the level below host.
     """
     tiers = {key: num for key, num in details.items() if type(num) is int}
     if tiers.get("disk"):
