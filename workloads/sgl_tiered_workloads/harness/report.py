@@ -20,12 +20,12 @@ _LATE_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, a table, and what must be known to read it."""
+    """A heading, what must be known, and a table; none where it has no columns."""
 
     title: str
     note: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    head: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
 
 
 def write_report(out: Path) -> list[Path]:
@@ -55,11 +55,14 @@ def markdown(title: str, parts: Sequence[Section], pictures: Sequence[str]) -> s
     """Return the report as Markdown; pictures are files beside it."""
     lines = [f"# {title}", ""]
     for part in parts:
-        lines += [f"## {part.title}", "", part.note, ""]
+        lines += [f"## {part.title}", ""]
+        lines += [part.note, ""] if part.note else []
+        if not part.head:
+            continue
         lines.append("| " + " | ".join(part.head) + " |")
         lines.append("|---" * len(part.head) + "|")
         for row in part.rows:
-            cells = (cell.replace("|", "\\|") for cell in row)
+            cells = (" ".join(cell.split()).replace("|", "\\|") for cell in row)
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     for name in pictures:
