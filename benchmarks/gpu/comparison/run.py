@@ -25,7 +25,15 @@ from comparison.plan import Cell, Session, lengths_that_fit, plan
 from comparison.results import Findings, find
 from comparison.settings import Model, Shared, Sizes
 from comparison.store import FAILED, NOT_THERE, OK, Store
-from comparison.systems import PLAIN, SYSTEMS, absent, beside, spec_of, store_of
+from comparison.systems import (
+    PLAIN,
+    SYSTEMS,
+    UNCAPPED,
+    absent,
+    beside,
+    spec_of,
+    store_of,
+)
 from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.processes import Service, ServiceError
 from sgl_tiered_workloads.server import ServerSpec, ServerStartError, SglangServer
@@ -81,8 +89,8 @@ class Comparison:
     async def run(self) -> None:
         """Measure what is not measured yet."""
         for name in sorted(self._systems, key=lambda name: name != PLAIN):
-            # Whoever comes up first says how large the device pool is.
-            if self._facts is None:
+            # Whoever comes up first says how large the device pool is, with its limit.
+            if self._facts is None and name != UNCAPPED:
                 await self._first(name)
         if self._facts is None:
             return

@@ -196,6 +196,15 @@ def test_without_plain_others_are_measured_and_their_figures_withheld(comparison
     assert "tiered.ttft.64.0" in ran.cells
 
 
+def test_a_pool_without_a_limit_does_not_size_what_is_measured(
+    comparison, parts, monkeypatch
+):
+    """Where plain does not start, another one with the limit says how large it is."""
+    monkeypatch.setattr(parts.run, "absent", lambda *_, **__: "")
+    ran = comparison("plain", "plain-uncapped", "tiered", broken=["plain"])
+    assert ran.started[:2] == ["plain", "tiered"]
+
+
 def test_nothing_that_starts_is_a_page_too(comparison):
     """With the reason of each."""
     ran = comparison("plain", "tiered", broken=["plain", "tiered"])
