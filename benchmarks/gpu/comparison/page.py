@@ -8,7 +8,7 @@ from typing import Any
 
 from comparison.judging import GREEN, REFERENCE
 from comparison.results import Findings, Row
-from sgl_tiered_workloads.harness.report import Section, markdown
+from sgl_tiered_workloads.harness.page import Section, markdown
 
 __all__ = ["DRY_WORDS", "last_line", "page", "result"]
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sgl_tiered_workloads.harness.metrics import in_window, span
-from sgl_tiered_workloads.harness.results import Results, SystemResult
 from sgl_tiered_workloads.records import RequestRecord
+
+if TYPE_CHECKING:
+    # It brings the clients' packages, and who draws other figures needs none.
+    from sgl_tiered_workloads.harness.results import Results, SystemResult
 
 __all__ = ["COLOURS", "draw_all", "new_figure", "tidy", "to_png"]
 
