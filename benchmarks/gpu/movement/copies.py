@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from movement.place import Place, Shape, Store
 
-__all__ = ["measure_copies"]
+__all__ = ["LAYERS", "measure_copies"]
 
 LAYERS = 2
 
@@ -23,6 +23,9 @@ def measure_copies(
     place: Place, piece_sizes: list[int], num_bytes: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Yield one record per size, way and direction; bytes are compared first.
+
+    Where there are several ways of a load, one more record per size says which of them
+    the product would choose, by measuring as it does when a server starts.
 
     Args:
         place: where.
@@ -43,6 +46,17 @@ def measure_copies(
                 yield from _both_directions(place, store, way, repeats)
             finally:
                 store.close()
+        if len(place.ways) > 1:
+            store = Store(place, shape, place.ways[0], count)
+            try:
+                store.pool.tune(store.region, store.rows, store.pages)
+                yield {
+                    "kind": "chosen",
+                    "piece_bytes": size,
+                    "way": store.pool.way.value,
+                }
+            finally:
+                store.close()
 
 
 def _both_directions(
@@ -57,6 +71,7 @@ def _both_directions(
     yield {
         **facts,
         "direction": "up",
+        "pieces": 2 * len(store.rows),
         "num_bytes": num_bytes,
         "seconds": [device_s for device_s, _ in loads],
         "queueing_s": [host_s for _, host_s in loads],
@@ -68,6 +83,7 @@ def _both_directions(
     yield {
         **facts,
         "direction": "down",
+        "pieces": 2 * LAYERS * len(store.rows),
         "num_bytes": num_bytes * LAYERS,
         "seconds": stores,
         "plain_s": _plain(place, num_bytes * LAYERS, repeats, up=False),

@@ -79,6 +79,8 @@ def html_page(
     for part in parts:
         body.append(f"<h2>{html.escape(part.title)}</h2>")
         body.append(f"<p>{_marked(part.note)}</p>")
+        if not part.head:
+            continue
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in part.head)
         rows = "".join(
             "<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in part.rows
