@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from comparison.settings import LoadShape, Model, patience_s
+from comparison.settings import LoadShape, Model
 from sgl_tiered_workloads.server import SglangServer
 
 __all__ = ["SEED", "NotThereError", "command", "read_result", "run_load"]
@@ -146,7 +146,7 @@ async def run_load(
         # What LMCache's own server holds outlives a flush.
         await asyncio.to_thread(server.post, "/hicache/storage-backend/clear", {})
     line = command(shape, groups, server.url, model.path, result)
-    limit_s = patience_s(shape.computed_tokens(groups))
+    limit_s = shape.limit_s(groups)
     code = await asyncio.to_thread(_run, line, _environment(folder), log, limit_s)
     text = log.read_text(encoding="utf-8", errors="replace")
     if code != 0:

@@ -67,7 +67,7 @@ def measured_memory(pids: Iterable[int]) -> dict[str, float | None]:
             root = psutil.Process(pid)
             for process in (root, *root.children(recursive=True)):
                 host_bytes += process.memory_full_info().pss
-        except psutil.Error:
+        except (psutil.Error, OSError):
             # It ended just now.
             continue
     gpu = gpu_memory()

@@ -107,10 +107,16 @@ class Comparison:
         return plan(self._systems, lengths, self._sizes)
 
     def _todo(self, session: Session) -> list[Cell]:
-        """Return the cells that are neither measured nor were tried by this run."""
+        """Return the cells that are neither measured nor were tried by this run.
+
+        Of the lengths that are known to fit by now.
+        """
+        same = (session.system, session.start)
         return [
             cell
-            for cell in session.cells
+            for one in self._sessions()
+            if (one.system, one.start) == same
+            for cell in one.cells
             if cell not in self._given_up and not self._store.is_done(cell)
         ]
 
@@ -128,7 +134,7 @@ class Comparison:
                 self._store.keep_facts(self._facts)
             # Another one was given host memory for the largest pool that may be.
             if name == PLAIN:
-                await self._measure(self._sessions()[0], server, others)
+                await self._measure(session, server, others)
 
         await self._with_server(session, learn)
 

@@ -27,6 +27,8 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[3]
 _SOURCES = ("sgl_tiered", "kernels", "workloads", "benchmarks/gpu")
 _START_S, _SLOWEST_TOKENS_PER_S = 120.0, 500.0
+_PROGRAM_S, _LOAD_TOKENS_PER_S = 600.0, 2000.0
+"""Of bench_serving, which imports SGLang for minutes on two busy cores."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -70,11 +72,15 @@ class LoadShape:
         turn = self.question_tokens + self.answer_tokens
         return self.prefix_tokens + self.turns * turn
 
-    def computed_tokens(self, groups: int) -> int:
-        """Return the tokens of all prompts and answers, where nothing is reused."""
+    def limit_s(self, groups: int) -> float:
+        """Return after how long a run is given up, its program's start included.
+
+        Counted is every token of prompts and answers, as if none were reused.
+        """
         turn = self.question_tokens + self.answer_tokens
         prompts = groups * self.per_group * self.turns
-        return prompts * (self.prefix_tokens + self.turns * turn)
+        tokens = prompts * (self.prefix_tokens + self.turns * turn)
+        return _PROGRAM_S + tokens / _LOAD_TOKENS_PER_S
 
     def num_groups(self, pool_tokens: int, num_pools: float) -> int:
         """Return how many groups have the KV of so many device pools."""

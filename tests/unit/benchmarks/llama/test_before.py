@@ -311,4 +311,4 @@ def test_how_long_a_request_may_take_follows_from_its_tokens(parts):
     sizes = parts.settings.GPU
     for shape in (sizes.shared_prefix, sizes.multi_turn):
         groups = shape.num_groups(131_072, sizes.load_pools)
-        assert patience_s(shape.computed_tokens(groups)) <= 2400
+        assert 600 < shape.limit_s(groups) <= 1200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.benchmarks.llama.llama_support import (
     MEMORY,
     POOL,
+    TOKENS,
     PlayedServer,
     folder_of_model,
     shared,
@@ -36,10 +38,10 @@ def comparison(parts, measured, tmp_path, monkeypatch):
     monkeypatch.setattr(parts.run, "measured_memory", lambda _: {"gpu_used_gib": 1.0})
     monkeypatch.setattr(parts.measure, "run_load", no_load)
     model = parts.settings.Model.of(folder_of_model(tmp_path / "model"))
-    sizes = small_sizes(parts)
     said: list[str] = []
 
-    def run(*systems: str, broken=(), make=None):
+    def run(*systems: str, broken=(), make=None, lengths=(TOKENS,)):
+        sizes = dataclasses.replace(small_sizes(parts), lengths=lengths)
         fleet = played_fleet(make or (lambda spec: PlayedServer(spec.name)), broken)
         monkeypatch.setattr(parts.run, "Fleet", fleet)
         store = parts.store.Store(tmp_path / "out")
@@ -168,6 +170,20 @@ def test_a_server_that_ends_twice_is_given_up(comparison):
     assert lost
     assert all(name.startswith("hicache") for name in missing)
     assert ran.line["gates"]["tiered-disk"] == "green"
+
+
+def test_lengths_that_do_not_fit_are_not_given_up_with_the_others(comparison):
+    """The first server says what fits, and may be lost then."""
+
+    class Mortal(Fragile):
+        def answer(self, request, order, wishes=None):
+            self.is_gone = True
+            raise ConnectionResetError("gone")
+
+    ran = comparison("plain", make=lambda spec: Mortal(spec.name), lengths=(64, 512))
+    assert "plain.ttft.64.0" in ran.cells
+    assert not [name for name in ran.cells if ".512." in name]
+    assert "512 tokens: the device pool has 160 tokens" in ran.text
 
 
 def test_a_server_that_answers_no_more_counts_as_one_that_ended(comparison):
