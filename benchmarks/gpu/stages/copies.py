@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -124,7 +124,7 @@ def run(stage: Stage) -> None:
 
 
 def _by_the_product(stage: Stage, bench: _Bench) -> None:
-    """Write what the product's own pool reaches, a layer up and whole pages down.
+    """Write what the product's own pool reaches, layers up and whole pages down.
 
     HiCache's kernels move as many pieces of as many pages and layers beside it.
     """
@@ -139,11 +139,10 @@ def _by_the_product(stage: Stage, bench: _Bench) -> None:
             record["way"] = f"product_{record['way']}"
             stage.add(record.pop("kind"), **record)
         pages = num_bytes // (2 * piece_bytes)
-        for direction, layers in (("up", 1), ("down", LAYERS)):
-            case = _Case(piece_bytes, pages, 2 * layers)
-            for record in bench.measure_hicache(case, (direction,)):
-                record["way"] = "product_hicache"
-                stage.add("copy", **record)
+        case = _Case(piece_bytes, pages, 2 * LAYERS)
+        for record in bench.measure_hicache(case):
+            record["way"] = "product_hicache"
+            stage.add("copy", **record)
 
 
 class _Bench:
@@ -194,7 +193,7 @@ class _Bench:
                     "seconds": [device_s for device_s, _ in timed],
                     "queueing_s": [host_s for _, host_s in timed],
                 }
-        yield from self.measure_hicache(case, ("up", "down"))
+        yield from self.measure_hicache(case)
 
     def _set(self, case: _Case) -> None:
         rng = np.random.default_rng(case.piece_bytes + case.pages)
@@ -406,9 +405,7 @@ class _Bench:
         found = moved.cpu().numpy()
         assert np.array_equal(found, self._memory[rows]), f"{what}: other bytes"
 
-    def measure_hicache(
-        self, case: _Case, directions: Sequence[str]
-    ) -> Iterator[dict[str, Any]]:
+    def measure_hicache(self, case: _Case) -> Iterator[dict[str, Any]]:
         """Yield HiCache's kernels on as many bytes: its own layout, its own indices."""
         if self._hicache.why_not or case.parts % 2:
             return
@@ -421,7 +418,7 @@ class _Bench:
             page_tokens=_PAGE_TOKENS,
             token_bytes=case.piece_bytes // _PAGE_TOKENS,
         )
-        for direction in directions:
+        for direction in ("up", "down"):
             copy = None if told else self._hicache.copy(direction, self._stream)
             if copy is None:
                 yield {**facts, "direction": direction, "way": "hicache", "why": told}

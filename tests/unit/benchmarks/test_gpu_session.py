@@ -307,6 +307,17 @@ def test_copies_of_other_bytes_end_it(load, tmp_path, monkeypatch):
     assert not any(one.get("way") == "engines" for one in stage.records)
 
 
+def test_the_products_pool_is_told_all_bytes_that_it_moved(load):
+    """Of all layers in both directions: a way that brings two at once is no faster."""
+    place = load("movement.place").Place("cpu")
+    copies = load("movement.copies")
+    records = list(copies.measure_copies(place, [2048], 16 << 10, 1))
+    assert [record["direction"] for record in records] == ["up", "down"]
+    for record in records:
+        assert record["num_bytes"] == record["pieces"] * record["piece_bytes"]
+        assert record["pieces"] == 2 * copies.LAYERS * record["pages_moved"]
+
+
 class PlayedHiCache:
     """SGLang's kernels as far as the stage calls them, by torch on a CPU."""
 
