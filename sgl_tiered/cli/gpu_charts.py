@@ -12,6 +12,15 @@ from sgl_tiered.cli.gpu_report import Page
 __all__ = ["draw"]
 
 _GREY = COLOURS[-1]
+_BY_WAY = {
+    PLAIN: _GREY,
+    HICACHE: COLOURS[1],
+    "kernel_by_layer": COLOURS[0],
+    "gather_pages": COLOURS[0],
+    "engines": COLOURS[2],
+    "batch": COLOURS[4],
+}
+_PRODUCT = COLOURS[3]
 
 
 def draw(page: Page) -> dict[str, bytes]:
@@ -44,7 +53,7 @@ def _copies(page: Page) -> bytes:
                 for way in sorted(ways & case.rates.keys()):
                     point = (case.piece_bytes, case.rates[way])
                     lines.setdefault(way, []).append(point)
-        for place, (way, points) in enumerate(lines.items()):
+        for way, points in lines.items():
             sizes = [size for size, _ in points]
             rates = [rate for _, rate in points]
             axes.errorbar(
@@ -58,7 +67,7 @@ def _copies(page: Page) -> bytes:
                 marker="o",
                 markersize=3,
                 capsize=2,
-                color=_GREY if way == PLAIN else COLOURS[place % (len(COLOURS) - 1)],
+                color=_BY_WAY.get(way, _PRODUCT),
                 label="one plain copy (roof)" if way == PLAIN else way,
             )
         if page.link_gb_per_s is not None:

@@ -180,7 +180,8 @@ def _cells(row: Row, is_dry: bool) -> tuple[str, ...]:
     mark = _mark(is_dry)
     value = "none" if row.gate in (GREEN, REFERENCE) else "withheld"
     if row.value is not None:
-        value = f"{_number(row.value, row.unit)} {row.unit}{mark}"
+        unit = "" if row.unit == "ratio" else f" {row.unit}"
+        value = f"{_number(row.value, row.unit)}{unit}{mark}"
     starts = ", ".join(_number(one, row.unit) for one in row.starts)
     spread = ""
     if row.low is not None and row.high is not None:
