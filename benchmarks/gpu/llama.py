@@ -3,11 +3,11 @@
     python benchmarks/gpu/llama.py --model MODEL --out out/llama   # one GPU
     python benchmarks/gpu/llama.py --dry-run                       # on a CPU, tiny
 
-Measured: TTFT by the length of a hit and by where its KV lay, throughput without reuse
-(plain, ours, ours, plain), and the shared-prefix and multi-turn loads of SGLang's own
-bench_serving. Servers run one after the other, with one page size, device pool, memory
-fraction and attention backend. Answers are compared: a system whose answers are wrong
-has no figures.
+Measured: TTFT by the length of a hit and by where its KV lay, throughput without reuse,
+and the shared-prefix and multi-turn loads of SGLang's own bench_serving. Servers run
+one after the other, and then in the opposite order, with one page size, device pool,
+memory fraction and attention backend. Answers are compared: a system whose answers are
+wrong, or were not judged, has no figures.
 
 Each finished cell is a file at once; the same command goes on where it was stopped. A
 system that fails stops no other. ``table.md``, ``result.json`` and ``chart.png`` are
@@ -60,19 +60,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"llama.py: {problem}", file=sys.stderr)
         return 2
     exit_on_signals()
-    stopped = False
+    status = 0
     try:
         asyncio.run(comparison.run())
     except (KeyboardInterrupt, SystemExit):
-        stopped = True
+        status = 130
         say("stopped; the same command goes on from here")
-    line, text = comparison.finish()
-    print("\n" + text)
-    say(f"table, figures, chart, cells and logs are in {args.out}")
-    print(json.dumps(line), flush=True)
-    if stopped:
-        return 130
-    return 1 if line["problems"] or not line["figures"] else 0
+    finally:
+        # Also of a run that ended by a fault of its own, whose traceback follows.
+        line, text = comparison.finish()
+        print("\n" + text)
+        say(f"table, figures, chart, cells and logs are in {args.out}")
+        print(json.dumps(line), flush=True)
+    return status or (1 if line["problems"] or not line["figures"] else 0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -137,7 +137,7 @@ def _prepare(args: argparse.Namespace, say: object) -> Comparison:
     out: Path = args.out
     if out.exists() and not out.is_dir():
         raise ProblemError(f"--out: {out} is a file; give a folder.")
-    check(model, shared, systems, out, args.port, dry_run=dry_run)
+    check(model, shared, systems, out, args.port)
     store = Store(out)
     told = header(model, shared, sizes, systems, dry_run=dry_run)
     told["began"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,8 +1,8 @@
-"""Reads the folder of ``benchmarks/gpu/session.py``, whatever state it is in.
+"""Reads the folder of ``benchmarks/gpu/session.py``, also where it was stopped.
 
 A session that was stopped leaves ``session.json`` without its last stages, and the
-running stage's own file in ``stages``. What is missing or broken is told in a sentence
-each; everything else is read.
+running stage's own file in ``stages``. What is missing or cannot be read is told in a
+sentence; everything else is read as ``session.py`` writes it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,9 @@ from typing import Any
 
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["LackError", "Session", "Stage", "number", "numbers", "read_session", "text"]
+__all__ = ["Record", "Session", "Stage", "read_session"]
 
 Record = Mapping[str, Any]
-
-
-class LackError(ValueError):
-    """A record does not have what is needed; the message says what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +28,7 @@ class Stage:
         name: of it.
         status: ``ok``, ``failed``, ``not there``, ``timed out``, or ``not finished``.
         why: where it is not ok.
-        seconds: that it took; None if it was not told.
+        seconds: that it took; None of one that was stopped.
         limit_s: that it had.
         records: what it wrote.
     """
@@ -49,10 +45,6 @@ class Stage:
         """Whether its bytes or answers were found wrong: it has no figures then."""
         return self.status == "failed" and self.why.startswith("wrong")
 
-    def of(self, kind: str) -> list[Record]:
-        """Return the records of a kind."""
-        return [record for record in self.records if record.get("kind") == kind]
-
 
 @dataclass(slots=True)
 class Session:
@@ -61,7 +53,7 @@ class Session:
     Attributes:
         header: what ran and where; empty if it is missing.
         stages: by name, in order.
-        problems: a sentence for each thing that is missing or broken.
+        problems: a sentence for each thing that is missing or cannot be read.
     """
 
     header: Record = field(default_factory=dict)
@@ -73,45 +65,11 @@ class Session:
         """Whether the session says that it was one."""
         return self.header.get("dry_run") is True
 
-    def records(self, stage: str, kind: str) -> list[Record]:
-        """Return a stage's records of a kind; none where there is no such stage."""
+    def records(self, stage: str, *kinds: str) -> list[Record]:
+        """Return a stage's records of some kinds; none where there is no such stage."""
         found = self.stages.get(stage)
-        return [] if found is None else found.of(kind)
-
-
-def number(record: Record, name: str) -> float:
-    """Return a number of a record.
-
-    Raises:
-        LackError: it has none of that name.
-    """
-    value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise LackError(f"a record of kind {record.get('kind')!r} has no number {name}")
-    return float(value)
-
-
-def numbers(record: Record, name: str) -> list[float]:
-    """Return a list of numbers of a record, one at least.
-
-    Raises:
-        LackError: it has none of that name.
-    """
-    values = record.get(name)
-    if (
-        not isinstance(values, list)
-        or not values
-        or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values)
-    ):
-        kind = record.get("kind")
-        raise LackError(f"a record of kind {kind!r} has no list of numbers {name}")
-    return [float(value) for value in values]
-
-
-def text(record: Record, name: str) -> str:
-    """Return a text of a record; empty where it has none."""
-    value = record.get(name)
-    return value if isinstance(value, str) else ""
+        every = () if found is None else found.records
+        return [record for record in every if record.get("kind") in kinds]
 
 
 def read_session(folder: Path) -> Session:
@@ -127,92 +85,34 @@ def read_session(folder: Path) -> Session:
             "give the --out of benchmarks/gpu/session.py",
         )
     session = Session()
-    told = _object(folder / "session.json", session.problems)
-    if told is not None:
-        _take(session, told)
+    told = _read(folder / "session.json", session.problems)
+    session.header = told.get("header", {})
+    for name, stage in told.get("stages", {}).items():
+        words = ("status", "why", "seconds", "limit_s", "records")
+        session.stages[name] = Stage(name, *(stage[word] for word in words))
     for path in sorted((folder / "stages").glob("*.json")):
-        if path.stem in session.stages:
-            continue
-        part = _object(path, session.problems)
-        if part is not None:
+        if path.stem not in session.stages:
             why = "the session was stopped while it ran"
-            records = _records(path.stem, part.get("records"), session.problems)
+            records = _read(path, session.problems).get("records", ())
             session.stages[path.stem] = Stage(
                 path.stem, "not finished", why, records=records
             )
-    log = folder / "log.txt"
-    if not log.exists():
-        session.problems.append("log.txt is missing: what the stages printed is lost.")
     return session
 
 
-def _take(session: Session, told: Record) -> None:
-    """Take what session.json holds."""
-    header = told.get("header")
-    if isinstance(header, dict) and header:
-        session.header = header
-    else:
-        session.problems.append(
-            "session.json has no header, so it is not known what ran, nor where."
-        )
-    stages = told.get("stages")
-    if not isinstance(stages, dict):
-        session.problems.append("session.json has no stages.")
-        return
-    if not stages:
-        session.problems.append("session.json has no stage yet.")
-    for name, stage in stages.items():
-        if not isinstance(stage, dict):
-            session.problems.append(f"The stage {name} of session.json is no object.")
-            continue
-        session.stages[name] = Stage(
-            name,
-            text(stage, "status") or "not told",
-            text(stage, "why"),
-            _maybe(stage, "seconds"),
-            _maybe(stage, "limit_s"),
-            _records(name, stage.get("records"), session.problems),
-        )
+def _read(path: Path, problems: list[str]) -> Record:
+    """Return the object of a file; an empty one, and a sentence, where there is none.
 
-
-def _records(name: str, told: object, problems: list[str]) -> list[Record]:
-    if not isinstance(told, list):
-        problems.append(f"The stage {name} has no list of records.")
-        return []
-    good: list[Record] = [record for record in told if isinstance(record, dict)]
-    if len(good) < len(told):
-        count = len(told) - len(good)
-        problems.append(f"{count} records of the stage {name} are no objects.")
-    return good
-
-
-def _maybe(record: Record, name: str) -> float | None:
+    Files are put in place whole, so that one which is no JSON is not the session's.
+    """
     try:
-        return number(record, name)
-    except LackError:
-        return None
-
-
-def _object(path: Path, problems: list[str]) -> Record | None:
-    """Return the object of a JSON file; None, and a sentence, where there is none."""
-    name = path.name if path.parent.name != "stages" else f"stages/{path.name}"
-    try:
-        content = path.read_text(encoding="utf-8")
+        told = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        problems.append(f"{name} is missing.")
-        return None
-    except (OSError, UnicodeDecodeError) as problem:
-        problems.append(f"{name} cannot be read ({type(problem).__name__}).")
-        return None
-    if not content.strip():
-        problems.append(f"{name} is empty.")
-        return None
-    try:
-        told = json.loads(content)
-    except ValueError as problem:
-        problems.append(f"{name} is no whole JSON ({problem}).")
-        return None
-    if not isinstance(told, dict):
-        problems.append(f"{name} holds no object.")
-        return None
-    return told
+        problems.append(f"{path.name} is missing.")
+    except (OSError, ValueError) as problem:
+        problems.append(f"{path.name} cannot be read ({type(problem).__name__}).")
+    else:
+        if isinstance(told, dict):
+            return told
+        problems.append(f"{path.name} cannot be read (it holds no object).")
+    return {}

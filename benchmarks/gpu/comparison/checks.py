@@ -6,10 +6,8 @@ Each answer is one sentence for people.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,42 +20,15 @@ from sgl_tiered.cli.machine import memory_facts
 __all__ = [
     "check",
     "check_settings",
-    "gpu_memory",
     "room_in_host",
-    "room_on_gpu",
     "sees_accelerator",
     "why_not_started",
 ]
 
-_GIB = 1 << 30
-_ASK_S = 20.0
 _LEAST_POOL_TOKENS = 2048
 _HOST_SHARE = 0.8
 """Of the memory that is free: models are read through it, and servers need some."""
-_CAUSES = (
-    (
-        re.compile(r"error: (unrecognized arguments: .+|argument .+|ambiguous .+)"),
-        "a flag is wrong: {}",
-    ),
-    (
-        re.compile(r"(?:attempting to bind on address|port (\d+) is taken)"),
-        "another program has its port",
-    ),
-    (
-        re.compile(
-            r"(CUDA out of memory|OutOfMemoryError|Not enough memory"
-            r"|CUDA error: out of memory|cudaErrorMemoryAllocation)"
-        ),
-        "there is no room on the GPU ({}); give a smaller --pool-tokens or another "
-        "--mem-fraction, or end what else is on the GPU",
-    ),
-    (
-        re.compile(r"(Not enough host memory|Cannot allocate memory|MemoryError\b)"),
-        "there is no room in host memory ({}); give a smaller --pool-tokens or "
-        "--host-gb",
-    ),
-)
-_ERROR = re.compile(r"^(?:\S*\s)?([A-Z]\w*(?:Error|Exception): .+)$")
+_ERROR = re.compile(r"((?:\w*(?:Error|Exception)|\berror): .+)$")
 
 
 def check_settings(shared: Shared, sizes: Sizes, systems: Sequence[str]) -> None:
@@ -102,8 +73,6 @@ def check(
     systems: Sequence[str],
     out: Path,
     port: int | None,
-    *,
-    dry_run: bool,
 ) -> None:
     """Refuse to begin where it is known that nothing can come of it.
 
@@ -135,12 +104,6 @@ def check(
                 f"with a disk may take {shared.disk_gb} GB; give a smaller --disk-gb, "
                 "another --out, or leave them out with --systems."
             )
-    if not dry_run and shared.mem_fraction is not None:
-        memory = gpu_memory()
-        if memory is not None:
-            problem = room_on_gpu(model, shared.mem_fraction, *memory)
-            if problem:
-                raise ProblemError(problem)
 
 
 def room_in_host(host_gb: int, free_bytes: int, shared: Shared) -> str:
@@ -154,34 +117,6 @@ def room_in_host(host_gb: int, free_bytes: int, shared: Shared) -> str:
     )
 
 
-def room_on_gpu(
-    model: Model, mem_fraction: float, total_bytes: int, used_bytes: int
-) -> str:
-    """Return why a server does not fit on the GPU; empty where it does.
-
-    Args:
-        model: with its weights.
-        mem_fraction: that the server takes.
-        total_bytes: of the GPU.
-        used_bytes: by other programs.
-    """
-    share = mem_fraction * total_bytes
-    least = model.weights_bytes + _LEAST_POOL_TOKENS * model.token_bytes
-    if least > share:
-        return (
-            f"--model: its weights are {model.weights_bytes / _GIB:.1f} GiB, and "
-            f"{mem_fraction:g} of the GPU's memory is {share / _GIB:.1f} GiB: there is "
-            "no room for it."
-        )
-    if used_bytes > (1.0 - mem_fraction) * total_bytes:
-        return (
-            f"--mem-fraction: other programs hold {used_bytes / _GIB:.1f} of "
-            f"{total_bytes / _GIB:.1f} GiB of the GPU, and {mem_fraction:g} of it is "
-            "asked for; end them (nvidia-smi names them) or give a smaller one."
-        )
-    return ""
-
-
 def sees_accelerator() -> bool:
     """Whether torch is there and sees an accelerator."""
     if importlib.util.find_spec("torch") is None:
@@ -191,35 +126,15 @@ def sees_accelerator() -> bool:
     return bool(torch.accelerator.is_available())
 
 
-def gpu_memory() -> tuple[int, int] | None:
-    """Return the first visible GPU's memory and what is in use; None if unknown.
-
-    By nvidia-smi: CUDA in this process would take memory itself.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    query = "--query-gpu=memory.total,memory.used"
-    command = ["nvidia-smi", "-i", visible, query, "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=_ASK_S
-        )
-        total, used = (int(cell) << 20 for cell in done.stdout.split(","))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return total, used
-
-
 def why_not_started(error: Exception) -> str:
-    """Return one sentence of what a server's start ended with."""
-    text = str(error)
-    first, _, tail = text.partition("\n")
+    """Return one sentence of a server's start: what it ended with, and its last error.
+
+    The whole end of its log is in the folder of logs.
+    """
+    first, _, tail = str(error).partition("\n")
     if isinstance(error, ServerStartError):
         tail = error.log_tail
-    for pattern, sentence in _CAUSES:
-        if found := pattern.search(text):
-            detail = (found[1] if found.lastindex else "") or found[0]
-            return f"{first}: {sentence.format(detail.strip())}."
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
-    errors = [found[1] for line in lines if (found := _ERROR.match(line))]
-    last = errors[-1] if errors else (lines[-1] if lines else "")
-    return f"{first}: {last[:300]}" if last else f"{first}."
+    errors = [found[1] for line in lines if (found := _ERROR.search(line))]
+    last = (errors or lines)[-1:]
+    return f"{first}: {last[0][:300]}" if last else f"{first}."

@@ -26,7 +26,6 @@ __all__ = ["SEED", "NotThereError", "command", "read_result", "run_load"]
 SEED = 42
 _MODULES = ("sglang.benchmark.serving", "sglang.bench_serving")
 """The second is the name in older versions."""
-_TIMEOUT_S = 3600.0
 _KEPT = (
     "duration",
     "completed",
@@ -147,7 +146,8 @@ async def run_load(
         # What LMCache's own server holds outlives a flush.
         await asyncio.to_thread(server.post, "/hicache/storage-backend/clear", {})
     line = command(shape, groups, server.url, model.path, result)
-    code = await asyncio.to_thread(_run, line, _environment(folder), log)
+    limit_s = shape.limit_s(groups)
+    code = await asyncio.to_thread(_run, line, _environment(folder), log, limit_s)
     text = log.read_text(encoding="utf-8", errors="replace")
     if code != 0:
         lines = [one.strip() for one in text.splitlines() if one.strip()]
@@ -160,7 +160,9 @@ async def run_load(
     return {"groups": groups, **found}
 
 
-def _run(line: list[str], environment: Mapping[str, str], log: Path) -> int:
+def _run(
+    line: list[str], environment: Mapping[str, str], log: Path, limit_s: float
+) -> int:
     with log.open("wb") as output:
         try:
             done = subprocess.run(
@@ -169,12 +171,12 @@ def _run(line: list[str], environment: Mapping[str, str], log: Path) -> int:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                timeout=_TIMEOUT_S,
+                timeout=limit_s,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(
-                f"bench_serving was not done after {_TIMEOUT_S:.0f} s"
+                f"bench_serving was not done after {limit_s:.0f} s"
             ) from None
     return done.returncode
 

@@ -1,15 +1,15 @@
 """What is measured, in which order: cells, and the servers that run for them.
 
-Servers run one after the other. The first one is plain SGLang's: it says how large the
-device pool is, and its answers are what the others' are compared with. Runs without
-reuse go plain, ours, ours, plain, so that drift of the machine falls on both alike.
+Servers run one after the other, each system's more than once: in one order, and then in
+the opposite one, so that drift of the machine, and what one leaves behind for the next,
+falls on all alike. The first one is plain SGLang's: it says how large the device pool
+is, and its answers are what the others' are compared with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from comparison.settings import Model, Sizes
 from comparison.systems import (
@@ -19,7 +19,6 @@ from comparison.systems import (
     NO_REUSE,
     PLAIN,
     SYSTEMS,
-    TIERED,
     TTFT,
 )
 
@@ -39,17 +38,19 @@ class Cell:
     Attributes:
         system: of whom.
         part: what: ``gate``, ``ttft``, ``disk``, ``noreuse``, or a load.
-        case: a length in tokens, or the number of a run.
+        start: of the system's server, from 0.
+        case: a length in tokens, or the number of a repeat.
     """
 
     system: str
     part: str
+    start: int = 0
     case: int = 0
 
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{self.system}.{self.part}.{self.case}"
+        return f"{self.system}.{self.part}.{self.case}.{self.start}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Session:
     """One start of a system's server, and what is measured while it runs."""
 
     system: str
+    start: int
     cells: tuple[Cell, ...]
 
 
@@ -70,7 +72,7 @@ def num_prompts(length: int, pool_tokens: int) -> int:
 
 def lengths_that_fit(
     lengths: Sequence[int], model: Model, pool_tokens: int, host_bytes: int
-) -> tuple[tuple[int, ...], dict[int, str]]:
+) -> tuple[list[int], dict[str, str]]:
     """Return the lengths that can be measured, and why the others cannot.
 
     Args:
@@ -83,66 +85,53 @@ def lengths_that_fit(
     for length in lengths:
         every = num_prompts(length, pool_tokens) * length * model.token_bytes
         if length + _MARGIN_TOKENS > model.context_tokens:
-            left_out[length] = f"the context has {model.context_tokens:,} tokens"
+            why = f"the context has {model.context_tokens:,} tokens"
         elif 2 * length > pool_tokens:
-            left_out[length] = f"the device pool has {pool_tokens:,} tokens"
+            why = f"the device pool has {pool_tokens:,} tokens"
         elif every > _HOST_SHARE * host_bytes:
-            left_out[length] = (
+            why = (
                 f"so many prompts that the device loses each are {every / 1e9:.1f} GB, "
                 f"and host memory has {host_bytes / 1e9:.1f} GB"
             )
         else:
             fit.append(length)
-    return tuple(fit), left_out
+            continue
+        left_out[f"{length:,}"] = why
+    return fit, left_out
 
 
 def plan(systems: Sequence[str], lengths: Sequence[int], sizes: Sizes) -> list[Session]:
-    """Return the servers' starts, in order; what follows each other is one start.
+    """Return the servers' starts, in order.
 
     Args:
         systems: by name, in the order in which they are wanted; plain goes first.
         lengths: of hits.
         sizes: how much.
     """
-    ordered = sorted(systems, key=lambda name: name != PLAIN)
-    cells: list[Cell] = []
-    if PLAIN in ordered:
-        cells += _own(PLAIN, lengths, sizes)
-        if TIERED in ordered:
-            cells += _no_reuse(sizes.blocks)
-    for name in ordered:
-        if name != PLAIN:
-            cells += _own(name, lengths, sizes)
+    there = sorted(systems, key=lambda name: name != PLAIN)
     return [
-        Session(name, tuple(group))
-        for name, group in groupby(cells, key=lambda cell: cell.system)
+        Session(name, start, tuple(_cells(name, start, lengths, sizes)))
+        for start in range(sizes.starts)
+        for name in (there if start % 2 == 0 else there[::-1])
     ]
 
 
-def _own(name: str, lengths: Sequence[int], sizes: Sizes) -> Iterable[Cell]:
-    """Return all that is measured of a system by itself."""
-    parts = SYSTEMS[name].parts
-    if GATE in parts:
-        yield Cell(name, GATE)
-    for part in (TTFT, DISK):
-        if part in parts:
-            yield from (Cell(name, part, length) for length in lengths)
-    if LOADS in parts:
-        for repeat in range(sizes.load_repeats):
-            yield from (Cell(name, load, repeat) for load in LOAD_NAMES)
-
-
-def _no_reuse(blocks: int) -> Iterable[Cell]:
-    """Return cells in the order plain, ours, ours, plain; equal cases are a pair.
+def _cells(
+    name: str, start: int, lengths: Sequence[int], sizes: Sizes
+) -> Iterable[Cell]:
+    """Return what is measured in one start; the gate comes before all that is timed.
 
     Plain's second start answers the gate's prompts once more: whether it gives the same
     bits twice is what may be asked of the others.
     """
-    for block in range(blocks):
-        first, second = 2 * block, 2 * block + 1
-        yield Cell(PLAIN, NO_REUSE, first)
-        yield Cell(TIERED, NO_REUSE, first)
-        yield Cell(TIERED, NO_REUSE, second)
-        yield Cell(PLAIN, NO_REUSE, second)
-        if block == 0:
-            yield Cell(PLAIN, GATE, 1)
+    parts = SYSTEMS[name].parts
+    if start == 0 or (name == PLAIN and start == 1):
+        yield Cell(name, GATE, start)
+    if NO_REUSE in parts:
+        yield Cell(name, NO_REUSE, start)
+    for part in (TTFT, DISK):
+        if part in parts:
+            yield from (Cell(name, part, start, length) for length in lengths)
+    if LOADS in parts:
+        for repeat in range(sizes.load_repeats):
+            yield from (Cell(name, load, start, repeat) for load in LOAD_NAMES)

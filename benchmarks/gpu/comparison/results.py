@@ -1,45 +1,47 @@
 """From cells to figures: one row per figure and system, as pure functions.
 
-Figures of a system whose answers the gate found wrong are withheld. Where a system is
-said to have found KV in a place, the answers said so: a planner may have computed it
-instead, which is then told in the row.
+A cell gives pieces: samples of one start of a server. A row is made of the pieces of
+all starts: its value is the median of theirs, beside which each stands. Where a hit is
+said to have come from a place, the answer said so; all others are left out, and the row
+says how many. Figures of a system that the gate does not allow are withheld.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import eq
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from comparison.judging import judge
 from comparison.measure import COMPUTED, DEVICE, HOST, ON_DISK
 from comparison.plan import LOAD_NAMES
 from comparison.store import FAILED, NOT_THERE, OK
-from comparison.systems import DISK, GATE, NO_REUSE, PLAIN, SYSTEMS, TIERED, TTFT
-from sgl_tiered_workloads.gate import (
-    Spread,
-    check_equality,
-    measure_spread,
-    widest_spread,
+from comparison.systems import (
+    DISK,
+    NO_REUSE,
+    PLAIN,
+    SYSTEMS,
+    TTFT,
+    UNCAPPED,
 )
-from sgl_tiered_workloads.harness.statistics import (
-    Interval,
-    draw_interval,
-    median_interval,
-    quantiles,
-    resampled_medians,
-)
-from sgl_tiered_workloads.records import RequestRecord, read_records
+from sgl_tiered_workloads.harness.statistics import quantiles
+from sgl_tiered_workloads.usage import tokens_by_tier
 
-__all__ = ["Findings", "Row", "find", "identical_share"]
+__all__ = ["Findings", "Row", "find"]
 
 MS = 1e3
-_STATES = (COMPUTED, DEVICE, HOST, ON_DISK)
-_LEAST_SAMPLES = 5
-"""Fewer give no interval of a median that is worth its name."""
+_LEAST_SHARE = 0.95
+"""Of a hit, that must have come from the place that the figure names."""
+_MOST_RESIDENT = 0.03
+"""Of a store, that may lie in the page cache before a hit that is called cold."""
+_MUST_EQUAL = ("pool_tokens", "attention_backend", "page_size")
+_BROKEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
-Cells = Sequence[Mapping[str, Any]]
+Told = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +52,15 @@ class Row:
         figure: what it is.
         system: whose.
         unit: of the value.
-        value: the median; None where it is withheld, or there is none.
-        low, high: its 95 % interval, where there are samples enough.
+        value: the median of ``starts``; None where it is withheld, or there is none.
+        starts: the median of each start, in order.
+        low, high: the least and the most of what was repeated: starts, or runs.
         samples: behind it.
         source: where the KV of the prompts came from.
         identical: share of answers that equal plain SGLang's to the same prompts; of
             plain's own, how often it agrees with itself. None where none was compared.
-        gate: ``green``, ``red``, or why it was not judged.
+        gate: what the gate says of the system.
+        note: what was left out, and what else must be known.
         part, tokens, state: for pictures.
     """
 
@@ -64,12 +68,14 @@ class Row:
     system: str
     unit: str
     value: float | None
+    starts: tuple[float, ...]
     low: float | None
     high: float | None
     samples: int
     source: str
     identical: float | None
     gate: str
+    note: str
     part: str
     tokens: int = 0
     state: str = ""
@@ -81,25 +87,85 @@ class Findings:
 
     Attributes:
         rows: figures.
-        gates: by system, ``green``, ``red``, or why it was not judged.
+        gates: by system, what the gate says.
         compared: by system, what the gate compared.
         memory: by system, what it had.
+        moved: by system, bytes moved in the streams without reuse by edge, and
+            ``drain_s``, the longest drain after one; empty where a system cannot tell.
         missing: cells that failed or are not there, and why.
-        samples: raw ratios of the runs without reuse, for the picture.
+        failed: attempts that failed by cell, also of those that then were measured.
+        dates: on which cells were measured.
         problems: why the run is not in order.
     """
 
     rows: list[Row] = field(default_factory=list)
     gates: dict[str, str] = field(default_factory=dict)
     compared: dict[str, str] = field(default_factory=dict)
-    memory: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    memory: dict[str, Told] = field(default_factory=dict)
+    moved: dict[str, dict[str, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    samples: list[float] = field(default_factory=list)
+    failed: dict[str, list[str]] = field(default_factory=dict)
+    dates: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def find(cells: Cells, records: Path, page_size: int) -> Findings:
-    """Return what the cells show.
+@dataclass(slots=True)
+class _Piece:
+    """Samples of one figure in one start.
+
+    Attributes:
+        key: figure, unit, part, tokens and state of the row.
+        system: whose.
+        start: of its server.
+        samples: behind ``values``; 0 for as many as there are of these.
+        values: one, or one per repeat.
+        tiers: cached tokens by where they came from.
+        tokens: that might have been cached.
+        equal: answers that equal plain's, by request; those that can be compared.
+        left_out: why samples do not count, one each.
+        note: what else is to be known.
+        date: of the cell.
+    """
+
+    key: tuple[str, str, str, int, str]
+    system: str
+    start: int
+    values: list[float]
+    samples: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    tokens: int = 0
+    equal: list[bool] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    note: str = ""
+    date: str = ""
+
+
+class _References:
+    """What plain SGLang answered and reached, for others to be compared with."""
+
+    def __init__(self, cells: Sequence[Told]) -> None:
+        mine = [cell for cell in cells if cell["system"] == PLAIN]
+        self._cells = {(one["part"], one["start"], one["case"]): one for one in mine}
+
+    def outputs(self, length: int) -> dict[int, Any]:
+        """Return what was answered to each prompt of a length, the first time."""
+        cell = self._cells.get((TTFT, 0, length)) or {"requests": ()}
+        outputs: dict[int, Any] = {}
+        for one in cell["requests"]:
+            outputs.setdefault(one["prompt"], one["output"])
+        return outputs
+
+    def stream(self, start: int) -> Told | None:
+        """Return the stream without reuse of a start, of the same prompts."""
+        return self._cells.get((NO_REUSE, start, 0))
+
+    def load(self, name: str) -> Told | None:
+        """Return the first run of a load."""
+        return self._cells.get((name, 0, 0))
+
+
+def find(cells: Sequence[Told], records: Path, page_size: int) -> Findings:
+    """Return what the cells show; one that lacks something is a problem of its own.
 
     Args:
         cells: as they were written.
@@ -108,126 +174,65 @@ def find(cells: Cells, records: Path, page_size: int) -> Findings:
     """
     found = Findings()
     good = [cell for cell in cells if cell["status"] == OK]
+    _tell_states(found, cells)
+    verdicts = judge(good, records, page_size)
+    found.gates, found.compared = verdicts.gates, verdicts.compared
+    found.problems += verdicts.problems
+    _compare_pools(found)
+    references, pieces = _References(good), []
+    for cell in good:
+        try:
+            pieces += _pieces(cell, references)
+            if cell["part"] == NO_REUSE:
+                _add_moved(found, cell)
+        except _BROKEN as problem:
+            found.problems.append(
+                f"{_name(cell)} does not have what it should "
+                f"({type(problem).__name__}: {problem})"
+            )
+    order = list(SYSTEMS)
+    for told in (found.memory, found.gates, found.moved):
+        in_order = sorted(told.items(), key=lambda one: order.index(one[0]))
+        told.clear()
+        told.update(in_order)
+    # Rows of one figure stand together, in the order of the systems.
+    pieces.sort(key=lambda one: (*_place(one.key), order.index(one.system)))
+    for (key, system), group in groupby(pieces, lambda one: (one.key, one.system)):
+        chosen = sorted(group, key=lambda one: one.start)
+        allowed = verdicts.allows(system)
+        gate = found.gates.get(system, "not judged: its gate was not run")
+        found.rows.append(_row(key, system, chosen, gate, allowed, found.dates))
+    return found
+
+
+def _name(cell: Told) -> str:
+    return f"{cell['system']}.{cell['part']}.{cell['case']}.{cell['start']}"
+
+
+def _tell_states(found: Findings, cells: Sequence[Told]) -> None:
+    """Tell what failed, what is not there, and what each system had."""
     for cell in cells:
-        name = f"{cell['system']}.{cell['part']}.{cell['case']}"
+        if failed := cell.get("failed"):
+            found.failed[_name(cell)] = list(failed)
         if cell["status"] in (FAILED, NOT_THERE):
-            found.missing[name] = cell["why"]
+            found.missing[_name(cell)] = cell["why"]
         if cell["status"] == FAILED:
             # A server that does not start fails all of its cells with one sentence.
             sentence = f"{cell['system']}: {cell['why']}"
             if sentence not in found.problems:
                 found.problems.append(sentence)
-        if cell["status"] == OK and cell.get("memory"):
-            found.memory[cell["system"]] = cell["memory"]
-    _judge(found, good, records, page_size)
-    _compare_pools(found)
-    try:
-        _find_ttft(found, good)
-        _find_no_reuse(found, good)
-        _find_loads(found, good)
-    except (KeyError, TypeError, ValueError) as problem:
-        found.problems.append(
-            f"a cell does not have what it should ({type(problem).__name__}: {problem})"
-        )
-    order = {name: place for place, name in enumerate(SYSTEMS)}
-    for told in (found.memory, found.gates):
-        in_order = sorted(told.items(), key=lambda one: order[one[0]])
-        told.clear()
-        told.update(in_order)
-    # Rows of one figure stand together, in the order of the systems.
-    figures = list(dict.fromkeys(row.figure for row in found.rows))
-    found.rows.sort(key=lambda row: (figures.index(row.figure), order[row.system]))
-    return found
-
-
-def identical_share(
-    answers: Sequence[Any], reference: Sequence[Any | None]
-) -> float | None:
-    """Return the share of answers that equal those of a reference.
-
-    Args:
-        answers: one per request.
-        reference: of the same requests; None where it has none.
-    """
-    pairs = [
-        (ours, theirs)
-        for ours, theirs in zip(answers, reference, strict=True)
-        if theirs is not None
-    ]
-    if not pairs:
-        return None
-    return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
-
-
-def _judge(found: Findings, cells: Cells, records: Path, page_size: int) -> None:
-    """Compare the gate's records of each system with plain's."""
-    gates = {
-        (cell["system"], cell["case"]): cell for cell in cells if cell["part"] == GATE
-    }
-    try:
-        plain, spread, forced = _reference(found, gates, records, page_size)
-        why = ""
-    except (OSError, KeyError, TypeError, ValueError) as problem:
-        why = f"not judged: {problem}"
-    for (name, _), cell in gates.items():
-        if name == PLAIN:
-            found.gates.setdefault(name, "the reference")
+        if cell["status"] != OK:
             continue
-        if why:
-            found.gates[name] = why
-            continue
-        try:
-            _, ours = read_records(records / cell["records"])
-        except (OSError, KeyError, TypeError, ValueError) as problem:
-            found.gates[name] = f"not judged: its records cannot be read ({problem})"
-            continue
-        result = check_equality(
-            plain,
-            ours,
-            page_size=page_size,
-            spread=spread,
-            forced=forced,
-            min_exact_fraction=0.0,
-        )
-        found.gates[name] = "green" if result.passed else "red"
-        found.compared[name] = result.summary().partition("\n")[0]
-        if not result.passed:
-            found.problems.append(f"{name}: {result.summary()}")
-
-
-def _reference(
-    found: Findings,
-    gates: Mapping[tuple[str, int], Mapping[str, Any]],
-    records: Path,
-    page_size: int,
-) -> tuple[list[RequestRecord], Spread, bool]:
-    """Return plain's answers, how far they move, and whether bits may be asked.
-
-    Raises:
-        ValueError: plain has no answers, or a wrong page would not be caught.
-        OSError: its records cannot be read.
-    """
-    first = gates.get((PLAIN, 0))
-    if first is None:
-        raise ValueError("plain SGLang has no answers")
-    if not first.get("spread"):
-        raise ValueError(first.get("why_no_spread") or "plain has no spread")
-    _, plain = read_records(records / first["records"])
-    spread = Spread(**first["spread"])
-    second = gates.get((PLAIN, 1))
-    if second is None:
-        return plain, spread, True
-    _, again = read_records(records / second["records"])
-    # Of two servers of plain SGLang: answers that were computed alike.
-    itself = check_equality(plain, again, page_size=page_size, min_exact_fraction=0.0)
-    if itself.passed:
-        found.compared[PLAIN] = f"the reference; bits twice: {itself.summary()}"
-        return plain, spread, True
-    found.compared[PLAIN] = (
-        "the reference; two of its servers do not give the same bits, so that the "
-        f"near-tie rule holds for all: {itself.summary()}"
-    )
-    return plain, widest_spread([spread, measure_spread(plain, again)]), False
+        if (date := cell.get("date")) and date not in found.dates:
+            found.dates.append(date)
+        if memory := cell.get("memory"):
+            former = found.memory.get(cell["system"], {})
+            used = {
+                key: max(filter(None, (former.get(key), memory.get(key))), default=None)
+                for key in ("gpu_used_gib", "processes_gib", "host_used_gib")
+            }
+            found.memory[cell["system"]] = {**memory, **used}
+    found.dates.sort()
 
 
 def _compare_pools(found: Findings) -> None:
@@ -236,247 +241,226 @@ def _compare_pools(found: Findings) -> None:
     if plain is None:
         return
     for name, memory in found.memory.items():
-        for key in ("pool_tokens", "attention_backend", "page_size"):
+        for key in _MUST_EQUAL:
+            if name == UNCAPPED and key == "pool_tokens":
+                continue
             if memory.get(key) != plain.get(key):
                 found.problems.append(
                     f"{name} has {key} {memory.get(key)}, plain {plain.get(key)}"
                 )
 
 
-def _find_ttft(found: Findings, cells: Cells) -> None:
-    chosen = [cell for cell in cells if cell["part"] in (TTFT, DISK)]
-    plain = {
-        cell["case"]: _first_answers(cell)
-        for cell in chosen
-        if cell["system"] == PLAIN and cell["part"] == TTFT
-    }
-    for length in sorted({cell["case"] for cell in chosen}):
-        for state in _STATES:
-            for cell in chosen:
-                if cell["case"] != length:
-                    continue
-                # What a disk's prompts took to compute is no figure of its own.
-                if cell["part"] == DISK and state == COMPUTED:
-                    continue
-                seen = [one for one in cell["requests"] if one["state"] == state]
-                if seen:
-                    _add_ttft(found, cell, state, seen, plain.get(length, {}))
+def _add_moved(found: Findings, cell: Told) -> None:
+    moved = found.moved.setdefault(cell["system"], {})
+    for edge, num_bytes in cell["moved_bytes"].items():
+        moved[edge] = moved.get(edge, 0) + num_bytes
+    if moved:
+        moved["drain_s"] = max(cell["drain_s"], moved.get("drain_s", 0.0))
 
 
-def _first_answers(cell: Mapping[str, Any]) -> dict[int, list[int]]:
-    """Return what plain answered to each prompt when it computed it first."""
-    answers: dict[int, list[int]] = {}
-    for one in cell["requests"]:
-        if one["state"] == COMPUTED:
-            answers.setdefault(one["prompt"], one["output"])
-    return answers
+def _pieces(cell: Told, references: _References) -> list[_Piece]:
+    part = cell["part"]
+    if part in (TTFT, DISK):
+        pieces = _hits(cell, references)
+    elif part == NO_REUSE:
+        pieces = _stream(cell, references)
+    elif part in LOAD_NAMES:
+        pieces = _load(cell, references)
+    else:
+        return []
+    for piece in pieces:
+        piece.date = cell.get("date", "")
+    return pieces
 
 
-def _add_ttft(
-    found: Findings,
-    cell: Mapping[str, Any],
-    state: str,
-    seen: Sequence[Mapping[str, Any]],
-    plain: Mapping[int, list[int]],
-) -> None:
-    name, length = cell["system"], cell["case"]
-    is_itself = name == PLAIN and state == COMPUTED
-    reference = [None if is_itself else plain.get(one["prompt"]) for one in seen]
-    _add(
-        found,
-        figure=f"TTFT, {length:,} tokens, {state}",
-        system=name,
-        unit="ms",
-        samples=[one["ttft_s"] * MS for one in seen],
-        source=_source(seen, length),
-        identical=identical_share([one["output"] for one in seen], reference),
-        part=cell["part"],
-        tokens=length,
+def _hits(cell: Told, references: _References) -> list[_Piece]:
+    """Return what was timed, by where the KV lay, if it really came from there."""
+    length, pieces = cell["case"], []
+    plain = references.outputs(length)
+    is_itself = cell["system"] == PLAIN and cell["start"] == 0
+    states = (ON_DISK,) if cell["part"] == DISK else (COMPUTED, DEVICE, HOST)
+    for state in states:
+        seen = [one for one in cell["requests"] if one["state"] == state]
+        if not seen:
+            continue
+        why_not = [_why_not(cell["system"], state, one, length) for one in seen]
+        good = [one for one, why in zip(seen, why_not, strict=True) if not why]
+        tiers: dict[str, int] = {}
+        for one in seen:
+            for tier, tokens in tokens_by_tier(one["cached_by_tier"]).items():
+                tiers[tier] = tiers.get(tier, 0) + tokens
+        pieces.append(
+            _Piece(
+                (
+                    f"TTFT, {length:,} tokens, {state}",
+                    "ms",
+                    cell["part"],
+                    length,
+                    state,
+                ),
+                cell["system"],
+                cell["start"],
+                # Hits of one start are no independent samples: they are one value.
+                [float(np.median([one["ttft_s"] * MS for one in good]))]
+                if good
+                else [],
+                len(good),
+                tiers,
+                length * len(seen),
+                [
+                    one["output"] == plain[one["prompt"]]
+                    for one in good
+                    if one["prompt"] in plain and not (is_itself and state == COMPUTED)
+                ],
+                [why for why in why_not if why],
+                _coldness(seen) if state == ON_DISK else "",
+            )
+        )
+    return pieces
+
+
+def _why_not(system: str, state: str, request: Told, length: int) -> str:
+    """Return why a request is no sample of a state; empty where it is."""
+    tiers = tokens_by_tier(request["cached_by_tier"])
+    if state == COMPUTED:
+        return "" if not sum(tiers.values()) else "found in a cache"
+    names = (DEVICE,) if state == DEVICE else SYSTEMS[system].tiers
+    if sum(tiers.get(name, 0) for name in names) < _LEAST_SHARE * length:
+        return f"not from {state}"
+    if state == ON_DISK and request["resident_share"] > _MOST_RESIDENT:
+        return "not cold"
+    return ""
+
+
+def _coldness(seen: Sequence[Told]) -> str:
+    most = max(one["resident_share"] for one in seen)
+    return f"at most {most:.1%} of the store was in the page cache"
+
+
+def _stream(cell: Told, references: _References) -> list[_Piece]:
+    """Return the throughput of a stream, and over plain's of the same start."""
+    name, plain = cell["system"], references.stream(cell["start"])
+    rate = cell["tokens"] / (cell["seconds"] + cell["drain_s"])
+    equal: list[bool] = []
+    if plain is not None and name != PLAIN:
+        equal = list(map(eq, cell["outputs"], plain["outputs"]))
+
+    def piece(figure: str, unit: str, value: float) -> _Piece:
+        key = (figure, unit, NO_REUSE, 0, "")
+        count = len(cell["outputs"])
+        return _Piece(key, name, cell["start"], [value], count, equal=equal)
+
+    pieces = [piece("without reuse, throughput", "tokens/s", rate)]
+    if plain is not None and name != PLAIN:
+        theirs = plain["tokens"] / (plain["seconds"] + plain["drain_s"])
+        figure = "without reuse, throughput over plain's"
+        pieces.append(piece(figure, "ratio", rate / theirs))
+    return pieces
+
+
+def _load(cell: Told, references: _References) -> list[_Piece]:
+    """Return the figures of one run of a load."""
+    part, plain = cell["part"], references.load(cell["part"])
+    equal: list[bool] = []
+    if plain is not None and plain is not cell:
+        known, answers = plain["answers"], cell["answers"]
+        if len(known) == len(answers):
+            equal = [
+                ours == theirs for ours, theirs in zip(answers, known, strict=True)
+            ]
+    report = cell["cache_report"]
+    names = ("device", "host", "storage")
+    tiers = {name: int(report.get(f"{name}_cached_tokens") or 0) for name in names}
+    p50, p99 = quantiles(cell["ttfts"])
+    figures = (
+        ("TTFT p50", "ms", p50 * MS),
+        ("TTFT p99", "ms", p99 * MS),
+        ("answer tokens/s", "tokens/s", cell["figures"]["output_throughput"]),
+    )
+    word = part.replace("_", "-")
+    return [
+        _Piece(
+            (f"{word}, {figure}", unit, part, 0, ""),
+            cell["system"],
+            cell["start"],
+            [float(value)],
+            len(cell["ttfts"]),
+            tiers,
+            int(report.get("total_prompt_tokens") or 0),
+            equal,
+        )
+        for figure, unit, value in figures
+    ]
+
+
+def _place(key: tuple[str, str, str, int, str]) -> tuple[int, int, int, str]:
+    """Return where a figure stands on the page."""
+    figure, _, part, tokens, state = key
+    parts = (TTFT, DISK, NO_REUSE, *LOAD_NAMES)
+    states = (COMPUTED, DEVICE, HOST, ON_DISK)
+    place = 0 if part in (TTFT, DISK) else parts.index(part)
+    return place, tokens, states.index(state) if state else 0, figure
+
+
+def _row(
+    key: tuple[str, str, str, int, str],
+    system: str,
+    pieces: Sequence[_Piece],
+    gate: str,
+    allowed: bool,
+    dates: Sequence[str],
+) -> Row:
+    figure, unit, part, tokens, state = key
+    starts = []
+    for _, group in groupby(pieces, lambda one: one.start):
+        if values := [value for one in group for value in one.values]:
+            starts.append(float(np.median(values)))
+    every = [value for one in pieces for value in one.values]
+    equal = [same for one in pieces for same in one.equal]
+    told = allowed and bool(every)
+    return Row(
+        figure=figure,
+        system=system,
+        unit=unit,
+        value=float(np.median(starts)) if told else None,
+        starts=tuple(starts) if told else (),
+        low=min(every) if told else None,
+        high=max(every) if told else None,
+        samples=sum(one.samples for one in pieces),
+        source=_source(pieces),
+        identical=sum(equal) / len(equal) if equal else None,
+        gate=gate,
+        note=_note(pieces, dates),
+        part=part,
+        tokens=tokens,
         state=state,
     )
 
 
-def _source(seen: Sequence[Mapping[str, Any]], length: int) -> str:
-    """Return where the hits' KV came from, as shares of the hits' length."""
+def _source(pieces: Iterable[_Piece]) -> str:
+    """Return where prompts' KV came from, as shares of what might have been cached."""
     sums: dict[str, int] = {}
-    for one in seen:
-        for tier, tokens in one["cached_by_tier"].items():
+    total = 0
+    for one in pieces:
+        total += one.tokens
+        for tier, tokens in one.tiers.items():
             sums[tier] = sums.get(tier, 0) + tokens
-    total = length * len(seen)
-    parts = [f"{tier} {num / total:.0%}" for tier, num in sums.items() if num]
-    left = total - sum(sums.values())
-    if left > 0:
-        parts.append(f"computed {left / total:.0%}")
-    return ", ".join(parts)
-
-
-def _find_no_reuse(found: Findings, cells: Cells) -> None:
-    """Pair the runs of equal cases: the same prompts, next to each other in time."""
-    chosen = {
-        (cell["system"], cell["case"]): cell["runs"]
-        for cell in cells
-        if cell["part"] == NO_REUSE
-    }
-    rates: dict[str, list[float]] = {PLAIN: [], TIERED: []}
-    answers: list[Any] = []
-    reference: list[Any] = []
-    for (name, case), runs in sorted(chosen.items()):
-        if name != PLAIN or (TIERED, case) not in chosen:
-            continue
-        for theirs, ours in zip(runs, chosen[TIERED, case], strict=True):
-            pair = [one["tokens"] / one["seconds"] for one in (theirs, ours)]
-            rates[PLAIN].append(pair[0])
-            rates[TIERED].append(pair[1])
-            found.samples.append(pair[1] / pair[0])
-            answers += ours["outputs"]
-            reference += theirs["outputs"]
-    if not found.samples:
-        return
-    share = identical_share(answers, reference)
-    for name, values in rates.items():
-        is_plain = name == PLAIN
-        _add(
-            found,
-            figure="without reuse, throughput",
-            system=name,
-            unit="tokens/s",
-            samples=values,
-            source="",
-            identical=None if is_plain else share,
-            part=NO_REUSE,
-        )
-    _add(
-        found,
-        figure="without reuse, throughput over plain's",
-        system=TIERED,
-        unit="ratio",
-        samples=found.samples,
-        source="",
-        identical=share,
-        part=NO_REUSE,
-    )
-
-
-def _find_loads(found: Findings, cells: Cells) -> None:
-    for load in LOAD_NAMES:
-        chosen = [cell for cell in cells if cell["part"] == load]
-        plain = [cell for cell in chosen if cell["system"] == PLAIN]
-        for name in dict.fromkeys(cell["system"] for cell in chosen):
-            mine = [cell for cell in chosen if cell["system"] == name]
-            answers: list[str] = []
-            reference: list[str | None] = []
-            for cell in mine:
-                if name == PLAIN and cell is plain[0]:
-                    continue
-                answers += cell["answers"]
-                known = plain[0]["answers"] if plain else []
-                is_known = len(known) == len(cell["answers"])
-                reference += known if is_known else [None] * len(cell["answers"])
-            share = identical_share(answers, reference)
-            _add_load(found, load, name, mine, share)
-
-
-def _add_load(
-    found: Findings, load: str, name: str, cells: Cells, share: float | None
-) -> None:
-    word = load.replace("_", "-")
-    times = [1e3 * second for cell in cells for second in cell["ttfts"]]
-    common: dict[str, Any] = {
-        "system": name,
-        "source": _load_source(cells),
-        "identical": share,
-        "part": load,
-    }
-    _add(found, figure=f"{word}, TTFT p50", unit="ms", samples=times, **common)
-    if times:
-        # The interval is that of the median; a tail of so few has none.
-        p99 = quantiles(times)[1]
-        _put(found, f"{word}, TTFT p99", "ms", Interval(p99, p99, p99), times, common)
-    rates = [cell["figures"]["output_throughput"] for cell in cells]
-    _add(
-        found,
-        figure=f"{word}, answer tokens/s",
-        unit="tokens/s",
-        samples=rates,
-        **common,
-    )
-
-
-def _load_source(cells: Cells) -> str:
-    total = sum(cell["cache_report"].get("total_prompt_tokens") or 0 for cell in cells)
     if not total:
         return ""
-    parts = []
-    for tier in ("device", "host", "storage"):
-        key = f"{tier}_cached_tokens"
-        num = sum(cell["cache_report"].get(key) or 0 for cell in cells)
-        if num:
-            parts.append(f"{tier} {num / total:.0%}")
-    cached = sum(cell["cache_report"].get("total_cached_tokens") or 0 for cell in cells)
-    parts.append(f"computed {1 - cached / total:.0%}")
-    return ", ".join(parts)
+    told = [f"{tier} {num / total:.0%}" for tier, num in sums.items() if num]
+    if (left := total - sum(sums.values())) > 0:
+        told.append(f"computed {left / total:.0%}")
+    return ", ".join(told)
 
 
-def _add(
-    found: Findings,
-    *,
-    figure: str,
-    system: str,
-    unit: str,
-    samples: Sequence[float],
-    source: str,
-    identical: float | None,
-    part: str,
-    tokens: int = 0,
-    state: str = "",
-) -> None:
-    """Add the median of samples."""
-    common = {
-        "system": system,
-        "source": source,
-        "identical": identical,
-        "part": part,
-        "tokens": tokens,
-        "state": state,
-    }
-    _put(found, figure, unit, _interval(samples, unit), samples, common)
-
-
-def _put(
-    found: Findings,
-    figure: str,
-    unit: str,
-    interval: Interval | None,
-    samples: Sequence[float],
-    common: Mapping[str, Any],
-) -> None:
-    gate = found.gates.get(common["system"], "not judged")
-    told = None if gate == "red" else interval
-    has_bounds = told is not None and told.high > told.low
-    found.rows.append(
-        Row(
-            figure=figure,
-            unit=unit,
-            value=None if told is None else told.value,
-            low=told.low if told is not None and has_bounds else None,
-            high=told.high if told is not None and has_bounds else None,
-            samples=len(samples),
-            gate=gate,
-            **common,
-        )
-    )
-
-
-def _interval(samples: Sequence[float], unit: str) -> Interval | None:
-    if not samples:
-        return None
-    value = float(np.median(samples))
-    if len(samples) < _LEAST_SAMPLES:
-        return Interval(value, value, value)
-    if unit == "ratio":
-        try:
-            return median_interval(samples)
-        except ValueError:
-            return Interval(value, value, value)
-    draws = resampled_medians(samples, np.random.default_rng(0))
-    return draw_interval(value, draws)
+def _note(pieces: Sequence[_Piece], dates: Sequence[str]) -> str:
+    left_out = [why for one in pieces for why in one.left_out]
+    every = len(left_out) + sum(one.samples for one in pieces)
+    notes = [
+        f"{why}: {left_out.count(why)} of {every} left out"
+        for why in dict.fromkeys(left_out)
+    ]
+    notes += dict.fromkeys(one.note for one in pieces if one.note)
+    if len(dates) > 1:
+        notes.append(", ".join(sorted({one.date for one in pieces})))
+    return "; ".join(notes)

@@ -21,15 +21,28 @@ __all__ = [
     "Shared",
     "Sizes",
     "header",
+    "patience_s",
 ]
 
 ROOT = Path(__file__).resolve().parents[3]
 _SOURCES = ("sgl_tiered", "kernels", "workloads", "benchmarks/gpu")
+_START_S, _SLOWEST_TOKENS_PER_S = 120.0, 500.0
+_PROGRAM_S, _LOAD_TOKENS_PER_S = 600.0, 2000.0
+"""Of bench_serving, which imports SGLang for minutes on two busy cores."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 class ProblemError(ValueError):
     """Something is wrong with what was asked for; the message is one sentence."""
+
+
+def patience_s(tokens: int) -> float:
+    """Return after how long a request is given up, with so many tokens before its end.
+
+    An 8B model on one GPU computes some ten thousand tokens per second, the model of a
+    dry run about two thousand: what takes longer than this hangs.
+    """
+    return _START_S + tokens / _SLOWEST_TOKENS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,16 @@ class LoadShape:
         turn = self.question_tokens + self.answer_tokens
         return self.prefix_tokens + self.turns * turn
 
+    def limit_s(self, groups: int) -> float:
+        """Return after how long a run is given up, its program's start included.
+
+        Counted is every token of prompts and answers, as if none were reused.
+        """
+        turn = self.question_tokens + self.answer_tokens
+        prompts = groups * self.per_group * self.turns
+        tokens = prompts * (self.prefix_tokens + self.turns * turn)
+        return _PROGRAM_S + tokens / _LOAD_TOKENS_PER_S
+
     def num_groups(self, pool_tokens: int, num_pools: float) -> int:
         """Return how many groups have the KV of so many device pools."""
         return max(2, -(-int(num_pools * pool_tokens) // self.group_tokens()))
@@ -69,18 +92,24 @@ class Sizes:
     """How much is measured.
 
     Attributes:
+        starts: of each system's server, in one order and then in the opposite one.
         lengths: of hits, in tokens; whole pages.
-        hits: per length, below the device and on it.
+        hits: per start and length, below the device and on it. One more goes before
+            them and does not count.
         answer_tokens: of these requests.
-        disk_prompts, disk_hits: prompts per length on disk, and hits of them.
+        disk_prompts, disk_hits: prompts per start and length on disk, and hits of them;
+            one more hit does not count.
         gate_prompts, gate_answer_tokens: of the equality gate.
-        blocks: times the order plain, ours, ours, plain of the runs without reuse.
-        runs, run_prompts, run_prompt_tokens, run_answer_tokens: of one cell of it.
-        load_repeats: of each load of bench_serving.
+        stream_prompts, stream_prompt_tokens, stream_answer_tokens: of the stream
+            without reuse of each start. A quarter as many go before it.
+        stream_concurrency: its requests at a time.
+        load_repeats: of each load of bench_serving, per start. One more goes before
+            them and does not count.
         load_pools: what a load uses again, in device pools.
         shared_prefix, multi_turn: the loads.
     """
 
+    starts: int
     lengths: tuple[int, ...]
     hits: int
     answer_tokens: int
@@ -88,11 +117,10 @@ class Sizes:
     disk_hits: int
     gate_prompts: int
     gate_answer_tokens: int
-    blocks: int
-    runs: int
-    run_prompts: int
-    run_prompt_tokens: int
-    run_answer_tokens: int
+    stream_prompts: int
+    stream_prompt_tokens: int
+    stream_answer_tokens: int
+    stream_concurrency: int
     load_repeats: int
     load_pools: float
     shared_prefix: LoadShape
@@ -100,36 +128,36 @@ class Sizes:
 
 
 GPU = Sizes(
+    starts=2,
     lengths=(1024, 4096, 16384, 32768),
-    hits=12,
+    hits=6,
     answer_tokens=4,
     disk_prompts=3,
-    disk_hits=8,
+    disk_hits=4,
     gate_prompts=6,
     gate_answer_tokens=16,
-    blocks=2,
-    runs=6,
-    run_prompts=48,
-    run_prompt_tokens=2048,
-    run_answer_tokens=64,
+    stream_prompts=192,
+    stream_prompt_tokens=2048,
+    stream_answer_tokens=64,
+    stream_concurrency=32,
     load_repeats=2,
     load_pools=1.25,
     shared_prefix=LoadShape(2048, 128, 64, per_group=4, turns=1, concurrency=16),
     multi_turn=LoadShape(2048, 256, 64, per_group=1, turns=4, concurrency=0),
 )
 DRY = Sizes(
+    starts=2,
     lengths=(512, 1024),
-    hits=3,
+    hits=2,
     answer_tokens=2,
     disk_prompts=2,
-    disk_hits=2,
+    disk_hits=1,
     gate_prompts=3,
     gate_answer_tokens=6,
-    blocks=1,
-    runs=3,
-    run_prompts=2,
-    run_prompt_tokens=256,
-    run_answer_tokens=8,
+    stream_prompts=4,
+    stream_prompt_tokens=256,
+    stream_answer_tokens=8,
+    stream_concurrency=2,
     load_repeats=1,
     load_pools=1.25,
     shared_prefix=LoadShape(256, 32, 4, per_group=2, turns=1, concurrency=4),

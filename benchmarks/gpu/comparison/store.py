@@ -1,14 +1,16 @@
 """The cells of a comparison on disk: a JSON file each, written as soon as it is done.
 
 What was measured is kept; what failed, or was not there, is tried again by the next run
-into the same folder.
+into the same folder, and keeps the reasons of the attempts that failed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,7 @@ __all__ = ["FAILED", "NOT_THERE", "OK", "Store"]
 
 OK, FAILED, NOT_THERE = "ok", "failed", "not there"
 _MUST_MATCH = ("source", "model", "shared", "sizes", "dry_run", "versions")
-_READS = {
-    "source": "state of the source",
-    "model": "model",
-    "shared": "setting that all systems share",
-    "sizes": "length or number of requests",
-    "dry_run": "kind (a dry run, or not)",
-    "versions": "version of a package",
-}
+_NEEDED = {field.name for field in fields(Cell)} | {"status", "why"}
 
 
 class Store:
@@ -55,8 +50,8 @@ class Store:
             for name in _MUST_MATCH:
                 if former.get(name) != header[name]:
                     raise ProblemError(
-                        f"--out: {self.out} has figures of another run, with another "
-                        f"{_READS[name]}; give another folder."
+                        f"--out: {self.out} has figures of another run, which differs "
+                        f"in {name} (header.json); give another folder."
                     )
         told = dict(header)
         if former is not None:
@@ -88,13 +83,15 @@ class Store:
     def put(
         self, cell: Cell, status: str, why: str = "", **found: Any
     ) -> dict[str, Any]:
-        """Write a cell, and return it."""
+        """Write a cell with today's date and its failed attempts, and return it."""
+        former = self._read(self.path(cell)) or {}
+        failed = [*former.get("failed", []), *([why] if status == FAILED else [])]
         told = {
-            "system": cell.system,
-            "part": cell.part,
-            "case": cell.case,
+            **asdict(cell),
             "status": status,
             "why": why,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "failed": failed,
             **found,
         }
         self.write(self.path(cell), told)
@@ -109,7 +106,7 @@ class Store:
         found, broken = [], []
         for path in sorted(self.cells.glob("*.json")):
             told = self._read(path)
-            if told is None or not {"system", "part", "case", "status"} <= told.keys():
+            if told is None or not told.keys() >= _NEEDED:
                 broken.append(path.name)
             else:
                 found.append(told)

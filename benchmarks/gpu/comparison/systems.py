@@ -1,4 +1,4 @@
-"""The compared systems: flags, what else each needs, and the memory that it has.
+"""The compared systems: flags, and what else each needs.
 
 All get one model, page size, device pool, memory fraction and attention backend, and
 those with host memory as much of it. HiCache is set up as its authors advise: pages of
@@ -17,17 +17,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from comparison.settings import Model, Shared
 from hicache_cpu.distribution import hicache_env
 from sgl_tiered_workloads.processes import Service
-from sgl_tiered_workloads.server import ServerSpec, SglangServer, free_port
+from sgl_tiered_workloads.server import ServerSpec, free_port
 from sgl_tiered_workloads.systems import (
     CPU_FLAGS,
     MB,
     Device,
     Tiers,
+    hicache_spec,
     plain_spec,
     tiered_spec,
 )
@@ -41,15 +41,13 @@ __all__ = [
     "NO_REUSE",
     "PLAIN",
     "SYSTEMS",
-    "TIERED",
     "TTFT",
+    "UNCAPPED",
     "System",
     "absent",
     "beside",
-    "memory",
     "spec_of",
     "store_of",
-    "told_flags",
 ]
 
 GATE, TTFT, DISK, LOADS, NO_REUSE = "gate", "ttft", "disk", "loads", "noreuse"
@@ -65,17 +63,19 @@ class System:
 
     Attributes:
         name: in tables and files.
-        parts: what is measured of it.
-        tier: what answers call the place below the device that is measured.
-        about: one line for people.
-        has_host: whether it has host memory.
+        parts: what is measured of it, beside the gate.
+        tiers: what its answers may call the place below the device that is measured;
+            none of plain SGLang.
     """
 
     name: str
     parts: tuple[str, ...]
-    tier: str
-    about: str
-    has_host: bool = True
+    tiers: tuple[str, ...] = ()
+
+    @property
+    def has_host(self) -> bool:
+        """Whether it has host memory."""
+        return bool(self.tiers)
 
     @property
     def has_disk(self) -> bool:
@@ -83,29 +83,31 @@ class System:
         return DISK in self.parts
 
 
-PLAIN, TIERED = "plain", "tiered"
-_BOTH = (GATE, TTFT, LOADS)
+PLAIN, UNCAPPED = "plain", "plain-uncapped"
+_ALL = (NO_REUSE, TTFT, LOADS)
 _EVERY = (
-    System(PLAIN, (*_BOTH, NO_REUSE), "", "SGLang's radix cache", has_host=False),
-    System(TIERED, (*_BOTH, NO_REUSE), "host", "sgl-tiered, host memory"),
-    System("hicache", _BOTH, "host", "HiCache, page_first, copies by its kernel"),
-    System(
-        "hicache-direct", _BOTH, "host", "HiCache, page_first_direct, direct copies"
-    ),
-    System(
-        "lmcache", _BOTH, "storage", "LMCache's server, by SGLang's --enable-lmcache"
-    ),
-    System("tiered-disk", (GATE, DISK), "disk", "sgl-tiered, host memory and disk"),
-    System("hicache-disk", (GATE, DISK), "storage", "HiCache with its file backend"),
+    System(PLAIN, _ALL),
+    System(UNCAPPED, (NO_REUSE, LOADS)),
+    System("tiered", _ALL, ("host",)),
+    System("hicache", _ALL, ("host",)),
+    System("hicache-direct", _ALL, ("host",)),
+    # Its cache tells SGLang of a hit in both words, by whether it was prefetched.
+    System("lmcache", _ALL, ("storage", "host")),
+    System("tiered-disk", (DISK,), ("disk",)),
+    System("hicache-disk", (DISK,), ("storage",)),
 )
 SYSTEMS = {system.name: system for system in _EVERY}
 DEFAULT = tuple(SYSTEMS)
-DEFAULT_DRY = tuple(name for name in SYSTEMS if name != "hicache-direct")
-"""A CPU has one way of copies."""
+DEFAULT_DRY = tuple(
+    name for name in SYSTEMS if name not in (UNCAPPED, "hicache-direct")
+)
+"""A CPU has one way of copies, and no memory of a device that a pool could fill."""
 
 
 def absent(name: str, *, dry_run: bool) -> str:
     """Return why a system cannot run here; empty where it can."""
+    if dry_run and name == UNCAPPED:
+        return "not there: a CPU has no device memory that a pool could fill"
     if name != "lmcache":
         return ""
     if dry_run:
@@ -142,19 +144,6 @@ def spec_of(
         out: the comparison's folder; stores and what a server reads are in it.
         dry_run: on our CPU platform.
     """
-    spec = _spec(system, model, shared, host_gb, out, dry_run=dry_run)
-    return replace(spec, env={**spec.env, **_ONE_THREAD}) if dry_run else spec
-
-
-def _spec(
-    system: System,
-    model: Model,
-    shared: Shared,
-    host_gb: int,
-    out: Path,
-    *,
-    dry_run: bool,
-) -> ServerSpec:
     flags = list(CPU_FLAGS) if dry_run else []
     if shared.mem_fraction is not None:
         flags += ["--mem-fraction-static", f"{shared.mem_fraction:g}"]
@@ -162,42 +151,41 @@ def _spec(
         flags += ["--attention-backend", shared.attention_backend]
     flags += shared.server_flags
     device = Device(model.path, shared.pool_tokens, shared.page_size, tuple(flags))
-    if system.name == PLAIN:
+    spec = _below(system, device, shared, host_gb, out, dry_run=dry_run)
+    return replace(spec, env={**spec.env, **_ONE_THREAD}) if dry_run else spec
+
+
+def _below(
+    system: System,
+    device: Device,
+    shared: Shared,
+    host_gb: int,
+    out: Path,
+    *,
+    dry_run: bool,
+) -> ServerSpec:
+    """Return a server with what a system has below the device."""
+    name = system.name
+    store = store_of(system, out) if system.has_disk else None
+    if name == PLAIN:
         return plain_spec(device)
-    if system.name.startswith("tiered"):
-        store = store_of(system, out) if system.has_disk else None
+    if name == UNCAPPED:
+        return plain_spec(device.with_pool(0), name)
+    if name.startswith("tiered"):
         tiers = Tiers(host_gb * 1000 * MB, store, shared.disk_gb * 1000 * MB)
-        return tiered_spec(device, tiers, system.name)
-    if system.name == "lmcache":
+        return tiered_spec(device, tiers, name)
+    if name == "lmcache":
         config = out / "lmcache.yaml"
         more = ("--enable-lmcache", "--lmcache-config-file", str(config))
-        return plain_spec(device, system.name, more)
-    return _hicache(system, device, host_gb, out, dry_run=dry_run)
-
-
-def _hicache(
-    system: System, device: Device, host_gb: int, out: Path, *, dry_run: bool
-) -> ServerSpec:
-    is_direct = dry_run or system.name == "hicache-direct"
-    flags = [
-        "--enable-hierarchical-cache",
-        "--hicache-size",
-        str(host_gb),
-        "--hicache-write-policy",
-        "write_through",
-        "--hicache-mem-layout",
-        "page_first_direct" if is_direct else "page_first",
-        "--hicache-io-backend",
-        "direct" if is_direct else "kernel",
-    ]
-    env: dict[str, str | None] = {}
-    if dry_run:
-        env |= hicache_env(out / "plugin", asynchronous=True)
-    if system.has_disk:
-        flags += ["--hicache-storage-backend", "file"]
-        flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
-        env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(store_of(system, out))
-    return replace(plain_spec(device, system.name, flags), env=env)
+        return plain_spec(device, name, more)
+    is_direct = dry_run or name == "hicache-direct"
+    layout = "page_first_direct" if is_direct else "page_first"
+    size = ("--hicache-size", str(host_gb))
+    spec = hicache_spec(device, name, size, layout, store)
+    if not dry_run:
+        return spec
+    hooks = hicache_env(out / "plugin", asynchronous=True)
+    return replace(spec, env={**spec.env, **hooks})
 
 
 def store_of(system: System, out: Path) -> Path:
@@ -206,7 +194,7 @@ def store_of(system: System, out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def beside(system: System, host_gb: int, out: Path) -> Iterator[None]:
+def beside(system: System, host_gb: int, out: Path) -> Iterator[list[Service]]:
     """Run what a system needs beside its server: LMCache's own.
 
     Raises:
@@ -214,7 +202,7 @@ def beside(system: System, host_gb: int, out: Path) -> Iterator[None]:
     """
     command = _lmcache_command() if system.name == "lmcache" else None
     if command is None:
-        yield
+        yield []
         return
     port = free_port()
     # As the example in SGLang's wheel has it.
@@ -229,7 +217,7 @@ def beside(system: System, host_gb: int, out: Path) -> Iterator[None]:
         start_timeout_s=300.0,
     )
     with server:
-        yield
+        yield [server]
 
 
 def _lmcache_command() -> str | None:
@@ -240,45 +228,3 @@ def _lmcache_command() -> str | None:
 def _listens(port: int) -> bool:
     with socket.create_connection((_HOST, port), timeout=1.0):
         return True
-
-
-def told_flags(spec: ServerSpec) -> list[str]:
-    """Return a server's flags as they may be written down: no path of the machine."""
-    return [Path(flag).name if flag.startswith("/") else flag for flag in spec.flags]
-
-
-def memory(
-    system: System, server: SglangServer, shared: Shared, host_gb: int
-) -> dict[str, Any]:
-    """Return the memory that a running system has, and what it resolved.
-
-    Args:
-        system: which one.
-        server: its server.
-        shared: what was asked for.
-        host_gb: that it was given.
-    """
-    info = server.server_info()
-    state = info["internal_states"][0]
-    usage = state["memory_usage"]
-    return {
-        "pool_tokens": int(usage["token_capacity"]),
-        "pool_gib": usage["kvcache"],
-        "weights_gib": usage["weight"],
-        "graphs_gib": round(sum(usage["graph"].values()), 3),
-        "host_gb": host_gb if system.has_host else 0,
-        "disk": _disk(system, shared),
-        "attention_backend": info.get("attention_backend") or "",
-        "page_size": info.get("page_size"),
-        "mem_fraction": info.get("mem_fraction_static"),
-        "start_s": round(server.start_s, 1),
-        "flags": told_flags(server.spec),
-    }
-
-
-def _disk(system: System, shared: Shared) -> str:
-    if not system.has_disk:
-        return ""
-    if system.name.startswith("tiered"):
-        return f"{shared.disk_gb} GB"
-    return "no limit"

@@ -21,6 +21,7 @@ from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.report import tokens_by_source
 from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest
+from sgl_tiered_workloads.usage import tokens_by_tier
 
 __all__ = [
     "HitRun",
@@ -59,14 +60,12 @@ class HitRun:
 def sources(records: Sequence[RequestRecord]) -> dict[str, int]:
     """Return prompt tokens by where their KV came from.
 
-    Our servers report what the disk gave under SGLang's own name too; it counts once.
+    Records of former runs may name what the disk gave twice; it counts once.
     """
-    once = []
-    for record in records:
-        tiers = dict(record.cached_by_tier)
-        if tiers.get("disk"):
-            tiers.pop("storage", None)
-        once.append(replace(record, cached_by_tier=tiers))
+    once = [
+        replace(record, cached_by_tier=tokens_by_tier(record.cached_by_tier))
+        for record in records
+    ]
     return tokens_by_source(once, PAGE_SIZE)
 
 
