@@ -331,9 +331,12 @@ class PlayedScheduler:
         module: Any = factory
         played, build = self.played, factory.build_cache
 
-        def device_pool(pool: Any, layout: Any, forward_stream: Any, *_: Any) -> Any:
+        def device_pool(
+            pool: Any, layout: Any, forward_stream: Any, *_: Any, **how: Any
+        ) -> Any:
+            assert how == {"stores_between_forwards": False}
             ops = played.pool_ops_class()(pool, layout, forward_stream)
-            return StreamPool(ops)
+            return StreamPool(ops, staging=ops)
 
         def costs(**facts: Any) -> Any:
             links = {tier: LinkCost(*self._link) for tier in TierId}
