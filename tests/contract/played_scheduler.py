@@ -370,6 +370,7 @@ class PlayedScheduler:
         module.measure_costs = costs
         module.cuda_register = played.register
         module.use_device_in_threads = lambda device: None
+        module.numa_node = lambda device: None
         module.machine_facts = lambda device: SimpleNamespace()
         module.report = lambda *args: {}
 
