@@ -395,9 +395,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         promoter=promoter,
         agreement=agreement,
         adoption=adoption,
-        adapters=Adapters(
-            getattr(runner, "lora_manager", None), agreement, metrics
-        ),
+        adapters=Adapters(getattr(runner, "lora_manager", None), agreement, metrics),
     )
     _log_start(parts, layout)
     emulator.arm()
