@@ -22,7 +22,8 @@ The last line is one JSON object, and the exit code is 0 if all is as it must be
 - ``rss_mb_per_hour``: slope of the tiered server's memory, all processes, less plain's,
   after warm-up (``figures.py`` says which slope); ``rss_half_width``: of its interval;
 - ``flows``, ``pins``, ``empty_namespaces``: what is left of requests after the drain;
-- ``fd_growth``, ``thread_growth``: over all processes that have more than before;
+- ``fd_growth``, ``thread_growth``: over all processes that have more than before, and
+  still have a minute later: a connection that is being closed is none;
 - ``step_time_growth``: CPU seconds of the scheduler per decode step of four requests
   (their one prefill of 64 tokens included), the median of the last third of the rounds
   over that of the first, less 1; ``step_time_growth_plain`` is the machine's share;
@@ -233,8 +234,12 @@ class Soak:
         watched.become_quiet()
         return cpu_s / STEPS
 
-    def drain(self) -> dict[str, Any]:
-        """Wait until nothing is left of requests; return what there is then."""
+    def drain(self, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Wait until nothing is left of requests; return what there is then.
+
+        Args:
+            before: of an earlier drain: also until no more is open than there was.
+        """
         for watched in self._servers.values():
             watched.become_quiet()
         left: dict[str, int] = {}
@@ -246,15 +251,27 @@ class Soak:
                 "pins": pinned(state),
                 "empty_namespaces": state["empty_namespaces"],
             }
-            if not any(left.values()):
+            found = {**left, **self._open()}
+            if not any(left.values()) and not any(grown_by(before or found, found)):
                 break
             time.sleep(1.0)
+        return {**left, **self._open()}
+
+    def _open(self) -> dict[str, Any]:
         every = self._servers.items()
         return {
-            **left,
             "fds": {name: each.num_fds() for name, each in every},
             "threads": {name: each.num_threads() for name, each in every},
         }
+
+
+def grown_by(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[int]:
+    """Return by how much open files and threads have grown, of each server."""
+    return [
+        grown(first[what][name], last[what][name])
+        for what in ("fds", "threads")
+        for name in last[what]
+    ]
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
@@ -298,7 +315,7 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
     warm_s = time.monotonic()
     run.run_until(began_s + 60 * minutes)
     rate = (sum(run.sent.values()) - num_before) / (time.monotonic() - warm_s)
-    last = run.drain()
+    last = run.drain(first)
     note(f"drained: {last}")
     samples = run.samples[num_warm:]
     own, leaky = less_plain(samples, "tiered"), less_plain(samples, "planted")
