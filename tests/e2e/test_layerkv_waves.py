@@ -38,7 +38,7 @@ from sgl_tiered_workloads.waves import (
     run_waves,
 )
 
-from tests.e2e.e2e_support import PATIENCE_S, drop, stats
+from tests.e2e.e2e_support import PATIENCE_S, drop, settle, stats
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
@@ -175,10 +175,16 @@ def played(server, episodes, reference):
     async def forget():
         await asyncio.to_thread(drop, server, "device")
 
+    async def end_offloads():
+        # Pages that they read are no room: a wave would find less than it does later.
+        await asyncio.to_thread(settle, server)
+
     async def play():
         async with StreamingClient(server.url, timeout_s=PATIENCE_S) as client:
             return [
-                await run_planned(server, client, episode, known, log, forget)
+                await run_planned(
+                    server, client, episode, known, log, forget, end_offloads
+                )
                 for episode, known in zip(episodes, reference, strict=True)
             ]
 
