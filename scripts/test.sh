@@ -5,9 +5,8 @@
 # property. servers is e2e and faults in one run, which waits for a last test only once.
 #
 # Each part is a process of its own: those with servers hand them their environment, and
-# must not inherit what a kernel test set there. Servers often wait, so lint and then fast
-# run beside the first part with servers, and are told of after it. The end says what took
-# how long; its last line sums up all parts like pytest's.
+# must not inherit what a kernel test set there. lint runs beside the part that follows
+# it. The end says what took how long; its last line sums up all parts like pytest's.
 set -uo pipefail
 here=$(dirname -- "${BASH_SOURCE[0]}")
 . "$here/say.sh"
@@ -16,7 +15,7 @@ parts=${2:?parts, of: lint fast servers e2e faults cluster scenarios}
 shift 2
 num_args=$#
 args=()
-fast_timeout_s=600
+fast_timeout_s=300
 for arg in "$@"; do
   if [ "$arg" = --long ]; then
     args+=(--full --faults-long)
@@ -30,15 +29,13 @@ done
 # What is said of each part; of this run alone.
 told=.cache/test
 rm -rf "$told" && mkdir -p "$told"
-failures='' beside_pid=''
+failures='' lint_pid=''
 TIMEFORMAT='%R %U %S'
 cores=$(env -u OMP_NUM_THREADS nproc)
 
 side_by_side() { # side_by_side MOST: how many processes of tests this machine has room for
   echo "$((cores < $1 ? cores : $1))"
 }
-
-fast_processes=$(side_by_side 8)
 
 with_servers() { # with_servers PART: one process more than cores, as servers often wait
   local num=$((cores < 4 ? cores + 1 : 4))
@@ -53,31 +50,17 @@ note_failure() { # note_failure PART CODE
   failures="$failures${failures:+ }$1"
 }
 
-run_lint() {
-  { time bash "$here/lint.sh" "$venv" 2>&3; } 3>&2 2>"$told/lint.time"
+start_lint() {
+  { time bash "$here/lint.sh" "$venv" >"$told/lint.log" 2>&1; } 2>"$told/lint.time" &
+  lint_pid=$!
+}
+
+end_lint() {
+  if [ -z "$lint_pid" ]; then return; fi
+  wait "$lint_pid"
   note_failure lint $?
-}
-
-start_beside() { # start_beside PARTS...: one after the other, their output to files
-  # One process: the parts with servers have those that the cores have room for.
-  fast_processes=1
-  for part in "$@"; do
-    failures=''
-    run_part "$part" >"$told/$part.log" 2>&1
-    if [ -z "$failures" ]; then touch "$told/$part.passed"; fi
-  done &
-  beside_pid=$!
-}
-
-end_beside() { # end_beside PARTS...
-  if [ -z "$beside_pid" ]; then return; fi
-  wait "$beside_pid"
-  beside_pid=''
-  for part in "$@"; do
-    cat "$told/$part.log"
-    [ -e "$told/$part.passed" ]
-    note_failure "$part" $?
-  done
+  lint_pid=''
+  cat "$told/lint.log"
 }
 
 run_pytest() { # run_pytest PART TIMEOUT_S OPTIONS... -- FOLDERS...
@@ -101,8 +84,7 @@ run_pytest() { # run_pytest PART TIMEOUT_S OPTIONS... -- FOLDERS...
 
 run_part() { # run_part PART
   case $1 in
-    lint) run_lint ;;
-    fast) run_pytest fast "$fast_timeout_s" -n "$fast_processes" --dist worksteal -- \
+    fast) run_pytest fast "$fast_timeout_s" -n "$(side_by_side 8)" --dist worksteal -- \
       unit property conformance kernels contract ;;
     # Each process has a server, which the tests of a file share.
     servers) with_servers servers e2e faults ;;
@@ -114,20 +96,11 @@ run_part() { # run_part PART
   esac
 }
 
-beside=() rest=()
 for part in $parts; do
-  case $part in
-    lint | fast) beside+=("$part") ;;
-    *) rest+=("$part") ;;
-  esac
-done
-if [ "${#rest[@]}" -eq 0 ]; then
-  rest=("${beside[@]}") beside=()
-fi
-if [ "${#beside[@]}" -gt 0 ]; then start_beside "${beside[@]}"; fi
-for part in "${rest[@]}"; do
+  if [ "$part" = lint ]; then start_lint; continue; fi
   run_part "$part"
-  end_beside "${beside[@]}"
+  end_lint
 done
+end_lint
 "$venv/bin/python" "$here/test_summary.py" "$told" "$(($(date +%s) - STARTED_AT))" $failures
 [ -z "$failures" ]
