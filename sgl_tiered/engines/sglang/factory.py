@@ -323,7 +323,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     promoter: PromoteWorker | None = None
     adoption: DiskAdoption | None = None
     if disk is not None:
-        adoption = DiskAdoption(cache, disk, agreement)
+        adoption = DiskAdoption(cache, disk, agreement, metrics)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
