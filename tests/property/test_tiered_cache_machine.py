@@ -35,6 +35,7 @@ from sgl_tiered.core.plans import (
     OffloadPlan,
     PageRecords,
     TransferResult,
+    namespace_rows,
 )
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
@@ -474,7 +475,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         tokens = np.frombuffer(raw, np.int32)
         keys = page_keys(digest, tokens, PAGE_TOKENS)
         parent = keys[-2].tobytes() if len(keys) > 1 else digest
-        assert records.namespace == digest
+        assert records.namespaces[number].tobytes() == digest
         assert records.keys[number].tobytes() == keys[-1].tobytes()
         assert records.parents[number].tobytes() == parent
         assert (records.tokens[number] == tokens[-PAGE_TOKENS:]).all()
@@ -778,7 +779,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         spoilt = [at for at in range(len(found)) if at in damaged]
         table[spoilt] += 1
         records = PageRecords(
-            namespace=digest,
+            namespaces=namespace_rows(digest, len(found)),
             keys=np.array([list(r[1]) for _, r in found], np.uint8).reshape(-1, 16),
             parents=np.array([list(r[2]) for _, r in found], np.uint8).reshape(-1, 16),
             tokens=table,

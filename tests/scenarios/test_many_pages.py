@@ -65,7 +65,6 @@ def fill(server):
         answers = at_once(server, [body(TOKENS, 1, cache_salt=f"t{n}") for n in salts])
         for answer in answers:
             assert cached(answer) == {}, "a tenant saw another one's pages"
-        # A write to disk is of one tenant's pages: many tenants at once go faster.
         settle(server)
 
 

@@ -256,7 +256,7 @@ def _disk_link(
         figures["disk_bandwidth_bytes_per_s"] = 0.0
         return LinkCost(1e-3, 1e9)
     records = PageRecords(
-        namespace=bytes(KEY_BYTES),
+        namespaces=np.zeros((count, KEY_BYTES), np.uint8),
         keys=np.zeros((count, KEY_BYTES), np.uint8),
         parents=np.zeros((count, KEY_BYTES), np.uint8),
         tokens=np.zeros((count, layout.page_tokens), np.int32),

@@ -12,7 +12,7 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace, page_keys
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import FoundPages, PageRecords
+from sgl_tiered.core.plans import FoundPages, PageRecords, namespace_rows
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
@@ -50,7 +50,7 @@ def found_pages(num):
     keys = page_keys(DIGEST, tokens, LAYOUT.page_tokens)
     before = np.frombuffer(DIGEST, np.uint8)[None]
     group = PageRecords(
-        namespace=DIGEST,
+        namespaces=namespace_rows(DIGEST, num),
         keys=keys,
         parents=np.concatenate([before, keys])[:num],
         tokens=tokens.reshape(num, -1),
