@@ -27,6 +27,8 @@ from sgl_tiered.core.plans import DemotePlan, TransferResult
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
+from sgl_tiered.policies.eviction.base import EvictionPolicy
+from sgl_tiered.policies.eviction.fifo import FIFOPolicy
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.testing.strategies import spell
 from sgl_tiered.tiers.base import TierIO
@@ -61,6 +63,7 @@ def make_cache(
     num_disk_slots: int,
     policy: str = "write-through",
     clock: ManualClock | None = None,
+    eviction: EvictionPolicy | None = None,
 ) -> TieredCache:
     sizes = {HOST: NUM_SLOTS, DISK: num_disk_slots}
     return TieredCache(
@@ -75,7 +78,7 @@ def make_cache(
         cost=CostModel(
             PrefillCost(10**6, 2, 32, 1e9), {t: LinkCost(1e-4, 1e9) for t in sizes}
         ),
-        eviction={tier: LRUPolicy() for tier in sizes},
+        eviction={tier: eviction or LRUPolicy() for tier in sizes},
         clock=clock or ManualClock(),
     )
 
@@ -249,7 +252,8 @@ def test_many_tenants_share_few_writes() -> None:
 def test_a_batch_evicts_nothing_of_its_own() -> None:
     """Of a disk that is nearly full, the room for later tenants of a batch comes from
     before it, and never from the beginnings that the batch goes on from."""
-    cache = make_cache(6)
+    # The first that came go first: the beginning of what has grown since.
+    cache = make_cache(6, eviction=FIFOPolicy())
     host: dict[int, Page] = {}
     on_disk: set[Page] = set()
 
