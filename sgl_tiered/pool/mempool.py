@@ -283,7 +283,9 @@ class MemPool:
         return NO_ADDRESSES if moved is None else moved
 
     def swap_in(self, addrList: UInt64s) -> UInt64s | None:  # noqa: N803
-        """Move blocks to the device; None, and nothing changed, without room.
+        """Move blocks to the device; None, and nothing changed, where that is refused.
+
+        There is no room, or a page has a copy there that is not usable (yet).
 
         Returns:
             The new addresses, in the same order.
