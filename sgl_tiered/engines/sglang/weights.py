@@ -67,11 +67,13 @@ class WeightsHash:
     Attributes:
         digest: 32 hexadecimal digits.
         num_tensors, num_bytes: that were read.
+        num_unreadable: that could not be; with any, the digest is nobody else's.
     """
 
     digest: str
     num_tensors: int
     num_bytes: int
+    num_unreadable: int = 0
 
 
 Read = Callable[[int, threading.Event], WeightsHash]
@@ -280,6 +282,8 @@ class WeightsIdentity:
     def _note_read(self, found: WeightsHash, seconds: float) -> None:
         self._metrics.add("weights_read_bytes", found.num_bytes)
         self._metrics.add("weights_read_s", seconds)
+        if found.num_unreadable:
+            self._metrics.add("weights_unreadable")
         logger.info(
             "sgl-tiered: %d tensors, %.2f GB of weights hashed in %.2f s (%.1f GB/s)",
             found.num_tensors,
@@ -338,7 +342,7 @@ class _Reading:
 
     def _give_up(self) -> None:
         """Name the weights as nobody else has theirs: nothing is found wrongly."""
-        self.found = WeightsHash(os.urandom(16).hex(), 0, 0)
+        self.found = WeightsHash(os.urandom(16).hex(), 0, 0, num_unreadable=1)
         self._done.set()
 
     def _run(self) -> None:

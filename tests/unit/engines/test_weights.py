@@ -188,6 +188,7 @@ def test_weights_that_cannot_be_read_are_nobody_elses(weights, monkeypatch, capl
         names.add(identity.value)
     assert len(names) == 2
     assert "could not be read" in caplog.text
+    assert identity._metrics.snapshot()["counters"]["weights_unreadable"] == 2
 
 
 def test_kv_of_other_weights_mixes_the_device_until_it_is_emptied(identity):
