@@ -85,7 +85,7 @@ def test_a_broken_rebuild_is_caught(servers, mha, episodes, plain):
             env={"SGL_TIERED_ALLOW_FAULTS": "1"},
         )
     )
-    answers = played(server, episodes[:1], plain.runs[:1])
+    answers = played(server, episodes[:1], plain.runs[:1], forced=True)
     negative_control({"rebuild": plain.forced(answers)})
 
 
@@ -96,7 +96,7 @@ def test_rebuilt_pages_give_equal_bits_in_equal_batches(
     """Every bit of the answers is plain's; what was kept as activations is told."""
     server = servers.get(layered(mha, share))
     result = plain.forced(
-        played(server, episodes[:NUM_FORCED], plain.runs[:NUM_FORCED])
+        played(server, episodes[:NUM_FORCED], plain.runs[:NUM_FORCED], forced=True)
     )
     assert result.passed, result.summary()
     layers = stats(server)["layerkv"]

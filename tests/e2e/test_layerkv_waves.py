@@ -168,22 +168,32 @@ class Plain:
         )
 
 
-def played(server, episodes, reference):
-    """Send episodes to a server with layer-wise KV."""
+def played(server, episodes, reference, *, forced=False):
+    """Send episodes to a server with layer-wise KV.
+
+    Where the batches are to be forced, each wave waits for what the one before left
+    under way; others begin beside it.
+    """
     log = StepLog(server.log_path)
 
     async def forget():
         await asyncio.to_thread(drop, server, "device")
 
     async def end_offloads():
-        # Pages that they read are no room: a wave would find less than it does later.
+        # Pages that they read are no room: batches would follow from the link's speed.
         await asyncio.to_thread(settle, server)
 
     async def play():
         async with StreamingClient(server.url, timeout_s=PATIENCE_S) as client:
             return [
                 await run_planned(
-                    server, client, episode, known, log, forget, end_offloads
+                    server,
+                    client,
+                    episode,
+                    known,
+                    log,
+                    forget,
+                    end_offloads if forced else None,
                 )
                 for episode, known in zip(episodes, reference, strict=True)
             ]
@@ -216,7 +226,7 @@ def test_broken_staging_is_caught_in_full_batches(servers, model, episodes, plai
             env={"SGL_TIERED_ALLOW_FAULTS": "1"},
         )
     )
-    answers = played(server, episodes[:1], plain.runs[:1])
+    answers = played(server, episodes[:1], plain.runs[:1], forced=True)
     negative_control({"staging": plain.forced(answers)})
 
 
@@ -224,7 +234,7 @@ def test_streaming_gives_equal_bits_in_equal_batches(servers, model, episodes, p
     """Under pressure every step is plain's, and so is every bit of the answers."""
     server = servers.get(layered(model, "waves-stream", *STREAM))
     result = plain.forced(
-        played(server, episodes[:NUM_FORCED], plain.runs[:NUM_FORCED])
+        played(server, episodes[:NUM_FORCED], plain.runs[:NUM_FORCED], forced=True)
     )
     assert result.passed, result.summary()
     moved(server, "bytes_offloaded", "bytes_streamed", "bytes_pulled")
