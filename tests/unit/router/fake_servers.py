@@ -23,6 +23,7 @@ from aiohttp import web
 from sgl_tiered.router.config import RouterConfig, Timeouts, parse_instance
 from sgl_tiered.router.feed import FeedSource
 from sgl_tiered.router.front import Router
+from tests.web_servers import accept_all
 
 __all__ = [
     "PATIENCE_S",
@@ -189,6 +190,7 @@ class FakeServer:
         runner, self._runner = self._runner, None
         if runner is None:
             return  # killed already
+        await accept_all()
         server = runner.server
         assert server is not None
         for connection in list(server.connections):

@@ -13,6 +13,8 @@ from sgl_tiered_workloads.client import StreamingClient, run_chat
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import ChatShape, PlannedRequest, chat_sessions
 
+from tests.web_servers import end_server
+
 ASK = PlannedRequest("a", (10, 11, 12), 3)
 
 
@@ -70,7 +72,7 @@ def play(
             async with StreamingClient(url, wishes=wishes) as client:
                 return await use(client)
         finally:
-            await runner.cleanup()
+            await end_server(runner)
 
     return asyncio.run(run()), bodies
 
@@ -182,7 +184,7 @@ def test_a_session_is_named_by_the_key_up_to_the_turn() -> None:
                 url, tells_session=tells, session_prefix=prefix
             ) as client:
                 await client.send(PlannedRequest("0/s3.t1", (5,), 1))
-        await runner.cleanup()
+        await end_server(runner)
 
     asyncio.run(run())
     assert seen == ["0/s3", "7.0/s3", None]

@@ -19,6 +19,8 @@ from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.turns import Turn, TurnSession
 from sgl_tiered_workloads.workload import Workload
 
+from tests.web_servers import end_server
+
 VOCAB = 4096
 
 
@@ -71,7 +73,7 @@ class StandIn:
         try:
             yield self
         finally:
-            await runner.cleanup()
+            await end_server(runner)
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": "9.9"})

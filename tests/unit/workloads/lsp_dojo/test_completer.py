@@ -11,6 +11,8 @@ from aiohttp import web
 from sgl_tiered_workloads.lsp_dojo.base import CompleterError, Completions
 from sgl_tiered_workloads.lsp_dojo.completer import Sampling, SglangCompleter
 
+from tests.web_servers import end_server
+
 Answer = Callable[[dict[str, Any]], Any]
 
 
@@ -60,7 +62,7 @@ def ask(
                     completions = await completer.complete("x = ", num_samples)
                 return completions
         finally:
-            await runner.cleanup()
+            await end_server(runner)
 
     return asyncio.run(run()), bodies
 
