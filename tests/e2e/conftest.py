@@ -178,6 +178,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 
 @pytest.fixture(scope="session")
+def may_fork(request: pytest.FixtureRequest) -> bool:
+    """Whether servers of which some are started by the command line may be forked.
+
+    Such a start takes each process a minute of a core, so it is left to ``--full``.
+    """
+    return not request.config.getoption("--full")
+
+
+@pytest.fixture(scope="session")
 def model() -> Path:
     """The folder of the tiny Llama."""
     return make_model("tiny", MODELS)

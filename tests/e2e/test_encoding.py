@@ -80,11 +80,11 @@ def moves(found, reference):
 
 
 @pytest.fixture(scope="module")
-def plain(servers, model):
+def plain(servers, model, may_fork):
     """Plain SGLang's answers: computed, and from its own cache."""
     device = CASE.device(model, REFERENCE_POOL_TOKENS)
-    # Plain SGLang by its command line: most servers of these tests are forked.
-    server = servers.get(replace(plain_spec(device, "plain-encoding"), fork=False))
+    spec = replace(plain_spec(device, "plain-encoding"), fork=may_fork)
+    server = servers.get(spec)
     server.flush_cache()
     return answers(server), answers(server)
 

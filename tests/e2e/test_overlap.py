@@ -14,7 +14,7 @@ from tests.faults.fault_support import Prompts, assert_same, dropped_to, faults,
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
-CASE = Case(16, overlap=True)
+CASE = Case(16, overlap=True, spins=True)
 
 
 @pytest.fixture(scope="module")
