@@ -89,7 +89,9 @@ def plain(servers, model, may_fork):
     return answers(server), answers(server)
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "encoding", ["int8", pytest.param("int4", marks=pytest.mark.full)]
+)
 def test_only_who_allows_it_is_given_lossy_kv(servers, model, plain, encoding):
     """One server and the same prompts: those who refuse get plain SGLang's bits from
     the device or from computing, before and after others got theirs from the host."""
