@@ -308,6 +308,8 @@ class TableStore:
         parts = self._parts(addresses)
         if isinstance(parts, str) or medium not in self._number:
             return None
+        if any(_has_twice(slots) for _, _, slots in parts):
+            return None
         target = self._number[medium]
         if self._is_arriving(target, parts):
             return None

@@ -191,6 +191,23 @@ def test_weights_that_cannot_be_read_are_nobody_elses(weights, monkeypatch, capl
     assert identity._metrics.snapshot()["counters"]["weights_unreadable"] == 2
 
 
+def test_weights_that_cannot_be_read_at_the_start_end_nothing(weights):
+    """The server starts; its name is its own."""
+
+    def begin():
+        raise RuntimeError("no such memory")
+
+    weights.begin = begin
+    names = {identity_of(weights).value for _ in range(2)}
+    assert len(names) == 2
+
+
+def test_every_rank_counts_weights_that_one_cannot_read(identity):
+    """Rank 0 is asked for the figures, and the name of all is nobody else's."""
+    assert identity._joined([["a", 0], ["b", 1]]) == "a-b"
+    assert identity._metrics.snapshot()["counters"]["weights_unreadable"] == 1
+
+
 def test_kv_of_other_weights_mixes_the_device_until_it_is_emptied(identity):
     """A prefill instance that was updated first, say."""
     identity.received("a", "1")

@@ -73,6 +73,38 @@ def test_a_page_that_was_dropped_in_use_is_not_moved_there(node: Node) -> None:
     node.cache.check()
 
 
+@pytest.mark.parametrize("kind", ["active", "historical", "known"])
+def test_a_block_that_is_named_twice_is_not_moved(node: Node, kind: str) -> None:
+    """Whether a prompt has it or nobody, or its page is in the other medium already."""
+    if kind == "active":
+        blocks = node.store.alloc(TierId.HOST, 1)
+        assert blocks is not None
+    else:
+        blocks = put(node, TierId.HOST)
+    if kind == "known":
+        put(node, TierId.DEVICE)
+    twice = np.concatenate([blocks[:1], blocks[:1]])
+    assert node.store.move(twice, TierId.DEVICE) is None
+    assert node.store.move(blocks[:1], TierId.DEVICE) is not None
+
+
+def test_a_page_that_cannot_be_swapped_out_does_not_keep_others(node: Node) -> None:
+    """The coldest has a host copy that was dropped while somebody reads it."""
+    assert node.cache is not None
+    held = put(node, TierId.HOST)
+    node.store.hold(held)
+    node.cache.drop_tier(TierId.HOST)
+    put(node, TierId.DEVICE)
+    other = np.array([8, 97], np.int32)
+    blocks = node.store.alloc(TierId.DEVICE, 1)
+    assert blocks is not None
+    node.write(blocks, pages_of(other))
+    assert not node.pool.insert(other, blocks).refusal
+    moved = node.pool.swap_out(4)
+    assert node.read(moved) == [content(page).tobytes() for page in pages_of(other)]
+    node.store.release(held)
+
+
 def test_a_page_that_is_named_in_two_media_is_not_moved_to_a_third() -> None:
     """It would arrive twice; named once it moves."""
     world = World()
