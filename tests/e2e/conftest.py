@@ -41,6 +41,7 @@ __all__: list[str] = []
 
 LONGEST_FIRST = (
     "test_gate_can_fail.py",
+    "test_split.py",
     "test_disagg.py",
     "test_models.py",
     "test_sparse.py",
