@@ -112,7 +112,7 @@ def test_servers_are_one_run_of_both_folders(checkout: Path) -> None:
     assert done.returncode == 0
     (ran,) = [line for line in done.stdout.splitlines() if "-m pytest" in line]
     assert ran.endswith(
-        "-n 3 --dist loadfile --no-loadscope-reorder tests/e2e tests/faults"
+        "-n 4 --dist loadfile --no-loadscope-reorder tests/e2e tests/faults"
     )
     assert ".cache/test/servers.xml" in ran
 
