@@ -163,6 +163,10 @@ bench-cluster: install ## routers, and prefill/decode pairs, ours and SGLang's (
 bench-gpu: install ## all that has to be seen on a GPU; ARGS=--dry-run on a CPU
 	@exec $(PY) benchmarks/gpu/session.py $(ARGS)
 
+.PHONY: bench-llama
+bench-llama: install ## plain SGLang, HiCache, LMCache and tiers on one GPU: MODEL=path
+	@exec $(PY) benchmarks/gpu/llama.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+
 .PHONY: compile-kernels
 compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, without a GPU
 	@$(SAY) compile "every variant: registers and spills against benchmarks/gpu/kernels.json"

@@ -37,8 +37,8 @@ side_by_side() { # side_by_side MOST: how many processes of tests this machine h
   echo "$((cores < $1 ? cores : $1))"
 }
 
-with_servers() { # with_servers PART: one process more than cores, as servers often wait
-  local num=$((cores < 4 ? cores + 1 : 4))
+with_servers() { # with_servers PART: two processes more than cores, as servers often wait
+  local num=$((cores < 3 ? cores + 2 : 4))
   # Files in the order in which they are collected: that of tests/e2e/conftest.py.
   run_pytest "$1" 900 -n "$num" --dist loadfile --no-loadscope-reorder -- "${@:2}"
 }

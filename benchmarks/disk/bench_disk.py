@@ -177,7 +177,7 @@ class Bench:
 def _records(rows: np.ndarray, rng: np.random.Generator) -> PageRecords:
     keys = rng.integers(0, 256, (len(rows), 16), np.uint8)
     return PageRecords(
-        namespace=bytes(16),
+        namespaces=np.zeros((len(rows), 16), np.uint8),
         keys=keys,
         parents=np.roll(keys, 1, axis=0),
         tokens=rng.integers(0, 1000, (len(rows), PAGE_TOKENS)).astype(np.int32),

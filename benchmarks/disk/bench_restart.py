@@ -54,7 +54,7 @@ from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import KEY_BYTES, page_keys
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.core.plans import PageRecords, namespace_rows
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
@@ -108,7 +108,7 @@ def tenant_records(
         add(beginning, own)
     num_pages = shared + num_prompts * own
     return PageRecords(
-        namespace=digest,
+        namespaces=namespace_rows(digest, num_pages),
         keys=np.concatenate(keys),
         parents=np.concatenate(parents),
         tokens=np.concatenate(tokens),

@@ -189,34 +189,43 @@ def _compile_all(
 _variants: list[Any] = []
 
 
-def _compile(work: tuple[int, int]) -> Row:
+def compiled(variant: Any, sm: int) -> Any:
+    """Return what Triton makes of a variant for an architecture: ``asm["ptx"]`` etc.
+
+    Args:
+        variant: of ``launches.py``.
+        sm: 90 for sm_90.
+    """
     from triton import compile as compile_source
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    source = ASTSource(
+        fn=variant.kernel,
+        signature=variant.signature,
+        constexprs=variant.constants,
+        attrs=variant.attributes,
+    )
+    with knobs.compilation.scope():
+        knobs.compilation.always_compile = True
+        return compile_source(
+            source, target=GPUTarget("cuda", sm, 32), options=variant.options
+        )
+
+
+def _compile(work: tuple[int, int]) -> Row:
+    from triton import knobs
 
     number, sm = work
     variant = _variants[number]
     row: Row = {"name": variant.name, "sm": sm, "registers": 0, "spill_bytes": 0}
     log = io.StringIO()
     try:
-        source = ASTSource(
-            fn=variant.kernel,
-            signature=variant.signature,
-            constexprs=variant.constants,
-            attrs=variant.attributes,
-        )
-        with (
-            knobs.nvidia.scope(),
-            knobs.compilation.scope(),
-            contextlib.redirect_stdout(log),
-        ):
+        with knobs.nvidia.scope(), contextlib.redirect_stdout(log):
             # Triton runs ptxas with -v, and then prints what it said.
             knobs.nvidia.dump_ptxas_log = True
-            knobs.compilation.always_compile = True
-            compile_source(
-                source, target=GPUTarget("cuda", sm, 32), options=variant.options
-            )
+            compiled(variant, sm)
     except Exception as problem:  # noqa: BLE001 - every kind of failure is a row
         text = f"{type(problem).__name__}: {problem}"
         return row | {"error": text[:_ERROR_CHARS]}

@@ -2,14 +2,16 @@
 
 The product's own functions are called with small CPU tensors of the shapes and types of
 service, and a recorder in the place of each kernel notes with what it would have been
-launched. So the list follows the code: a variant is what Triton would compile.
+launched. So the list follows the code: a variant is what Triton would compile. What a
+kernel names in ``do_not_specialize`` makes no variants: neither by its alignment, nor
+where it is 1.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,7 @@ from sgl_tiered.core.encoded import encoded_layout
 from sgl_tiered.core.ids import Encoding
 from sgl_tiered.core.layout import PageLayout
 
-__all__ = ["Variant", "all_variants"]
+__all__ = ["Variant", "all_variants", "launches_of"]
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {
@@ -54,6 +56,7 @@ class Variant:
         constants: value of each constexpr, and of arguments that are 1.
         attributes: what is divisible by 16, as Triton says it.
         options: of the compiler.
+        arguments: what it was launched with, by name.
         is_sample: one of the few that the short check compiles.
     """
 
@@ -63,6 +66,7 @@ class Variant:
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
     options: dict[str, Any]
+    arguments: dict[str, Any]
     is_sample: bool = False
 
     @property
@@ -85,16 +89,17 @@ class _Recorder:
         return self._note
 
     def _note(self, *args: Any, **named: Any) -> None:
-        names = self.kernel.arg_names
         options = {key: named.pop(key) for key in _OPTIONS if key in named}
-        values = dict(zip(names, args, strict=False)) | named
+        values = dict(zip(self.kernel.arg_names, args, strict=False)) | named
         values |= {key: one for key, one in self.forced.items() if key in values}
         signature: dict[str, str] = {}
         constants: dict[tuple[int, ...], Any] = {}
         attributes: dict[tuple[int, ...], Any] = {}
-        for index, name in enumerate(names):
-            value, at = values[name], (index,)
-            if name.isupper() or (type(value) is int and value == 1):
+        for index, parameter in enumerate(self.kernel.params):
+            name, at = parameter.name, (index,)
+            value, is_special = values[name], not parameter.do_not_specialize
+            is_one = is_special and type(value) is int and value == 1
+            if parameter.is_constexpr or is_one:
                 signature[name], constants[at] = "constexpr", value
                 continue
             if isinstance(value, torch.Tensor):
@@ -105,10 +110,12 @@ class _Recorder:
             else:
                 signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
                 is_divisible = value % _ALIGNED == 0
-            if is_divisible:
+            if parameter.do_not_specialize_on_alignment:
+                is_divisible = False
+            if is_divisible and is_special:
                 attributes[at] = _DIVISIBLE
         self.launches.append(
-            Variant("", self.kernel, signature, constants, attributes, options)
+            Variant("", self.kernel, signature, constants, attributes, options, values)
         )
 
 
@@ -127,16 +134,34 @@ def all_variants() -> list[Variant]:
             name = f"{name}:{number}"
         is_sample = samples.get(kernel, 0) < _IN_SAMPLE
         samples[kernel] = samples.get(kernel, 0) + is_sample
-        found[variant.key] = Variant(
-            name,
-            variant.kernel,
-            variant.signature,
-            variant.constants,
-            variant.attributes,
-            variant.options,
-            is_sample,
-        )
+        found[variant.key] = replace(variant, name=name, is_sample=is_sample)
     return list(found.values())
+
+
+def launches_of(
+    module: Any, run: Callable[[], None], *, is_wide: bool = False
+) -> list[Variant]:
+    """Return what is launched of a module's kernels while something runs; unnamed.
+
+    Args:
+        module: that holds the kernels, and the functions that launch them.
+        run: calls those.
+        is_wide: numbers are widened before they are multiplied, where that is asked.
+    """
+    kernels = [name for name in vars(module) if name.endswith("_kernel")]
+    originals = {kernel: getattr(module, kernel) for kernel in kernels}
+    # As on a GPU, where types are multiplied as they are; two types are widened.
+    recorders = [
+        _Recorder(one, forced={"WIDEN": is_wide}) for one in originals.values()
+    ]
+    for kernel, recorder in zip(kernels, recorders, strict=True):
+        setattr(module, kernel, recorder)
+    try:
+        run()
+    finally:
+        for kernel, one in originals.items():
+            setattr(module, kernel, one)
+    return [launch for recorder in recorders for launch in recorder.launches]
 
 
 def _launches() -> Iterator[tuple[str, Variant]]:
@@ -146,22 +171,9 @@ def _launches() -> Iterator[tuple[str, Variant]]:
         (mass, _masses),
         (codec, _codecs),
     ):
-        kernels = [name for name in vars(module) if name.endswith("_kernel")]
-        # As on a GPU, where types are multiplied as they are; two types are widened.
         for name, run, is_wide in cases():
-            originals = {kernel: getattr(module, kernel) for kernel in kernels}
-            recorders = [
-                _Recorder(one, forced={"WIDEN": is_wide}) for one in originals.values()
-            ]
-            for kernel, recorder in zip(kernels, recorders, strict=True):
-                setattr(module, kernel, recorder)
-            try:
-                run()
-            finally:
-                for kernel, one in originals.items():
-                    setattr(module, kernel, one)
-            for recorder in recorders:
-                yield from ((name, launch) for launch in recorder.launches)
+            for launch in launches_of(module, run, is_wide=is_wide):
+                yield name, launch
 
 
 Case = tuple[str, Callable[[], None], bool]
@@ -175,7 +187,13 @@ def _page_copies() -> Iterator[Case]:
     """Parts of a page per buffer: K and V of a layer up, all layers down."""
 
     def parts(
-        part_bytes: int, num_parts: int, count: int, *, up: bool, first: int = 0
+        part_bytes: int,
+        num_parts: int,
+        count: int,
+        *,
+        up: bool,
+        first: int = 0,
+        alignment: int = 16,
     ) -> None:
         row_bytes = -(-(num_parts * part_bytes) // 4096) * 4096
         if part_bytes % 4:
@@ -185,9 +203,13 @@ def _page_copies() -> Iterator[Case]:
         # A slice of the page numbers: its address is a multiple of 8 only.
         pages = _rows(count + first)[first:]
         if up:
-            page_copy.scatter_parts(table, pages, whole, rows, 0, part_bytes)
+            page_copy.scatter_parts(
+                table, pages, whole, rows, 0, part_bytes, alignment=alignment
+            )
         else:
-            page_copy.gather_parts(whole, rows, 0, table, pages, part_bytes)
+            page_copy.gather_parts(
+                whole, rows, 0, table, pages, part_bytes, alignment=alignment
+            )
 
     def rows(nbytes: int) -> None:
         left, right = torch.empty((4, nbytes)), torch.empty((4, nbytes))
@@ -204,21 +226,24 @@ def _page_copies() -> Iterator[Case]:
     kib = 1 << 10
     for up in (True, False):
         word = "up" if up else "down"
-        for name, size, num_parts, count, first in (
-            ("llama8b_page16", 32 * kib, 2, 256, 0),
-            ("llama8b_page16_all_layers", 32 * kib, 64, 8, 0),
-            ("llama8b_page16_one_page", 32 * kib, 2, 1, 0),
-            ("llama8b_page16_sliced_pages", 32 * kib, 2, 256, 1),
-            ("llama8b_page64", 128 * kib, 2, 64, 0),
-            ("llama70b_tp4_page16", 8 * kib, 2, 255, 0),
-            ("one_block", 4 * kib, 2, 256, 0),
-            ("one_block_odd_items", 2 * kib, 2, 3, 0),
-            ("five_blocks_odd_items", 20 * kib, 2, 3, 0),
-            ("one_part", 64 * kib, 1, 16, 0),
-            ("small_heads", 4 * 20, 2, 16, 0),
-            ("odd_bytes", 6, 2, 3, 0),
+        # Most of them are the same program: numbers of pages and layers make none.
+        for name, size, num_parts, count, first, alignment in (
+            ("llama8b_page16", 32 * kib, 2, 256, 0, 16),
+            ("llama8b_page16_all_layers", 32 * kib, 64, 8, 0, 16),
+            ("llama8b_page16_one_page", 32 * kib, 2, 1, 0, 16),
+            ("llama8b_page16_sliced_pages", 32 * kib, 2, 256, 1, 16),
+            ("llama8b_page64", 128 * kib, 2, 64, 0, 16),
+            ("llama70b_tp4_page16", 8 * kib, 2, 255, 0, 16),
+            ("one_block_odd_items", 2 * kib, 2, 3, 0, 16),
+            ("one_part", 64 * kib, 1, 16, 0, 16),
+            ("small_heads", 4 * 20, 2, 16, 0, 16),
+            ("words", 4 * 21, 2, 16, 0, 16),
+            ("words_at_odd_addresses", 32 * kib, 2, 256, 0, 4),
+            ("bytes", 6, 2, 3, 0, 16),
         ):
-            run = partial(parts, size, num_parts, count, up=up, first=first)
+            run = partial(
+                parts, size, num_parts, count, up=up, first=first, alignment=alignment
+            )
             yield f"{word}_{name}", run, False
     for name, nbytes in (("words", 32 * kib), ("odd_words", 4 * 33), ("bytes", 30)):
         yield name, partial(rows, nbytes), False

@@ -93,7 +93,7 @@ class Layout:
             tokens = np.zeros((len(slots), PAGE_TOKENS), np.int32)
             zeros = np.zeros(len(slots), np.uint64)
             addresses = self.addresses[slots]
-            records = PageRecords(bytes(16), keys, keys, tokens, zeros, addresses)
+            records = PageRecords(keys, keys, keys, tokens, zeros, addresses)
             result = self.tier.store(TierIO(addresses, self.source, slots, records))
             if not result.ok.all():
                 raise SystemExit(f"{self.name}: store failed: {result.error}")

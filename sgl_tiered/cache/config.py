@@ -27,10 +27,18 @@ _MAX_TIERS = len(TierId) - 1
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """One tier: which, and how many pages it holds."""
+    """One tier: which, and how many pages it holds.
+
+    Attributes:
+        tier: which.
+        num_slots: pages that it holds, in the end.
+        num_open: those that it holds from the start; ``TieredCache.open_slots`` adds
+            more. All if None.
+    """
 
     tier: TierId
     num_slots: int
+    num_open: int | None = None
 
     def __post_init__(self) -> None:
         if self.tier == TierId.DEVICE:
@@ -43,6 +51,7 @@ class TierConfig:
                 f"{self.num_slots} slots hold no page",
                 "give the tier room for one page at least",
             )
+        assert self.num_open is None or 0 < self.num_open <= self.num_slots
 
 
 @dataclass(frozen=True, slots=True)

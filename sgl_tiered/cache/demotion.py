@@ -1,13 +1,14 @@
 """Which pages get a copy in the next tier, and in what order: one edge of the chain.
 
 A page is demoted only when the page before it is in the target already, or is demoted
-with it: what survives a restart there is found from the start of the sequence.
+with it: what survives a restart there is found from the start of the sequence. A batch
+takes pages of all namespaces in the order in which they are due: with many tenants of
+a page or two each, a batch for each would cost a write for each.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +19,14 @@ from sgl_tiered.cache.sightings import Sightings
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import KEY_BYTES
-from sgl_tiered.core.plans import Bools, Int32s, Int64s, PageRecords, UInt8s
+from sgl_tiered.core.plans import (
+    Bools,
+    Int32s,
+    Int64s,
+    PageRecords,
+    UInt8s,
+    namespace_rows,
+)
 from sgl_tiered.policies.write_admission.base import WriteAdmission, WriteFacts
 
 __all__ = ["Batch", "Demoter"]
@@ -37,22 +45,36 @@ _MAX_REFUSED = 8
 
 @dataclass(slots=True)
 class Batch:
-    """Pages of one namespace to demote together.
+    """Pages to demote together, of any namespaces.
 
     Attributes:
-        digest: the namespace.
         parts: nodes with the positions of their pages in the run, parents first.
         num_pages: pages in all parts.
+        kept: nodes that must lose nothing in the target: the parts, the one that is
+            being added, and all above them.
     """
 
-    digest: bytes
-    parts: list[tuple[Node, Int64s]] = field(default_factory=list)
+    parts: dict[Node, Int64s] = field(default_factory=dict)
     num_pages: int = 0
+    kept: set[Node] = field(default_factory=set)
 
     @property
     def rows(self) -> Int32s:
         """The pages' rows in the table."""
-        return np.concatenate([node.rows[where] for node, where in self.parts])
+        return np.concatenate([node.rows[where] for node, where in self.parts.items()])
+
+    def keep(self, node: Node) -> None:
+        """Protect a node and all above it, up to those that are kept already."""
+        above: Node | None = node
+        while above is not None and above not in self.kept:
+            self.kept.add(above)
+            above = above.parent
+
+    def add(self, node: Node, where: Int64s) -> None:
+        """Add pages of a node."""
+        before = self.parts.get(node)
+        self.parts[node] = where if before is None else np.concatenate([before, where])
+        self.num_pages += len(where)
 
 
 class Demoter:
@@ -80,11 +102,7 @@ class Demoter:
         self._admission = admission
         self._sightings = sightings
         self._is_write_through = config.demote_policy == "write-through"
-        num_slots = config.tiers[source].num_slots
-        self._watermark_slots = int(config.demote_watermark * num_slots)
-        # Keep as many of the coldest pages copied as lie above the watermark.
-        window = max(1, num_slots - self._watermark_slots)
-        self._window_pages = min(window, _MAX_WINDOW)
+        self._watermark = config.demote_watermark
         # The last row of each path that came to the source, and how often it was
         # refused: all that is missing before it goes with it.
         self._queue: deque[tuple[int, int]] = deque()
@@ -132,7 +150,7 @@ class Demoter:
             batch = self._choose_offered(max_pages)
         else:
             batch = self._choose_coldest(max_pages)
-        if batch is None or not batch.num_pages:
+        if not batch.num_pages:
             self._idle_version = self._store.table.version
             return None
         return batch
@@ -140,20 +158,23 @@ class Demoter:
     def records(self, batch: Batch) -> PageRecords:
         """Return what the tier keeps beside the bytes; derives keys where needed."""
         store, table = self._store, self._store.table
-        keys, parents, tokens = [], [], []
-        for node, where in batch.parts:
+        namespaces, keys, parents, tokens = [], [], [], []
+        for node, where in batch.parts.items():
             store.derive_keys(store.index.path_to(node))
             run_keys = table.keys[node.rows]
             before: UInt8s = np.frombuffer(store.key_before(node), np.uint8)
             run_parents = np.concatenate([before[None, :], run_keys[:-1]])
             run_tokens = np.frombuffer(node.raw, np.int32)
+            namespaces.append(namespace_rows(node.digest, len(where)))
             keys.append(run_keys[where])
             parents.append(run_parents[where])
             tokens.append(run_tokens.reshape(-1, store.page_tokens)[where])
         all_keys = np.concatenate(keys)
-        assert all_keys.shape == (batch.num_pages, KEY_BYTES), all_keys.shape
+        all_spaces = np.concatenate(namespaces)
+        shape = (batch.num_pages, KEY_BYTES)
+        assert all_keys.shape == all_spaces.shape == shape, (all_keys.shape, shape)
         return PageRecords(
-            namespace=batch.digest,
+            namespaces=all_spaces,
             keys=all_keys,
             parents=np.concatenate(parents),
             tokens=np.concatenate(tokens),
@@ -171,22 +192,20 @@ class Demoter:
     def _drop(self, reason: str, num_pages: int) -> None:
         self._store.counters.note_dropped(self.target_id, reason, num_pages)
 
-    def _choose_offered(self, max_pages: int) -> Batch | None:
-        batch: Batch | None = None
+    def _choose_offered(self, max_pages: int) -> Batch:
+        batch = Batch()
         num_refused = 0
         for _ in range(len(self._queue)):
-            has_batch = batch is not None and batch.num_pages > 0
-            if num_refused >= (1 if has_batch else _MAX_REFUSED):
+            if num_refused >= (1 if batch.num_pages else _MAX_REFUSED):
                 break
             row, attempts = self._queue[0]
             (node,) = self._store.table.nodes_of(np.array([row]))
             if node is None:
                 self._queue.popleft()
                 continue
-            if batch is None or not batch.num_pages:
-                batch = Batch(node.digest)
-            elif batch.digest != node.digest:
-                break
+            if not batch.num_pages:
+                # One that was refused keeps nothing in the target for the next.
+                batch = Batch()
             missing, waits = self._missing(node, batch)
             num_missing = sum(len(where) for _, where in missing)
             num_before = batch.num_pages
@@ -204,18 +223,17 @@ class Demoter:
                 self._drop("no room", num_missing - batch.num_pages + num_before)
         return batch
 
-    def _choose_coldest(self, max_pages: int) -> Batch | None:
+    def _choose_coldest(self, max_pages: int) -> Batch:
+        batch = Batch()
         store, source = self._store, self.source
-        if store.table.slots[source].used_slots <= self._watermark_slots:
-            return None
-        batch: Batch | None = None
-        for victims in store.evictors[source].select(self._window_pages):
-            node = victims.node
-            if batch is None or not batch.num_pages:
-                batch = Batch(node.digest)
-            elif batch.digest != node.digest:
-                break
-            missing, _ = self._missing(node, batch)
+        slots = store.table.slots[source]
+        watermark_slots = int(self._watermark * slots.capacity)
+        if slots.used_slots <= watermark_slots:
+            return batch
+        # Keep as many of the coldest pages copied as lie above the watermark.
+        window_pages = min(max(1, slots.capacity - watermark_slots), _MAX_WINDOW)
+        for victims in store.evictors[source].select(window_pages):
+            missing, _ = self._missing(victims.node, batch)
             if not self._take(batch, missing, max_pages):
                 break
             if batch.num_pages >= max_pages:
@@ -230,7 +248,6 @@ class Demoter:
         Also whether there are more that wait for a copy in flight.
         """
         table, source, target = self._store.table, self.source, self.target
-        taken = {id(part): where for part, where in batch.parts}
         missing = []
         path = self._store.index.path_to(node)
         if self._sightings is not None:
@@ -239,8 +256,8 @@ class Demoter:
             if part.resident[target] == len(part.rows):
                 continue
             lacks = table.entry_of[target][part.rows] < 0
-            if id(part) in taken:
-                lacks[taken[id(part)]] = False
+            if part in batch.parts:
+                lacks[batch.parts[part]] = False
             is_source = (table.flags[part.rows] >> source & 1) != 0
             refused = lacks & ~self._admitted(part)
             blocked = np.flatnonzero(lacks & ~is_source | refused)
@@ -286,33 +303,17 @@ class Demoter:
             if not len(where):
                 return True
             wanted = batch.num_pages + len(where)
+            batch.keep(node)
             room = store.make_room(
                 target,
                 wanted,
-                protected=set(_ancestry(batch, node)),
+                protected=batch.kept,
                 # Nothing is evicted there that its policy values as much.
                 below=store.evictors[target].priority(node),
             )
             where = where[: max(0, room - batch.num_pages)]
             if len(where):
-                self._append(batch, node, where)
+                batch.add(node, where)
             if room < wanted:
                 return False
         return True
-
-    def _append(self, batch: Batch, node: Node, where: Int64s) -> None:
-        for number, (part, before) in enumerate(batch.parts):
-            if part is node:
-                batch.parts[number] = (node, np.concatenate([before, where]))
-                break
-        else:
-            batch.parts.append((node, where))
-        batch.num_pages += len(where)
-
-
-def _ancestry(batch: Batch, node: Node) -> Iterator[Node]:
-    for part in [*(part for part, _ in batch.parts), node]:
-        above: Node | None = part
-        while above is not None:
-            yield above
-            above = above.parent

@@ -84,6 +84,7 @@ class PageStore:
             layout.page_bytes,
             layout.encoding,
             config.act_page_bytes,
+            tuple(tier.num_open or tier.num_slots for tier in config.tiers),
         )
         self.index = RadixIndex(self.table, self.page_bytes, self._push_leaf)
         policies = [eviction[tier] for tier in self.tiers]

@@ -42,11 +42,12 @@ class CacheTable:
 
     Args:
         tiers: the tiers, fastest first.
-        num_slots: capacity of each, in pages.
+        num_slots: capacity of each, in pages, in the end.
         num_layers: layers of the model; an entry of fewer is not a whole copy.
         page_bytes: bytes of a whole page.
         encoding: how whole pages are written.
         act_page_bytes: bytes of a whole page's activations; 0 where there are none.
+        num_open: capacity of each tier at first, where ``slots`` grow later.
 
     Attributes:
         flags: uint8 per row, see ``LOADING``.
@@ -71,6 +72,7 @@ class CacheTable:
         page_bytes: int,
         encoding: Encoding = Encoding.RAW,
         act_page_bytes: int = 0,
+        num_open: tuple[int, ...] | None = None,
     ) -> None:
         self.tiers = tiers
         self.num_layers = num_layers
@@ -80,7 +82,7 @@ class CacheTable:
         self.version = 0
         self.on_rows_freed: list[Callable[[Int32s], None]] = []
         self.on_copies: Callable[[Int32s], None] = _ignore
-        self.slots = [SlotAllocator(n) for n in num_slots]
+        self.slots = [SlotAllocator(n) for n in num_open or num_slots]
         # Bounded by the capacity, unlike a list that nobody may ever take.
         self._forgotten = [np.zeros(n, np.bool_) for n in num_slots]
         self._num_forgotten = [0] * len(tiers)

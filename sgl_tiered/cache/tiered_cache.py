@@ -533,6 +533,11 @@ class TieredCache:
         self._sources.rest(tiers)
         self.promoter.rest(tiers)
 
+    def open_slots(self, tier: TierId, num_slots: int) -> None:
+        """Let a tier use its slots below ``num_slots``, if it does not already."""
+        slots = self._store.table.slots[self._tiers.index(tier)]
+        slots.grow(max(num_slots, slots.capacity))
+
     def drop_tier(self, tier: TierId) -> None:
         """Forget every copy in a tier: none of them is found from now on.
 

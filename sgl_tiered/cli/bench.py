@@ -1,5 +1,7 @@
 """``sgl-tiered bench``: runs a comparison, reports it, compares two record files.
 
+``gpu-report`` makes a page of a folder of ``benchmarks/gpu/session.py``.
+
 The harness belongs to the workloads package and needs the extra ``[bench]``; it is
 imported only when one of these commands runs, so the rest of the CLI does without.
 Exit code 0 on success, 1 when the answers were not equal or a server did not start, 2
@@ -55,6 +57,11 @@ def register(subparsers: Any) -> None:
         help="compare although the specifications differ",
     )
     compare.set_defaults(run=_guarded(_compare))
+    gpu = actions.add_parser(
+        "gpu-report", help="make a page of a folder of benchmarks/gpu/session.py"
+    )
+    gpu.add_argument("dir", type=Path, metavar="DIR", help="its --out")
+    gpu.set_defaults(run=_gpu_report)
 
 
 Action = Callable[[argparse.Namespace], int]
@@ -119,4 +126,20 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     pairing = compare_files(arguments.base, arguments.other, arguments.different_specs)
     print(format_differences(pairing))
+    return 0
+
+
+def _gpu_report(arguments: argparse.Namespace) -> int:
+    from sgl_tiered.cli.gpu_report import write_page
+
+    try:
+        paths, page = write_page(arguments.dir)
+    except OSError as error:
+        print(f"sgl-tiered: {error}", file=sys.stderr)
+        return 2
+    print(page.text)
+    print("written: " + ", ".join(str(path) for path in paths))
+    if not page.num_stages:
+        print("sgl-tiered: the session has no stage to tell of.", file=sys.stderr)
+        return 1
     return 0

@@ -200,7 +200,7 @@ def _disk_samples(
     for count in counts:
         rows = np.arange(count, dtype=np.int64)
         records = PageRecords(
-            namespace=bytes(KEY_BYTES),
+            namespaces=np.zeros((count, KEY_BYTES), np.uint8),
             keys=np.zeros((count, KEY_BYTES), np.uint8),
             parents=np.zeros((count, KEY_BYTES), np.uint8),
             tokens=np.zeros((count, layout.page_tokens), np.int32),

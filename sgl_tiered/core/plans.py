@@ -30,6 +30,7 @@ __all__ = [
     "TierOccupancy",
     "TransferResult",
     "count_act",
+    "namespace_rows",
 ]
 
 QUEUE_FULL = "the queue is full"
@@ -41,6 +42,12 @@ Int64s = npt.NDArray[np.int64]
 UInt8s = npt.NDArray[np.uint8]
 UInt64s = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
+
+
+def namespace_rows(digest: bytes, num_pages: int) -> UInt8s:
+    """Return the namespaces of pages that share one: uint8 [n, 16], read-only."""
+    row: UInt8s = np.frombuffer(digest, np.uint8)
+    return np.broadcast_to(row, (num_pages, len(row)))
 
 
 def count_act(representations: UInt8s | None) -> int:
@@ -55,7 +62,7 @@ class PageRecords:
     """What must be known of pages besides their bytes, to find and to trust them again.
 
     Attributes:
-        namespace: digest of the namespace, 16 bytes.
+        namespaces: uint8 [n, 16], digest of each page's namespace.
         keys: uint8 [n, 16], page keys.
         parents: uint8 [n, 16], key of the page before; the namespace's digest for the
             first page of a sequence.
@@ -65,7 +72,7 @@ class PageRecords:
         representations: uint8 [n], what each copy holds; None for KV.
     """
 
-    namespace: bytes
+    namespaces: UInt8s
     keys: UInt8s
     parents: UInt8s
     tokens: Int32s
@@ -86,7 +93,7 @@ class PageRecords:
         some = which if len(self.keys) else slice(None)
         kept = self.representations
         return PageRecords(
-            namespace=self.namespace,
+            namespaces=self.namespaces[some],
             keys=self.keys[some],
             parents=self.parents[some],
             tokens=self.tokens[some],
@@ -120,14 +127,13 @@ class FoundPages:
 
     @classmethod
     def of(cls, groups: Sequence[PageRecords], page_tokens: int = 0) -> FoundPages:
-        """Join records of several namespaces, which are taken to be oldest first."""
+        """Join records, which are taken to be oldest first."""
 
         def joined(columns: list[Any], width: int, dtype: Any) -> Any:
             empty = np.zeros((0, width) if width else 0, dtype)
             return np.concatenate([empty, *columns]).astype(dtype, copy=False)
 
         sizes = [len(group.addresses) for group in groups]
-        spaces = [np.frombuffer(group.namespace, np.uint8) for group in groups]
         kinds = [
             np.zeros(size, np.uint8)
             if group.representations is None
@@ -136,14 +142,7 @@ class FoundPages:
         ]
         page_tokens = groups[0].tokens.shape[1] if groups else page_tokens
         return cls(
-            namespaces=joined(
-                [
-                    np.broadcast_to(space, (size, len(space)))
-                    for space, size in zip(spaces, sizes, strict=True)
-                ],
-                KEY_BYTES,
-                np.uint8,
-            ),
+            namespaces=joined([g.namespaces for g in groups], KEY_BYTES, np.uint8),
             keys=joined([g.keys for g in groups], KEY_BYTES, np.uint8),
             parents=joined([g.parents for g in groups], KEY_BYTES, np.uint8),
             tokens=joined([g.tokens for g in groups], page_tokens, np.int32),
@@ -164,7 +163,7 @@ class FoundPages:
         for members in np.split(order, changes):
             if len(members):
                 yield PageRecords(
-                    namespace=self.namespaces[members[0]].tobytes(),
+                    namespaces=self.namespaces[members],
                     keys=self.keys[members],
                     parents=self.parents[members],
                     tokens=self.tokens[members],

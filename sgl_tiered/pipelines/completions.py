@@ -35,6 +35,7 @@ __all__ = [
     "LoadFinished",
     "OffloadFinished",
     "PromoteFinished",
+    "SlotsReady",
     "StageFinished",
 ]
 
@@ -132,8 +133,21 @@ class PromoteFinished:
     is_alone: bool
 
 
+@dataclass(frozen=True, slots=True)
+class SlotsReady:
+    """The slots of a memory tier below this number may be used from now on."""
+
+    tier: TierId
+    num_slots: int
+
+
 Completion = (
-    LoadFinished | StageFinished | OffloadFinished | DemoteFinished | PromoteFinished
+    LoadFinished
+    | StageFinished
+    | OffloadFinished
+    | DemoteFinished
+    | PromoteFinished
+    | SlotsReady
 )
 
 

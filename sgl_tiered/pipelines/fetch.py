@@ -4,11 +4,14 @@ It shares the loader's thread: after each layer it goes to the end of that threa
 queue, so that a load of an admitted request is held up by one layer at most. Whoever
 owns the slots can take them back at any time: ``cancel`` returns as soon as the layer
 under way, if there is one, has been copied. Where the device has streams, that thread
-only queues the layer, and the loader's second one waits for its end.
+only queues the layer, and the loader's second one waits for its end; ``cancel`` does
+not: the engine's stream does, and so does all that gets the slots next. Somebody who
+writes to slots without a stream, as a network card does, has to be waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import cast
 
@@ -45,8 +48,15 @@ class FetchTicket:
         self._pool = pool
         self._clock = clock
         self._after = pool.mark()
+        # Each once: a pool knows pages that it was given before. It gets back what it
+        # has handed out.
+        self._pages = [
+            cast(Int64s, job.device_pages[segment.positions])
+            for segment in job.segments
+        ]
         self._changed = threading.Condition()
         self._num_copied = 0
+        # The loader's thread copies a layer, or queues its copies.
         self._is_copying = False
         self._has_ended = False
         self._seconds = 0.0
@@ -57,7 +67,7 @@ class FetchTicket:
     @property
     def ended(self) -> bool:
         """True once nothing is copied any more."""
-        return self._has_ended and not self._is_copying
+        return self._has_ended and not self._is_copying and not self._arrivals
 
     @property
     def landed(self) -> bool:
@@ -91,10 +101,13 @@ class FetchTicket:
             self._copy(self._num_copied)
         except Exception as problem:  # noqa: BLE001 - the loader's thread lives on
             error = f"{type(problem).__name__}: {problem}"
-        if self.is_queued:
-            # To its end, so that there is never more under way than a layer.
-            self._error = error
-            return True
+        with self._changed:
+            self._is_copying = False
+            self._changed.notify_all()
+            if self.is_queued:
+                # To its end, so that there is never more under way than a layer.
+                self._error = error
+                return True
         return self._end_step(error)
 
     @property
@@ -111,17 +124,15 @@ class FetchTicket:
             except RuntimeError as problem:
                 if not error:
                     error, self._source = str(problem), source
-        self._arrivals.clear()
         self._end_step(error)
 
     def _end_step(self, error: str) -> bool:
         with self._changed:
-            self._is_copying = False
+            self._arrivals.clear()
             self._error = error
             self._num_copied += not error
             if error or self._num_copied == self._pool.layout.num_layers:
                 self._has_ended = True
-            self._changed.notify_all()
             return not self._has_ended
 
     def fail(self, error: str) -> None:
@@ -131,24 +142,35 @@ class FetchTicket:
                 self._error = error
                 self._has_ended = True
 
-    def cancel(self) -> None:
-        """Copy no further layer; returns once nothing writes to the slots."""
+    def cancel(self, *, lands: bool = False) -> None:
+        """Copy no further layer; for the engine's thread.
+
+        Returns once nothing writes to the slots but copies on the device that the
+        engine's stream now waits for. Their sources may change from then on: nobody
+        reads what they bring.
+
+        Args:
+            lands: return once nothing at all writes to the slots.
+        """
         with self._changed:
             self._has_ended = True
             self._changed.wait_for(lambda: not self._is_copying)
+            queued = [arrival for _, arrival in self._arrivals]
+        for arrival in queued:
+            if not lands:
+                arrival.order()
+                continue
+            # What failed writes no more either.
+            with contextlib.suppress(RuntimeError):
+                arrival.finish()
 
     def _copy(self, layer: int) -> None:
         started_s = self._clock.now()
         layer_bytes = self._pool.layout.layer_page_bytes
-        for segment in self.job.segments:
+        for segment, pages in zip(self.job.segments, self._pages, strict=True):
             self._source = segment.source
             arrival = self._pool.load_layer(
-                layer,
-                segment.region,
-                segment.rows,
-                # The pool gets back what it has handed out.
-                cast(Int64s, self.job.device_pages[segment.positions]),
-                after=self._after,
+                layer, segment.region, segment.rows, pages, after=self._after
             )
             if arrival is not None:
                 # Its own seconds come with its end; queueing's are nobody's.

@@ -10,6 +10,7 @@ the model's stream. So a rebuild is queued while its load is, and no thread bloc
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -180,6 +181,17 @@ class StreamActCopier:
             for place in acts.tolist():
                 self._read[place] = end
         return StreamArrival(begin, end, ops.current_stream, ops.new_event, keep)
+
+    def warm(self, layers: Sequence[int]) -> None:
+        """Rebuild a page of padding in each layer: no kernel is compiled later.
+
+        Args:
+            layers: one of each kind: with weights on the device, and in host memory.
+        """
+        padding = np.zeros(1, np.int32)
+        for layer in layers:
+            positions = np.zeros(1, np.int64)
+            self.rebuild(layer, padding, padding, positions, None).finish()
 
     def close(self) -> None:
         """End the host thread, if there is one."""

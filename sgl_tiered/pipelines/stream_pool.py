@@ -5,16 +5,20 @@ layer is what the engine's stream waits for, so that no thread waits for a copy 
 the loader's, once, at the end. A load starts after the work that the engine had queued
 when it was submitted: that work may still read what its slots held before.
 
-Pieces reach the device in one of two ways: by its copy engines, which leave its cores
-alone, or by a kernel that reads pinned memory over the link, which small scattered
-pieces need. Only the kernel can be queued before the host knows where pages lie (see
-``page_numbers.py``), so it is where the copy engines would have to wait. Stores gather
-pages into device memory first, so that a page leaves as one piece, and then go by the
-copy engines; two halves let the one run under the other.
+Pieces reach the device in one of three ways (``LoadWay``): by its copy engines, which
+leave its cores alone; by a kernel that reads pinned memory over the link, which small
+scattered pieces need; or some layers at once by the copy engines to device memory of
+our own, so that pieces are large, and from there by a kernel, which then takes the
+device's cores for no longer than its own memory needs. The copy engines alone cannot be
+queued before the host knows where pages lie (see ``page_numbers.py``), so where they
+would have to wait it is the kernel. ``StreamPool.tune`` finds which is best. Stores
+gather pages into device memory first, so that a page leaves as one piece, and then go
+by the copy engines; two halves let the one run under the other.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -30,25 +34,43 @@ from sgl_tiered.pipelines.page_numbers import (
 )
 from sgl_tiered.pipelines.streams import BufferRing, Event, Stream, StreamArrival
 
-__all__ = ["CopyOps", "StreamPool"]
+__all__ = ["CopyOps", "LoadWay", "StagingOps", "StreamPool", "scattered"]
 
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
-KERNEL_BELOW_BYTES = 64 << 10
+_KERNEL_BELOW_BYTES = 64 << 10
 """Pieces of a layer smaller than this go by the kernel, until ``tune`` has measured."""
-_KERNEL_GAIN = 1.1
-"""The kernel takes cores from the forward, so it has to be this much faster."""
+_STAGED_BYTES = 256 << 10
+"""Of a piece that is staged: as many layers of a page. 5 us at 50 GB/s, of which the
+engines' own time for each copy is a fraction; and few layers wait for each other."""
 _TUNE_RUNS = 5
+_TUNE_PAGES = 256
+"""Of 16 tokens: a prompt of 4,096. The better way at 32 may be the worse at 256."""
 _NUM_BUFFERS = 4
 _BUFFER_BYTES = 4 << 20
 """Pinned memory per buffer: 80 us at 50 GB/s, against some 10 us to queue a copy."""
 _NUM_NUMBER_BUFFERS = 32
 _NUMBER_BYTES = 4 << 10
 """Of page numbers on their way to the device. A load of two batches at once has some
-ten of them, and they pass only when the forward before it has."""
+ten of them, and each of the fetches under way has one. They pass only when the forward
+before them has, and whoever launches the next one waits for its loads to be queued: so
+there are more of them where these do not suffice."""
 _HALVES = 2
 _NUM_INDICES = 16
+
+
+class LoadWay(enum.Enum):
+    """How a layer of pages comes from pinned memory."""
+
+    ENGINES = "engines"
+    STAGED = "staged"
+    KERNEL = "kernel"
+
+
+_GAINS = {LoadWay.ENGINES: 1.0, LoadWay.STAGED: 1.05, LoadWay.KERNEL: 1.1}
+"""So much faster has a way to be than the copy engines: kernels take cores from the
+forward, one that reads over the link for as long as that takes."""
 
 
 class CopyOps(Protocol):
@@ -148,12 +170,48 @@ class CopyOps(Protocol):
         ...
 
 
+class StagingOps(Protocol):
+    """Device memory through which loads go, in two halves; see ``LoadWay.STAGED``."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a half; at least those of a page."""
+        ...
+
+    def bring(
+        self,
+        stream: Stream,
+        half: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        num_bytes: int,
+    ) -> None:
+        """Copy ``num_bytes`` of each row to a half, one piece behind the other."""
+        ...
+
+    def scatter(
+        self, stream: Stream, half: int, layers: range, pages: Any, part: slice
+    ) -> None:
+        """Copy pieces of these layers from a half to ``pages[part]`` by a kernel."""
+        ...
+
+    def free_staging(self) -> None:
+        """Give the memory back until it is used again."""
+        ...
+
+
 class StreamPool:
     """A ``DevicePool`` on ``CopyOps``: one thread may load while another stores.
 
     Args:
         ops: the device.
-        kernel_below_bytes: pieces of fewer bytes go by the kernel.
+        staging: where whoever loads a layer loads all that follow it as well, so that
+            they may come with it; None if loads are of single layers.
+        store_stream: on which stores run, in the order of its other work; streams of
+            their own if None.
+        way: of loading, until ``tune`` has measured; by the size of pieces if None.
+        staged_bytes: of a piece that is staged: the layers that make as much.
         num_buffers: pinned buffers per direction.
         buffer_bytes: of each; grows to hold one page of a layer.
     """
@@ -162,25 +220,39 @@ class StreamPool:
         self,
         ops: CopyOps,
         *,
-        kernel_below_bytes: int = KERNEL_BELOW_BYTES,
+        staging: StagingOps | None = None,
+        store_stream: Stream | None = None,
+        way: LoadWay | None = None,
+        staged_bytes: int = _STAGED_BYTES,
         num_buffers: int = _NUM_BUFFERS,
         buffer_bytes: int = _BUFFER_BYTES,
     ) -> None:
         self._ops = ops
         self._layout = ops.layout
-        self._by_kernel = ops.layout.part_bytes < kernel_below_bytes
+        self._staging = staging
+        is_small = ops.layout.part_bytes < _KERNEL_BELOW_BYTES
+        self._way = way or (LoadWay.KERNEL if is_small else LoadWay.ENGINES)
+        layers = -(-staged_bytes // ops.layout.layer_page_bytes)
+        self._staged_layers = min(layers, ops.layout.num_layers)
         self._load_stream = ops.new_stream(urgent=True)
-        self._gather_stream = ops.new_stream(urgent=False)
-        self._store_stream = ops.new_stream(urgent=False)
+        self._gather_stream = store_stream or ops.new_stream(urgent=False)
+        self._store_stream = store_stream or ops.new_stream(urgent=False)
 
         def ring(num_bytes: int) -> BufferRing:
             return BufferRing(ops.pinned, num_buffers, max(buffer_bytes, num_bytes))
 
         self._load_ring = ring(self._layout.layer_page_bytes)
-        self._number_ring = BufferRing(ops.pinned, _NUM_NUMBER_BUFFERS, _NUMBER_BYTES)
+        self._number_ring = BufferRing(
+            ops.pinned, _NUM_NUMBER_BUFFERS, _NUMBER_BYTES, grows=True
+        )
         self._store_ring = ring(self._layout.page_bytes)
         self._waited_for: object = None
         self._indices: list[tuple[Int64s, PageNumbers, Any, Any]] = []
+        self._staging_stream: Stream | None = None
+        # When the half was last read; and the layers that came with earlier ones.
+        self._staging_free: list[Event | None] = [None] * _HALVES
+        self._next_half = 0
+        self._came: list[tuple[Int64s, PageNumbers, range]] = []
 
     @property
     def layout(self) -> PageLayout:
@@ -195,7 +267,16 @@ class StreamPool:
     @property
     def loads_by_kernel(self) -> bool:
         """Whether layers are loaded by the kernel, not by the copy engines."""
-        return self._by_kernel
+        return self._way is LoadWay.KERNEL
+
+    @property
+    def way(self) -> LoadWay:
+        """How layers are loaded where nothing forbids it."""
+        return self._way
+
+    def reaches(self, region: UInt8s) -> bool:
+        """Return whether the device reads a region in place, not through buffers."""
+        return self._ops.is_pinned(region)
 
     def mark(self) -> object:
         """Record an event behind all work that the engine has queued so far."""
@@ -234,6 +315,8 @@ class StreamPool:
                 self._load_by_buffers(layer, region, rows, device_pages)
         except BaseException:
             # What is queued already reads rows that the caller will give back.
+            if self._staging_stream is not None:
+                self._staging_stream.synchronize()
             stream.synchronize()
             raise
         stream.record_event(end)
@@ -279,30 +362,67 @@ class StreamPool:
             gathers.synchronize()
             stores.synchronize()
 
+    def warm(self, device_pages: Int64s, *, stores: bool = True) -> None:
+        """Run each kernel once, so that none is compiled or loaded under a server.
+
+        Loads need theirs whatever ``tune`` finds: where pages are not known yet, and
+        for other regions than that which it measures.
+
+        Args:
+            device_pages: int64 [n > 0] free pages; what the first one holds is lost.
+            stores: also those of ``store_pages``.
+        """
+        ops, loads, gathers = self._ops, self._load_stream, self._gather_stream
+        try:
+            pages = self._upload(loads, self._number_ring, device_pages[:1])
+            row = self._upload(loads, self._number_ring, np.zeros(1, np.int64))
+            ops.choose(loads, [(row, row), (row, None)])
+            memory = self._load_ring.lend(self._layout.layer_page_bytes).reshape(1, -1)
+            if ops.is_pinned(memory):
+                ops.load_by_kernel(loads, 0, memory, row, 0, pages)
+            self._load_ring.passes(loads.record_event())
+            if self._staging is not None:
+                for half in range(_HALVES):
+                    layers = range(self._staged_layers)
+                    self._staging.scatter(loads, half, layers, pages, slice(0, 1))
+            gathers.wait_event(loads.record_event())
+            for half in range(_HALVES if stores else 0):
+                ops.gather(gathers, half, pages, 0, 1)
+        finally:
+            loads.synchronize()
+            gathers.synchronize()
+
     def tune(
         self, region: UInt8s, rows: Int64s, device_pages: Int64s
     ) -> dict[str, float]:
-        """Measure both ways of loading a layer and keep to the better one.
+        """Measure the ways of loading a layer and keep to the best one.
 
         Args:
             region: pinned rows of pages.
-            rows: int64 [n], scattered as in service.
+            rows: int64 [n], as many and as scattered as in service (``scattered``).
             device_pages: int64 [n] free pages.
 
         Returns:
-            The seconds of each way, for reports.
+            The seconds of a layer by each way, for reports.
         """
-        seconds = {}
-        for by_kernel in (False, True):
-            self._by_kernel = by_kernel
-            name = f"load_layer_by_{'kernel' if by_kernel else 'engines'}_s"
-            seconds[name] = min(
-                self.load_layer(0, region, rows, device_pages).finish()
+        seconds = {LoadWay.ENGINES: 0.0, LoadWay.KERNEL: 0.0}
+        if self._staging is not None and self._staged_layers > 1:
+            seconds[LoadWay.STAGED] = 0.0
+        for way in seconds:
+            self._way = way
+            num_layers = self._staged_layers if way is LoadWay.STAGED else 1
+            seconds[way] = min(
+                sum(
+                    self.load_layer(layer, region, rows, device_pages).finish()
+                    for layer in range(num_layers)
+                )
+                / num_layers
                 for _ in range(_TUNE_RUNS)
             )
-        engines_s, kernel_s = seconds.values()
-        self._by_kernel = kernel_s * _KERNEL_GAIN < engines_s
-        return seconds
+        self._way = min(seconds, key=lambda way: seconds[way] * _GAINS[way])
+        if self._staging is not None and self._way is not LoadWay.STAGED:
+            self._staging.free_staging()
+        return {f"load_layer_by_{way.value}_s": each for way, each in seconds.items()}
 
     def _wait_for(self, after: object) -> None:
         """Let loads wait for a mark, once for all layers that name it."""
@@ -312,12 +432,16 @@ class StreamPool:
             self._load_stream.wait_event(event)
         self._waited_for = after
         self._indices.clear()
+        self._came.clear()
 
     def _load(
         self, layer: int, memory: UInt8s, rows: Int64s, offset: int, pages: PageNumbers
     ) -> None:
+        if self._way is LoadWay.STAGED and self._staging is not None:
+            self._load_staged(self._staging, layer, memory, rows, pages)
+            return
         is_known = not isinstance(pages, QueuedPages) or pages.is_known
-        if self._by_kernel or not is_known:
+        if self._way is LoadWay.KERNEL or not is_known:
             on_device = self._numbers(rows, pages)
             self._ops.load_by_kernel(
                 self._load_stream, layer, memory, on_device[0], offset, on_device[1]
@@ -326,6 +450,44 @@ class StreamPool:
             self._ops.load_by_engines(
                 self._load_stream, layer, memory, rows, offset, host_numbers(pages)
             )
+
+    def _load_staged(
+        self,
+        staging: StagingOps,
+        layer: int,
+        memory: UInt8s,
+        rows: Int64s,
+        pages: PageNumbers,
+    ) -> None:
+        """Bring some layers at once, or nothing where this one came with another."""
+        for i, (known_rows, known_pages, layers) in enumerate(self._came):
+            if known_rows is rows and known_pages is pages:
+                if layer in layers:
+                    self._came[i] = (rows, pages, range(layer + 1, layers.stop))
+                    return
+                del self._came[i]
+                break
+        layout, loads = self._layout, self._load_stream
+        if self._staging_stream is None:
+            self._staging_stream = self._ops.new_stream(urgent=True)
+        layers = range(layer, min(layer + self._staged_layers, layout.num_layers))
+        width = len(layers) * layout.layer_page_bytes
+        step = staging.staging_bytes // width
+        _, on_device = self._numbers(rows, pages)
+        for begin in range(0, len(rows), step):
+            half, part = self._next_half, slice(begin, min(begin + step, len(rows)))
+            self._next_half = (half + 1) % _HALVES
+            # Not after the work that the load waits for: only these halves are written.
+            free = self._staging_free[half]
+            if free is not None:
+                self._staging_stream.wait_event(free)
+            offset = layout.key_offset(layer)
+            staging.bring(self._staging_stream, half, memory, rows[part], offset, width)
+            loads.wait_event(self._staging_stream.record_event())
+            staging.scatter(loads, half, layers, on_device, part)
+            self._staging_free[half] = loads.record_event()
+        del self._came[: 1 - _NUM_INDICES]
+        self._came.append((rows, pages, range(layer + 1, layers.stop)))
 
     def _load_by_buffers(
         self, layer: int, region: UInt8s, rows: Int64s, pages: PageNumbers
@@ -396,6 +558,27 @@ class StreamPool:
         uploaded = self._ops.upload(stream, source)
         ring.passes(stream.record_event())
         return uploaded
+
+
+def scattered(
+    rng: np.random.Generator, rows: range, device_pages: range
+) -> tuple[Int64s, Int64s]:
+    """Draw rows and pages for ``StreamPool.tune``, as a load in service has them.
+
+    Args:
+        rng: draws; in the order of the numbers as well.
+        rows: all that there are.
+        device_pages: all that are free.
+
+    Returns:
+        int64 [n] each, with n the smallest of both lengths and 256.
+    """
+    count = min(_TUNE_PAGES, len(rows), len(device_pages))
+    drawn = [
+        there.start + rng.choice(len(there), count, replace=False)
+        for there in (rows, device_pages)
+    ]
+    return drawn[0], drawn[1]
 
 
 def _events(after: object) -> Sequence[Event]:

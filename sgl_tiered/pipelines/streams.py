@@ -125,12 +125,20 @@ class BufferRing:
         allocate: makes a pinned uint8 array of a length.
         num_buffers: how many copies may be under way.
         num_bytes: of each buffer at first.
+        grows: where the next buffer is still read, another one is put before it, and
+            nobody waits.
     """
 
     def __init__(
-        self, allocate: Callable[[int], UInt8s], num_buffers: int, num_bytes: int
+        self,
+        allocate: Callable[[int], UInt8s],
+        num_buffers: int,
+        num_bytes: int,
+        *,
+        grows: bool = False,
     ) -> None:
         self._allocate = allocate
+        self._grows = grows
         self._buffers = [allocate(num_bytes) for _ in range(num_buffers)]
         self._events: list[Event | None] = [None] * num_buffers
         self._next = 0
@@ -143,13 +151,18 @@ class BufferRing:
     def lend(self, num_bytes: int) -> UInt8s:
         """Return the next buffer's first bytes; blocks while the device reads it.
 
-        ``passes`` must follow once the work that uses it is queued.
+        Not where the ring grows. ``passes`` must follow once the work that uses it is
+        queued.
 
         Raises:
             RuntimeError: the work that used the buffer before failed.
         """
-        event, self._events[self._next] = self._events[self._next], None
-        if event is not None:
+        event = self._events[self._next]
+        if event is not None and self._grows and not event.query():
+            self._buffers.insert(self._next, self._allocate(self.num_bytes))
+            self._events.insert(self._next, None)
+        elif event is not None:
+            self._events[self._next] = None
             event.synchronize()
         if len(self._buffers[self._next]) < num_bytes:
             self._buffers[self._next] = self._allocate(num_bytes)

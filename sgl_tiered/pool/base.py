@@ -159,6 +159,9 @@ class BlockStore(Protocol):
     def move(self, addresses: UInt64s, medium: TierId) -> UInt64s | None:
         """Copy blocks to another medium and free them here; None: nothing changed.
 
+        It is refused without room, where a block is named twice, and where a page would
+        get a second copy there.
+
         Returns:
             The new addresses, in the same order.
         """

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.addresses import instances_of
@@ -280,10 +281,19 @@ class MemPool:
         """
         cold = self._store.coldest(TierId.DEVICE, num_blocks)
         moved = self._store.move(cold, TierId.HOST)
-        return NO_ADDRESSES if moved is None else moved
+        if moved is not None:
+            return moved
+        # One that cannot go (its copy there is in use) does not keep the others here.
+        each = [
+            self._store.move(cold[n : n + 1], TierId.HOST) for n in range(len(cold))
+        ]
+        went = [one for one in each if one is not None]
+        return np.concatenate(went) if went else NO_ADDRESSES
 
     def swap_in(self, addrList: UInt64s) -> UInt64s | None:  # noqa: N803
-        """Move blocks to the device; None, and nothing changed, without room.
+        """Move blocks to the device; None, and nothing changed, where that is refused.
+
+        There is no room, or a page has a copy there that is not usable (yet).
 
         Returns:
             The new addresses, in the same order.

@@ -406,7 +406,7 @@ class Receiver:
             addresses = addresses[left]
         if body.type is BlockType.DISK:
             moved = self._store.move(addresses, TierId.DISK)
-            # Without room on the disk they stay in the host.
+            # Where that is refused (no room on the disk, say) they stay in the host.
             addresses = addresses if moved is None else moved
         if self._keeps_arrivals:
             arrival = Arrival(sender, addresses, body.private, num_inserted)

@@ -308,7 +308,11 @@ class TableStore:
         parts = self._parts(addresses)
         if isinstance(parts, str) or medium not in self._number:
             return None
+        if any(_has_twice(slots) for _, _, slots in parts):
+            return None
         target = self._number[medium]
+        if self._is_arriving(target, parts):
+            return None
         arrived = addresses.copy()
         moving: list[tuple[int, Int64s, Int64s]] = []
         known_slots: list[tuple[int, Int64s]] = []
@@ -463,6 +467,26 @@ class TableStore:
             self._index.change(number, mine, 1)
         table.mark_ready(entries)
         return duplicates
+
+    def _is_arriving(self, target: int, parts: list[_Part]) -> bool:
+        """Return whether a page would get a second copy in ``target``.
+
+        One whose copy is on its way there, or in use there though it was dropped (both
+        by the cache), or one that is named in two other media.
+        """
+        named = [np.zeros(0, np.int32)]
+        for number, _, slots in parts:
+            if number == target:
+                continue
+            entries = self._slots[number].entry_at[slots]
+            rows = self._table.entry_row[entries[entries >= 0]]
+            is_ready = (self._table.flags[rows] & np.uint8(1 << target)) != 0
+            missing = rows[~is_ready]
+            if (self._table.entry_of[target][missing] >= 0).any():
+                return True
+            named.append(missing)
+        rows = np.concatenate(named)
+        return len(np.unique(rows)) < len(rows)
 
     def _copies_in(self, target: int, number: int, slots: Int64s) -> Int64s:
         """Return the slots in ``target`` that hold the same pages, -1 for none."""

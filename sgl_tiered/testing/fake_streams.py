@@ -184,8 +184,10 @@ class FakeDevice:
         Raises:
             AssertionError: nothing can run any more: the streams wait for each other.
         """
-        if not reached():
-            self.blocked.append(threading.current_thread().name)
+        if reached():
+            # Also of a device that runs nothing.
+            return
+        self.blocked.append(threading.current_thread().name)
         while True:
             self.going.wait()
             with self.lock:
@@ -207,8 +209,10 @@ class FakeCopyOps:
         fail_layer: the copy of this layer fails on the device; -1 for none.
         refuse_layer: the copy of this layer cannot even be queued; -1 for none.
         fail_store: copies from the device fail there while True.
-        engines_ms, kernel_ms: what the load of a layer costs, by each way.
+        engines_ms, kernel_ms, staged_ms: what the load of a layer costs, by each way.
         unpinned: arrays (by identity) that the device cannot reach.
+        pins: the device can reach host memory at all.
+        kernels: names of the kernels that were launched.
     """
 
     def __init__(
@@ -226,12 +230,16 @@ class FakeCopyOps:
             (layout.num_layers, num_pages, layout.layer_page_bytes), np.uint8
         )
         self._halves = np.zeros((2, half_pages, layout.page_bytes), np.uint8)
+        self._staging = np.full((2, self.staging_bytes), 0xEE, np.uint8)
         self.fail_layer = -1
         self.refuse_layer = -1
         self.fail_store = False
         self.engines_ms = 1.0
         self.kernel_ms = 1.0
+        self.staged_ms = 1.0
         self.unpinned: list[UInt8s] = []
+        self.pins = True
+        self.kernels: list[str] = []
 
     @property
     def layout(self) -> PageLayout:
@@ -266,7 +274,7 @@ class FakeCopyOps:
 
     def is_pinned(self, memory: UInt8s) -> bool:
         """Return whether it was not named as unpinned."""
-        return not any(memory is array for array in self.unpinned)
+        return self.pins and not any(memory is array for array in self.unpinned)
 
     def upload(self, stream: FakeStream, numbers: Int64s) -> Int64s:
         """Read the numbers when the device comes to it."""
@@ -295,6 +303,7 @@ class FakeCopyOps:
     ) -> Int64s:
         """Read numbers and positions when the device comes to it."""
         self.device.issue()
+        self.kernels.append("choose")
         lengths = [len(n if chosen is None else chosen) for n, chosen in parts]
         found = np.full(sum(lengths), -1, np.int64)
 
@@ -337,6 +346,7 @@ class FakeCopyOps:
     ) -> None:
         """Copy; bytes and numbers are read when the device comes to it."""
         self.device.issue()
+        self.kernels.append("load")
         self._load(
             stream, layer, memory, rows, first_byte, pages, cost_ms=self.kernel_ms
         )
@@ -346,6 +356,7 @@ class FakeCopyOps:
     ) -> None:
         """Copy pages to a half."""
         self.device.issue()
+        self.kernels.append(f"gather {half}")
 
         def work() -> None:
             chosen = self.layers[:, pages[begin:end]]
@@ -367,6 +378,56 @@ class FakeCopyOps:
             memory[rows, : self._layout.page_bytes] = self._halves[half, : len(rows)]
 
         stream.run(work)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a half that loads go through."""
+        return self._half_pages * self._layout.page_bytes
+
+    def bring(
+        self,
+        stream: FakeStream,
+        half: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        num_bytes: int,
+    ) -> None:
+        """Copy to a half; the bytes are read now, or when the device comes to it."""
+        self.device.issue()
+        rows = rows.copy()
+        source = memory.copy() if self.device.chance() else memory
+        end = first_byte + num_bytes
+
+        def work() -> None:
+            pieces = source[rows, first_byte:end]
+            self._staging[half, : pieces.size] = pieces.reshape(-1)
+
+        stream.run(work)
+
+    def scatter(
+        self, stream: FakeStream, half: int, layers: range, pages: Int64s, part: slice
+    ) -> None:
+        """Copy from a half; bytes and numbers are read when the device comes to it."""
+        self.device.issue()
+        self.kernels.append("scatter")
+        if self.refuse_layer in layers:
+            raise RuntimeError(f"layer {self.refuse_layer} was refused")
+        width = self._layout.layer_page_bytes
+        count = part.stop - part.start
+
+        def work() -> None:
+            if self.fail_layer in layers:
+                raise RuntimeError(f"layer {self.fail_layer} was told to fail")
+            num_bytes = count * len(layers) * width
+            pieces = self._staging[half, :num_bytes].reshape(count, len(layers), width)
+            self.layers[layers.start : layers.stop, pages[part]] = pieces.swapaxes(0, 1)
+
+        stream.run(work, self.staged_ms * len(layers))
+
+    def free_staging(self) -> None:
+        """Lose what it held."""
+        self._staging[:] = 0xEE
 
     def _load(
         self,
@@ -478,6 +539,7 @@ class FakeActOps(FakeLayerOps):
         slot: int | None,
     ) -> None:
         """Rebuild; places, numbers and weights are read when the device comes to it."""
+        self.kernels.append(f"rebuild from {'weights' if slot is None else 'a slot'}")
         page_tokens, size = self.layout.page_tokens, self._kv.layout.token_bytes
         tensor = self._kv.tensor.reshape(-1, 2, page_tokens, size)
 

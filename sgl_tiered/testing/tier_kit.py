@@ -16,12 +16,13 @@ cover ``PAGE_BYTES`` (a page shorter than its slot, as real ones are).
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sgl_tiered.core.plans import PageRecords, TransferResult
+from sgl_tiered.core.plans import PageRecords, TransferResult, namespace_rows
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierIO
 from sgl_tiered.tiers.checks import checksum, expected_checksums
 from sgl_tiered.tiers.memory import aligned_buffer
@@ -50,7 +51,7 @@ def make_records(
     rng = np.random.default_rng(seed)
     num_pages = len(addresses)
     return PageRecords(
-        namespace=namespace,
+        namespaces=namespace_rows(namespace, num_pages),
         keys=rng.integers(0, 256, (num_pages, 16), np.uint8),
         parents=rng.integers(0, 256, (num_pages, 16), np.uint8),
         tokens=rng.integers(0, 2**31, (num_pages, page_tokens)).astype(np.int32),
@@ -225,12 +226,41 @@ class TierKit:
         assert tier.holds(np.array([3, 5, 7])).tolist() == [True, True, False]
         assert len(found) == 1
         got = found[0]
-        assert got.namespace == records.namespace
+        assert np.array_equal(got.namespaces, records.namespaces[[0, 2]])
         assert got.addresses.tolist() == [3, 5]
         assert np.array_equal(got.keys, records.keys[[0, 2]])
         assert np.array_equal(got.parents, records.parents[[0, 2]])
         assert np.array_equal(got.tokens, records.tokens[[0, 2]])
         assert np.array_equal(got.checksums, stored.checksums[[0, 2]])
+
+    def test_a_batch_of_many_namespaces(self, tier: Tier) -> None:
+        """Each page comes back under its own namespace, also where keys are equal."""
+        slots = np.arange(8, dtype=np.int64)
+        records = make_records(slots, self.PAGE_TOKENS, seed=11)
+        names = [bytes([ord("a") + slot % 3]) * 16 for slot in slots.tolist()]
+        spaces = np.concatenate([namespace_rows(name, 1) for name in names])
+        # Six tenants with one prompt: two pages, one under each of three namespaces.
+        keys = records.keys.copy()
+        keys[:6] = keys[[0, 0, 0, 1, 1, 1]]
+        records = replace(records, namespaces=spaces, keys=keys)
+        pages = make_pages(len(slots), self.SLOT_BYTES, seed=11)
+        stored = tier.store(TierIO(slots, pages, slots, records))
+        assert stored.ok.all(), stored.error
+        found = list(tier.recover())
+        if not self.SURVIVES_RESTART:
+            assert found == []
+            return
+        assert len(found) == len(set(names))
+        for group in found:
+            where = group.addresses
+            assert len({row.tobytes() for row in group.namespaces}) == 1
+            assert np.array_equal(group.namespaces, spaces[where])
+            assert np.array_equal(group.keys, keys[where])
+            buffer, loaded = self.load(tier, where, group.checksums)
+            assert loaded.ok.all(), loaded.error
+            wanted = pages[where, : self.PAGE_BYTES]
+            assert np.array_equal(buffer[:, : self.PAGE_BYTES], wanted)
+        assert sorted(a for g in found for a in g.addresses.tolist()) == slots.tolist()
 
     def test_read_in_place(self, tier: Tier) -> None:
         """A memory tier shows the stored pages in place, page aligned."""

@@ -57,7 +57,7 @@ def expected_checksums(
     Keys, parents and tokens have no rows: a load compares bytes, by their checksum.
     """
     return PageRecords(
-        namespace=b"",
+        namespaces=np.zeros((0, 16), np.uint8),
         keys=np.zeros((0, 16), np.uint8),
         parents=np.zeros((0, 16), np.uint8),
         tokens=np.zeros((0, 0), np.int32),

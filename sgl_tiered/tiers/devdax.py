@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.tiers.memory import Register, populate
+from sgl_tiered.tiers.memory import populate
 from sgl_tiered.tiers.numa import SYSFS
+from sgl_tiered.tiers.pinning import Register, pin_whole
 
 __all__ = ["DaxDevice", "DaxRegion", "dax_device", "dax_devices"]
 
@@ -142,7 +143,7 @@ class DaxRegion:
             np.frombuffer(mapping, np.uint8)[:: self.device.align_bytes] = 0
         self._unregister: Callable[[], None] | None = None
         if register is not None:
-            self._unregister = register(address, length)
+            self._unregister = pin_whole(register, address, length)
 
     def close(self) -> None:
         """Unpin and unlock; may be called twice."""

@@ -91,6 +91,7 @@ class DiskTier:
         self._voids = threading.Event()
         # Set while the directory is marked otherwise than is asked for.
         self._is_mark_due = threading.Event()
+        access.on_opened = self._void_soon
 
     @classmethod
     def open(
@@ -389,9 +390,11 @@ class DiskTier:
 
     def _write_mark(self) -> None:
         volume = self._access.volume
-        # Before looking, as above; without a volume it is due still.
-        if volume is None:
+        # It is written by its path, under which there may be another server's directory
+        # by now, or none: then it is due still, and written after the next opening.
+        if volume is None or volume.directory.vanished:
             return
+        # Before looking, as above.
         self._is_mark_due.clear()
         try:
             volume.directory.write_meta(self._wanted.meta)

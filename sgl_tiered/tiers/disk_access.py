@@ -67,6 +67,8 @@ class DiskAccess:
         """The files; None while they cannot be opened."""
         self.reads = CircuitBreaker(clock, rest_s=rest_s)
         self.writes = CircuitBreaker(clock, rest_s=rest_s)
+        self.on_opened: Callable[[], None] = lambda: None
+        """Called when the files have been opened afresh: records are to be voided."""
         self._open_volume = open_volume
         self._engine = engine
         self._slow_io_s = slow_io_s
@@ -259,17 +261,17 @@ class DiskAccess:
             self.count(error.__cause__)
             return str(error)
         try:
-            volume.book.forget(self._book.forgotten())
-            num_pages = len(volume.book.recover())
+            volume.book.recover()
         except OSError as error:
             self.count(error)
             volume.close()
             return error.strerror or str(error)
         with self._lock:
-            # Again: more was forgotten meanwhile, which recovery has found.
-            volume.book.forget(self._book.forgotten())
+            # With what was forgotten before and meanwhile.
+            num_pages = volume.book.keep_as(self._book)
             self._book, self.volume = volume.book, volume
         self._vanished, self._looked_at_s = False, self._watch_clock.now()
+        self.on_opened()
         path = volume.directory.path
         logger.info("disk tier: opened %s afresh, with %d pages", path, num_pages)
         return ""

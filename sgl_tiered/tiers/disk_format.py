@@ -153,7 +153,7 @@ def encode_records(
     out["slot"] = slots
     out["sequence"] = np.arange(sequence, sequence + len(slots))
     out["payload"] = checksums
-    out["namespace"] = np.frombuffer(records.namespace, np.uint8)
+    out["namespace"] = records.namespaces
     out["key"] = records.keys
     out["parent"] = records.parents
     if records.representations is not None:

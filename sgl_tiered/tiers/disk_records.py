@@ -130,6 +130,21 @@ class RecordBook:
             self._clear(self.forgotten())
         return found
 
+    def keep_as(self, former: RecordBook) -> int:
+        """Keep what another book of the same slots holds; return how many pages.
+
+        To be called after ``recover``, on files that have come back in the place of the
+        other book's. They need not be the files that were written last: what was voided
+        or overwritten in those lies here still, and nobody else would ever forget it.
+        What the other book was opened with and has not looked at yet is kept as well.
+        """
+        with former._lock, self._lock:
+            held = former._valid & (former._checksums == self._checksums)
+            held |= former._recorded & ~former._valid & ~former._forgotten
+            self._forgotten |= self._recorded & ~held
+            self._valid &= held
+            return int(np.count_nonzero(self._valid))
+
     def end_scan(self) -> None:
         """Let ``recover`` return soon, with nothing."""
         self._scan_ends = True

@@ -169,6 +169,7 @@ def _first(io: TierIO, count: int) -> TierIO:
         # Those of a load that knows checksums only have no rows but these.
         records = replace(
             records,
+            namespaces=records.namespaces[:count],
             keys=records.keys[:count],
             parents=records.parents[:count],
             tokens=records.tokens[:count],

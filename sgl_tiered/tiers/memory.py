@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.tiers.numa_calls import prefer_node
+from sgl_tiered.tiers.pinning import PIN_BYTES, Pinning, Register
 
 __all__ = [
     "MemoryRegion",
@@ -29,10 +31,6 @@ __all__ = [
     "check_available",
     "populate",
 ]
-
-Register = Callable[[int, int], Callable[[], None] | None]
-"""Pins (address, num_bytes) for a device and returns what undoes it; None where it was
-left as it is."""
 
 MADV_POPULATE_WRITE = 23
 PREFAULT_STEP_BYTES = 16 << 20
@@ -45,12 +43,27 @@ class MemoryRegion:
     The mapping lives as long as any view of ``array`` does; ``close`` unpins it and
     stops the pre-faulting.
 
+    Args:
+        num_rows, row_bytes: shape of ``array``.
+        register: pins it for a device, in parts.
+        in_steps: return when the first part is pinned; ``watch_ready`` tells of more.
+            Else rows are ready, all of them, when the constructor returns.
+        node: of NUMA, where the pages are to lie if they fit.
+        part_bytes: of a part; ``PIN_BYTES`` if None.
+
     Raises:
         ConfigError: the machine does not give so much, or does not pin it.
     """
 
     def __init__(
-        self, num_rows: int, row_bytes: int, *, register: Register | None = None
+        self,
+        num_rows: int,
+        row_bytes: int,
+        *,
+        register: Register | None = None,
+        in_steps: bool = False,
+        node: int | None = None,
+        part_bytes: int | None = None,
     ) -> None:
         num_bytes = num_rows * row_bytes
         try:
@@ -72,11 +85,20 @@ class MemoryRegion:
         self._address = self.array.ctypes.data
         self._num_bytes = num_bytes
         self._stop = threading.Event()
-        self._unregister: Callable[[], None] | None = None
+        self._pinning: Pinning | None = None
         self._prefault: threading.Thread | None = None
+        if node is not None:
+            prefer_node(self._address, num_bytes, node)
         if register is not None:
-            self._unregister = register(self._address, num_bytes)
-        if self._unregister is None:
+            self._pinning = Pinning(
+                register,
+                self._address,
+                num_rows,
+                row_bytes,
+                in_steps=in_steps,
+                part_bytes=part_bytes or PIN_BYTES,
+            )
+        if self._pinning is None or self._pinning.is_refused:
             self._prefault = threading.Thread(
                 target=self._populate, name="tiered-prefault", daemon=True
             )
@@ -88,9 +110,20 @@ class MemoryRegion:
         if self._prefault is not None:
             self._prefault.join()
             self._prefault = None
-        if self._unregister is not None:
-            self._unregister()
-            self._unregister = None
+        if self._pinning is not None:
+            self._pinning.close()
+
+    @property
+    def num_ready(self) -> int:
+        """Rows, from row 0 on, that may be used."""
+        return len(self.array) if self._pinning is None else self._pinning.num_ready
+
+    def watch_ready(self, told: Callable[[int], None], since: int = 0) -> None:
+        """Tell of each step of ``num_ready`` behind ``since``; see ``Pinning``."""
+        if self._pinning is not None:
+            self._pinning.watch(told, since)
+        elif since < len(self.array):
+            told(len(self.array))
 
     def _populate(self) -> None:
         # A kernel that cannot do it leaves the pages to come lazily.

@@ -25,13 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.tiers.memory import Register, populate
+from sgl_tiered.tiers.memory import populate
 from sgl_tiered.tiers.numa_calls import (
     BIND,
     INTERLEAVE,
     WEIGHTED_INTERLEAVE,
     NumaCalls,
 )
+from sgl_tiered.tiers.pinning import Register, pin_whole
 
 __all__ = [
     "SYSFS",
@@ -242,7 +243,7 @@ class NumaRegion:
             ) from None
         self.placement.check(nodes)
         if register is not None:
-            self._unregister = register(address, num_bytes)
+            self._unregister = pin_whole(register, address, num_bytes)
 
     def close(self) -> None:
         """Unpin; may be called twice."""

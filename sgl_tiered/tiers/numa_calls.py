@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -18,8 +19,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BIND", "INTERLEAVE", "WEIGHTED_INTERLEAVE", "NumaCalls"]
+__all__ = [
+    "BIND",
+    "INTERLEAVE",
+    "PREFERRED",
+    "WEIGHTED_INTERLEAVE",
+    "NumaCalls",
+    "prefer_node",
+]
 
+logger = logging.getLogger(__name__)
+
+PREFERRED = 1
+"""MPOL_PREFERRED: one node, and others when it is full."""
 BIND = 2
 """MPOL_BIND: these nodes and no others; the kernel rather ends a process."""
 INTERLEAVE = 3
@@ -136,6 +148,22 @@ class NumaCalls:
         if result < 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
+
+
+def prefer_node(address: int, num_bytes: int, node: int) -> None:
+    """Let memory that is not there yet come from a node, as long as that has some.
+
+    Where the kernel refuses it lies anywhere, as it would have: one line says so.
+    """
+    try:
+        NumaCalls.find().bind(address, num_bytes, PREFERRED, [node])
+    except OSError as error:
+        logger.warning(
+            "sgl-tiered: the kernel does not place memory near the device, on NUMA "
+            "node %d (%s): copies may be slower",
+            node,
+            error.strerror,
+        )
 
 
 def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.tiers.memory import Register
+from sgl_tiered.tiers.pinning import Register, pin_whole
 
 __all__ = ["TmpfsRegion"]
 
@@ -64,7 +64,7 @@ class TmpfsRegion:
         ).reshape(num_rows, row_bytes)
         self._unregister: Callable[[], None] | None = None
         if register is not None:
-            self._unregister = register(self.array.ctypes.data, length)
+            self._unregister = pin_whole(register, self.array.ctypes.data, length)
 
     def close(self) -> None:
         """Unpin; may be called twice. The memory goes with the last view of it."""

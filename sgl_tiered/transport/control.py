@@ -368,6 +368,8 @@ class _Pending:
 class ControlClient:
     """Asks one server, from any thread; connects again by itself.
 
+    But not to a server that has refused its key: that one will not be asked again.
+
     Args:
         endpoint: the server's.
         messages: what is spoken, as the server has it.
@@ -406,6 +408,7 @@ class ControlClient:
         self._next_id = 1
         self._origin = 0
         self._ahead_s = -math.inf
+        self._refused: Refused | None = None
         self._closing = False
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
@@ -455,6 +458,8 @@ class ControlClient:
         with self._lock:
             if self._closing:
                 return Refused("closed", "this client is closed")
+            if self._refused is not None:
+                return self._refused
             self._waiting[request_id] = pending
             self._unsent.append((request_id, data))
             self._signal()
@@ -536,7 +541,10 @@ class ControlClient:
         event = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             detail = f"{self.endpoint} does not admit our key"
-            self._fail_all(Refused("not-admitted", detail))
+            # Remembered: nobody may ask yet, and ZeroMQ does not connect again.
+            with self._lock:
+                self._refused = Refused("not-admitted", detail)
+            self._fail_all(self._refused)
 
     def _fail_all(self, refusal: Refused) -> None:
         with self._lock:

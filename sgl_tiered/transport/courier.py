@@ -31,11 +31,16 @@ _LIFE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """A connection to one server, and what is wrong with it."""
+    """A connection to one server, and what is wrong with it.
+
+    Attributes:
+        is_refused: the server does not admit our key; ZeroMQ never asks it again.
+    """
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     trouble: str = ""
+    is_refused: bool = False
     num_sent: int = 0
 
 
@@ -90,9 +95,14 @@ class Courier:
         return ""
 
     def keep(self, servers: Collection[tuple[str, str]]) -> None:
-        """Let go of the connections to all servers but these: endpoint and key."""
-        for server in [each for each in self._lines if each not in servers]:
-            _close(self._lines.pop(server))
+        """Let go of the connections to all servers but these: endpoint and key.
+
+        A server that refused our key is asked anew: it may have begun anew meanwhile.
+        """
+        for server, line in list(self._lines.items()):
+            self._look_after(server[0], line)
+            if line.is_refused or server not in servers:
+                _close(self._lines.pop(server))
         endpoints = {endpoint for endpoint, _ in servers}
         for endpoint in [each for each in self._refusals if each not in endpoints]:
             del self._refusals[endpoint]
@@ -179,6 +189,7 @@ class Courier:
         former = line.trouble
         while line.monitor.poll(0):
             recv_monitor_message(line.monitor)
+            line.is_refused = True
             line.trouble = "it does not admit our key"
         while line.socket.poll(0):
             read = self._messages.decode(line.socket.recv(zmq.NOBLOCK))

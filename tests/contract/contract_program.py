@@ -14,11 +14,14 @@ import contextlib
 import importlib.metadata
 import inspect
 import io
+import itertools
 import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -74,35 +77,59 @@ def counter_reads() -> list[str]:
     return sorted(found)
 
 
+@contextlib.contextmanager
+def prefill_backend(backend: str) -> Iterator[None]:
+    """Let SGLang have resolved the graph backend of prefills to this one."""
+    from sglang.srt.model_executor import cuda_graph_config as graphs
+
+    config = graphs.with_phase(
+        graphs.default_cuda_graph_config(), graphs.Phase.PREFILL, backend=backend
+    )
+    execution = SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=config))
+    with mock.patch.object(graphs, "get_exec", return_value=execution):
+        yield
+
+
+def joins() -> dict[str, bool]:
+    """Return, by ranks, capability and backend, whether forwards wait for offloads."""
+    import torch
+    from sglang.srt.model_executor import cuda_graph_config as graphs
+
+    from sgl_tiered.engines.sglang import factory
+
+    found = {}
+    cases = itertools.product((1, 2), (9, 10), graphs.Backend.ALL)
+    for num_ranks, major, backend in cases:
+        capable = mock.patch.object(
+            torch.cuda, "get_device_capability", lambda device, major=major: (major, 0)
+        )
+        with prefill_backend(backend), capable:
+            found[f"{num_ranks} {major} {backend}"] = factory._joins_offloads(
+                torch.device("cuda", 0), num_ranks
+            )
+    with prefill_backend(graphs.Backend.BREAKABLE):
+        found["cpu"] = factory._joins_offloads(torch.device("cpu"), 2)
+    return found
+
+
 def prefills() -> dict[str, list[bool]]:
     """Return, by graph backend, whether loads are waited for whole, and overlap.
 
     On a device with streams, and as SGLang has resolved the backend: no flag is given.
     """
-    from types import SimpleNamespace
-
     from sglang.srt.model_executor import cuda_graph_config as graphs
 
     from sgl_tiered.engines.sglang import factory
 
     def answer(backend: str, *, is_generation: bool = True) -> list[bool]:
-        config = graphs.with_phase(
-            graphs.default_cuda_graph_config(), graphs.Phase.PREFILL, backend=backend
-        )
-        kept = graphs.get_exec
-        graphs.get_exec = lambda: SimpleNamespace(  # type: ignore[assignment]
-            graph=SimpleNamespace(cuda_graph_config=config)
-        )
         ctx = SimpleNamespace(model_config=SimpleNamespace(is_generation=is_generation))
         streams: Any = SimpleNamespace(waiter_copies=False)
         host: Any = SimpleNamespace(health=lambda: SimpleNamespace(emulated=False))
-        try:
+        with prefill_backend(backend):
             whole = factory._forward_skips_layers(ctx)
             overlaps = factory._loads_overlap(
                 streams, host, waits_whole=whole, is_cuda=True
             )
-        finally:
-            graphs.get_exec = kept
         return [whole, overlaps]
 
     found = {backend: answer(backend) for backend in graphs.Backend.ALL}
@@ -178,6 +205,7 @@ def symbols() -> dict[str, Any]:
             ]
             for name in ("wait_until", "set_consumer")
         },
+        "joins": joins(),
         "prefill": prefills(),
         "counter_reads": counter_reads(),
         "counter_has": [name for name in dir(LayerCounter(3)) if name[0] != "_"],
@@ -243,7 +271,6 @@ def symbols() -> dict[str, Any]:
 
 def context(pool: Any, **changes: Any) -> Any:
     """Return the part of SGLang's build context that the refusals look at."""
-    from types import SimpleNamespace
 
     from sglang.srt.configs.model_config import AttentionArch
 

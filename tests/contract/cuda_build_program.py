@@ -120,6 +120,7 @@ class Server:
         else:
             placed = build.connect(self.pool, self.plan, clock, None, guard=guard)
         self.driver, self.device = placed.driver, placed.device
+        self.warmed = sorted(set(self.played.kernels))
         self.copier = self.driver.manager._mover._copier
         self.at_start = self.driver.transfers[:, 1:].copy()
         self.forwards = Forwards(backend, self.take_page)
@@ -291,6 +292,8 @@ def story(seed: int, **how: Any) -> dict[str, Any]:
         "pool": type(server.pool).__name__,
         "device": type(server.device).__name__,
         "too_early": server.too_early,
+        "warmed": server.warmed,
+        "not_warmed": sorted(set(server.played.kernels) - set(server.warmed)),
         "measured_over_the_link": bool((server.at_start >= 0).any()),
         "pinned": server.pool.region.array.ctypes.data in server.played.pinned,
         **server.end(),

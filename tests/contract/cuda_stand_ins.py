@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,29 +42,6 @@ class EngineStream(FakeStream):
         return recorded
 
 
-class DeviceTensor(torch.Tensor):
-    """A tensor whose reading on the host is noted: on a device it waits for work.
-
-    Attributes:
-        reads: names of the operations that would have waited.
-    """
-
-    reads: ClassVar[list[str]] = []
-    _READS = frozenset(
-        ["cpu", "tolist", "item", "numpy", "nonzero", "unique", "__bool__", "__int__"]
-    )
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Note the operation if it reads; its results are such tensors as well."""
-        name = getattr(func, "__name__", "")
-        if name in cls._READS:
-            cls.reads.append(name)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 def plain(numbers: Any) -> Any:
     """Return the numbers of a tensor as the device itself sees them."""
     return numbers.as_subclass(torch.Tensor).numpy()
@@ -81,12 +58,16 @@ class PlayedCuda:
         self.pinned: set[int] = set()
         self.num_copies = self.num_rebuilds = 0
         self.breaks_order = False
-        # Copies fail on the device, or cannot be queued, while True.
+        # Copies fail on the device, or cannot be queued, while True; up or down only.
         self.fails = self.refuses = False
+        self.fails_on = ("load", "store")
         self.streams: list[FakeStream] = []
+        # Names of the kernels that were launched.
+        self.kernels: list[str] = []
 
-    def register(self, setting: str) -> Any:
+    def register(self, setting: str, device: Any = None) -> Any:
         """Stand in for ``cuda_register``."""
+        del device
         from sgl_tiered.errors import ConfigError
 
         def pin(address: int, num_bytes: int) -> Any:
@@ -108,14 +89,15 @@ class PlayedCuda:
         """Queue one copy, as the driver does."""
         self.num_copies += 1
         self.device.issue()
-        fails = self.fails
+        is_meant = self.streams[handle - 1].name in self.fails_on
+        fails = self.fails and is_meant
 
         def work() -> None:
             if fails:
                 raise RuntimeError("the copy was told to fail")
             ctypes.memmove(to, frm, num_bytes)
 
-        if self.refuses:
+        if self.refuses and is_meant:
             return _REFUSED
         self.streams[handle - 1].run(work, cost_ms=0.01)
         return 0
@@ -137,6 +119,22 @@ class PlayedCuda:
                     parts = [part[chosen] for layer in self._parts for part in layer]
                     self._halves[half, : end - begin] = torch.cat(parts, dim=1)
 
+                played.device.issue()
+                stream.run(work, cost_ms=0.01)
+
+            def scatter(
+                self, stream: Any, half: int, layers: range, pages: Any, part: slice
+            ) -> None:
+                def work() -> None:
+                    parts = [each for layer in layers for each in self._parts[layer]]
+                    count, width = part.stop - part.start, self._layout.part_bytes
+                    num_bytes = count * len(parts) * width
+                    pieces = self._staging_halves()[half][:num_bytes]
+                    chosen = torch.from_numpy(plain(pages)[part])
+                    for number, to in enumerate(parts):
+                        to[chosen] = pieces.view(count, len(parts), width)[:, number]
+
+                played.kernels.append("scatter")
                 played.device.issue()
                 stream.run(work, cost_ms=0.01)
 
@@ -166,6 +164,8 @@ class PlayedCuda:
                 return contextlib.nullcontext()
 
             def rebuild(self, stream: Any, *args: Any) -> object:
+                played.kernels.append("rebuild")
+
                 def work() -> None:
                     played.num_rebuilds += 1
                     super(PlayedActOps, self).rebuild(stream, *args)
@@ -213,6 +213,8 @@ class PlayedCuda:
                 return torch.from_numpy(numbers.copy())
 
             def download(self, numbers: Any) -> Any:
+                # The product's own as well: what it would wait for is to be seen.
+                super().download(numbers)  # type: ignore[misc]
                 on_host = np.full(len(numbers), -1, np.int64)
 
                 def work() -> None:
@@ -223,6 +225,7 @@ class PlayedCuda:
 
             def choose(self, stream: Any, parts: Any) -> torch.Tensor:
                 del stream
+                played.kernels.append("choose")
                 played.device.issue()
                 return torch.from_numpy(
                     np.concatenate(
@@ -237,6 +240,7 @@ class PlayedCuda:
                 self, stream: Any, layer: int, memory: Any, rows: Any, *rest: Any
             ) -> None:
                 first_byte, pages = rest
+                played.kernels.append("load")
                 self.load_by_engines(  # type: ignore[attr-defined]
                     stream, layer, memory, plain(rows), first_byte, plain(pages)
                 )

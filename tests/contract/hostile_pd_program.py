@@ -115,6 +115,7 @@ def manager(*, is_prefill: bool) -> Any:
     made.deferred_bootstrap = made._staging_ctx = made._staging_handler = None
     made.defer_decode_allocation = made.enable_trace = False
     made.sources = made.weights = None
+    made._starts = {}
     made.attn_tp_size = made.dcp_size = made.state_tp_size = made.pp_size = 1
     made.attn_cp_size, made.bootstrap_port = 1, 1
     made.dcp_rank = made.attn_tp_rank = made.pp_rank = made.attn_cp_rank = 0

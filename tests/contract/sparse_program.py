@@ -509,6 +509,7 @@ class Broken:
             prefix_lens=[3 * PAGE],
             extend_lens=[PAGE],
             enable_overlap=True,
+            launch_ts=None,
         )
         self.load = SparseLoad(2 * PAGE, [2] * LAYERS, 10, 40, "car")
         self.rows = rows

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import warnings
 from array import array
 from pathlib import Path
@@ -22,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cuda_stand_ins import DeviceTensor, PlayedCuda
+from cuda_stand_ins import PlayedCuda
+from host_waits import HostWaits, on_device
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -30,6 +32,7 @@ from tests.draining import drain
 
 PAGE, LAYERS, NUM_PAGES, PROMPT_PAGES = 16, 3, 64, 6
 PATIENCE_S = 30.0
+WAITS = HostWaits()
 _HELD_S = 10.0
 """After so long a thread that waits for the device is let go, and the story says so."""
 
@@ -154,10 +157,9 @@ class Bench:
         self.held = False
         self.read: dict[str, list[Any]] = {}
         self.prompts = [self.offloaded(number) for number in range(4)]
-        self.tree.req_to_token_pool.req_to_token = rows.as_subclass(DeviceTensor)
-        free = self.allocator.free_pages
-        self.allocator.free_pages = free.as_subclass(DeviceTensor)
-        DeviceTensor.reads.clear()
+        self.tree.req_to_token_pool.req_to_token = on_device(rows)
+        self.allocator.free_pages = on_device(self.allocator.free_pages)
+        WAITS.ours.clear()
         self.device.blocked.clear()
         self._timer = threading.Timer(_HELD_S, self._let_go)
 
@@ -242,6 +244,7 @@ class Bench:
             prefix_lens=[hit],
             extend_lens=[1],
             enable_overlap=True,
+            launch_ts=None,
             hicache_consumer_index=self.tree.ready_to_load_host_cache(),
         )
 
@@ -252,6 +255,7 @@ class Bench:
             Whether it had to be queued again, what it lacked having been computed.
         """
         counter, (req,) = self.runtime.counter, batch.reqs
+        batch.launch_ts = time.monotonic()
         self.played.engine = self.forward  # type: ignore[assignment]
         self.forward.wait_event(self.schedule.record_event())
         counter.set_consumer(batch.hicache_consumer_index)
@@ -308,12 +312,12 @@ def overlapped(backend: str) -> dict[str, Any]:
         "in_flight": len(bench.tree._passes),
         "pinned": bench.pinned(),
         "held_by_launch": bench.held,
-        "read_on_host": list(DeviceTensor.reads),
+        "read_on_host": list(WAITS.ours),
     }
     bench.go_on()
     out["failed"], out["pinned_after"] = [], []
     for batch in batches:
-        out["failed"] += bench.tree.end_passes(batch.reqs)
+        out["failed"] += bench.tree.end_passes(batch)
         bench.tree._forget(batch.reqs[0].rid)
         out["pinned_after"].append(bench.pinned())
     bench.device.settle()
@@ -340,10 +344,10 @@ def offloads(backend: str) -> dict[str, Any]:
             bench.kv.v_buffer[layer][value] = wanted[layer, 1]
 
     bench.forward.run(write)
-    DeviceTensor.reads.clear()
+    WAITS.ours.clear()
     bench.tree._offload(bench.req("o", 7, tokens, found), None, len(tokens))
     out: dict[str, Any] = {
-        "read_on_host": list(DeviceTensor.reads),
+        "read_on_host": list(WAITS.ours),
         "held_by_offload": bench.held,
         "pages": len(bench.tree._locks),
     }
@@ -379,7 +383,7 @@ def refused(backend: str) -> dict[str, Any]:
     batch = bench.admit(0)
     out: dict[str, Any] = {"again": bench.launch(batch), "spans": spans}
     bench.played.refuses = False
-    out["failed"] = len(bench.tree.end_passes(batch.reqs))
+    out["failed"] = len(bench.tree.end_passes(batch))
     out["discarded"] = batch.reqs[0].discard_output_reason is not None
     bench.tree._forget("r0")
     return {**out, **bench.end()}
@@ -399,7 +403,7 @@ def broken(backend: str) -> dict[str, Any]:
     sizes = bench.tree.tree_core.evictable_size() + bench.tree.protected_size()
     out: dict[str, Any] = {"published": int(sizes - size), "held_by_launch": bench.held}
     bench.go_on()
-    out["failed"] = [req.rid for req in bench.tree.end_passes(batch.reqs)]
+    out["failed"] = [req.rid for req in bench.tree.end_passes(batch)]
     out["kept_out"] = req.skip_radix_cache_insert
     out["reason"] = req.discard_output_reason.message
     bench.tree._forget("r0")
@@ -417,16 +421,41 @@ def retracted(backend: str) -> dict[str, Any]:
     out: dict[str, Any] = {"pinned_while_it_runs": bench.pinned()}
     out["held_by_launch"] = bench.held
     bench.go_on()
-    out["failed"] = len(bench.tree.end_passes(batch.reqs))
+    out["failed"] = len(bench.tree.end_passes(batch))
     out["pinned_after"] = bench.pinned()
     bench.device.settle()
     # It comes again, by the same id.
     again = bench.admit(0)
     bench.launch(again)
-    bench.tree.end_passes(again.reqs)
+    bench.tree.end_passes(again)
     bench.device.settle()
     out["right"] = bench.is_right(0)
     bench.tree._forget("r0")
+    return {**out, **bench.end()}
+
+
+def chunked(backend: str) -> dict[str, Any]:
+    """A prompt's next chunk has a load as well: it is no part of the first's results.
+
+    As the back of a split prompt has: its first chunk is computed while that is read.
+    """
+    bench = Bench(backend, 6)
+    bench.stop()
+    batches = [bench.admit(0)]
+    bench.launch(batches[0])
+    batches.append(bench.admit(1))
+    # The second batch goes on with a request of the first.
+    batches[0].reqs.append(batches[1].reqs[0])
+    bench.launch(batches[1])
+    out: dict[str, Any] = {"held_by_launch": bench.held, "left": []}
+    bench.go_on()
+    for batch in batches:
+        assert bench.tree.end_passes(batch) == []
+        out["left"].append(len(bench.tree._passes))
+    bench.device.settle()
+    out["right"] = [bench.is_right(number) for number in range(2)]
+    for number in range(2):
+        bench.tree._forget(f"r{number}")
     return {**out, **bench.end()}
 
 
@@ -438,17 +467,18 @@ def embedded(backend: str) -> dict[str, Any]:
     bench.launch(batch, repairs=False)
     out: dict[str, Any] = {"held_by_launch": bench.held}
     bench.go_on()
-    out["failed"] = len(bench.tree.end_passes(batch.reqs))
+    out["failed"] = len(bench.tree.end_passes(batch))
     bench.tree._forget("r0")
     return {**out, **bench.end()}
 
 
-STORIES = (overlapped, offloads, refused, broken, retracted, embedded)
+STORIES = (overlapped, offloads, refused, broken, retracted, chunked, embedded)
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     told: dict[str, Any] = {}
     for name in ("rust", "python"):
-        told[name] = {story.__name__: story(name) for story in STORIES}
+        with WAITS:
+            told[name] = {story.__name__: story(name) for story in STORIES}
         told[name]["core"] = told[name]["overlapped"]["core"]
     print(json.dumps(told))

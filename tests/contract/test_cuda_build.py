@@ -100,6 +100,14 @@ def test_the_parts_are_those_of_cuda(told):
     assert told["pinned 0"]["measured_over_the_link"]
 
 
+@pytest.mark.parametrize("name", STORIES + ACTS + OFFLOADED)
+def test_no_kernel_runs_for_the_first_time_under_a_forward(told, name):
+    """Loads have run theirs at the start, and rebuilds where there are any."""
+    wanted = {"choose", "load"} | ({"rebuild"} if name in ACTS + OFFLOADED else set())
+    assert set(told[name]["warmed"]) == wanted
+    assert told[name]["not_warmed"] == []
+
+
 def test_copies_are_not_queued_ahead_of_a_guard(told):
     """What it has let go has ended before it is asked again."""
     assert told["pinned 0"]["ahead"]

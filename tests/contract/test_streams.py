@@ -6,7 +6,10 @@ from tests.contract.story_support import CORES, told_by
 
 pytestmark = pytest.mark.sglang
 
-STORIES = ("overlapped", "offloads", "refused", "broken", "retracted", "embedded")
+STORIES = (
+    *("overlapped", "offloads", "refused", "broken", "retracted", "chunked"),
+    "embedded",
+)
 PAGES = 6
 """Of each prompt."""
 
@@ -76,6 +79,13 @@ def test_the_sources_of_a_request_that_goes_stay_until_its_load_has_ended(seen):
     assert story["failed"] == 0
     assert story["pinned_after"] == 0
     assert story["right"]
+
+
+def test_results_of_a_chunk_wait_for_no_load_of_the_next(seen):
+    """They are taken while that one runs."""
+    assert not seen["chunked"]["held_by_launch"]
+    assert seen["chunked"]["left"] == [1, 0]
+    assert seen["chunked"]["right"] == [True] * 2
 
 
 def test_results_of_models_that_do_not_generate_wait_as_well(seen):

@@ -148,6 +148,13 @@ def test_a_load_is_waited_for_whole_only_where_no_layer_is_asked_for(
     assert symbols["prefill"][backend] == [whole, overlaps]
 
 
+def test_forwards_wait_for_offloads_where_hicache_hung(symbols):
+    """Several ranks of Blackwell with prefills in breakable graphs; nobody else."""
+    joins = symbols["joins"]
+    assert [name for name, does in joins.items() if does] == ["2 10 breakable"]
+    assert len(joins) > 10
+
+
 def test_our_counter_has_what_sglang_reads(symbols):
     """Pools and the runners of captured graphs find each attribute that they read."""
     read = set(symbols["counter_reads"])

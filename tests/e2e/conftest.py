@@ -41,6 +41,7 @@ __all__: list[str] = []
 
 LONGEST_FIRST = (
     "test_gate_can_fail.py",
+    "test_split.py",
     "test_disagg.py",
     "test_models.py",
     "test_sparse.py",
@@ -175,6 +176,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     finally:
         servers.abandon()
         fork_servers(False)
+
+
+@pytest.fixture(scope="session")
+def may_fork(request: pytest.FixtureRequest) -> bool:
+    """Whether servers of which some are started by the command line may be forked.
+
+    Such a start takes each process a minute of a core, so it is left to ``--full``.
+    """
+    return not request.config.getoption("--full")
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,7 @@ from sgl_tiered_workloads.sessions import (
     random_tokens,
     replay,
 )
-from sgl_tiered_workloads.systems import CPU_FLAGS, Device
+from sgl_tiered_workloads.systems import Device
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 __all__ = [
@@ -88,13 +88,15 @@ class Case:
     Attributes:
         page_size: tokens per page.
         chunk_tokens: of a chunked prefill; None for SGLang's default.
-        overlap: whether SGLang's overlap schedule is on. An idle scheduler spins where
-            it is, as users have it; else it sleeps, which leaves its core to others.
+        overlap: whether SGLang's overlap schedule is on.
+        spins: whether an idle scheduler spins, as it does by default; else it sleeps,
+            which leaves its core to others.
     """
 
     page_size: int
     chunk_tokens: int | None = None
     overlap: bool = True
+    spins: bool = False
 
     @property
     def name(self) -> str:
@@ -108,7 +110,9 @@ class Case:
         if self.chunk_tokens is not None:
             flags += ("--chunked-prefill-size", str(self.chunk_tokens))
         if not self.overlap:
-            flags += CPU_FLAGS
+            flags += ("--disable-overlap-schedule",)
+        if not self.spins:
+            flags += ("--sleep-on-idle",)
         return Device(model, pool_tokens, self.page_size, flags)
 
 

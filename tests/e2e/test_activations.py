@@ -74,6 +74,7 @@ def layered(model, share, *flags, name=None, env=None):
     return tiered_spec(device, Tiers(32 * MB), name or f"act-{share}", flags, env)
 
 
+@pytest.mark.full
 def test_a_broken_rebuild_is_caught(servers, mha, episodes, plain):
     """The gate is red where one page in four is left out of what is rebuilt."""
     server = servers.get(
@@ -89,7 +90,7 @@ def test_a_broken_rebuild_is_caught(servers, mha, episodes, plain):
     negative_control({"rebuild": plain.forced(answers)})
 
 
-@pytest.mark.parametrize("share", [1, 0.5])
+@pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.full)])
 def test_rebuilt_pages_give_equal_bits_in_equal_batches(
     servers, mha, episodes, plain, share
 ):

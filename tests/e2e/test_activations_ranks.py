@@ -54,7 +54,7 @@ def plain(servers, mha):
 
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(1, marks=pytest.mark.full)])
-def test_both_ranks_rebuild_alike(servers, mha, plain, share):
+def test_both_ranks_rebuild_alike(servers, mha, plain, share, may_fork):
     """A rank that had parted would have stopped the server."""
     reference, alone = plain
     device = CASE.device(mha, LAYER_POOL_TOKENS)
@@ -68,9 +68,8 @@ def test_both_ranks_rebuild_alike(servers, mha, plain, share):
         f"--tiered-activations={share}",
     )
     spec = tiered_spec(device, Tiers(16 * MB), f"act-ranks-{share}", flags)
-    # Two ranks by the command line: they have hash seeds of their own. Most servers of
-    # these tests are forked.
-    server = servers.get(replace(on_two_ranks(spec), fork=False))
+    # By the command line they have hash seeds of their own.
+    server = servers.get(replace(on_two_ranks(spec), fork=may_fork))
     if share < 1:
         # Chats take the longest; once is enough.
         answers = sequential(server, replay(reference.chat))

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 NUM_PAGES, ANSWER_TOKENS = 12, 12
 
 
-@pytest.fixture(scope="module", params=[1, 0.5])
+@pytest.fixture(scope="module", params=[0.5, pytest.param(1, marks=pytest.mark.full)])
 def share(request):
     """Of the pages that are kept as activations."""
     return request.param

@@ -78,14 +78,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pair(plain, model, folder):
+def pair(plain, model, folder, may_fork):
     """Mode 3: both keep what they have, only what decode lacks is sent, and answers go
     back to the prefill server's host tier."""
     device = Device(model, POOL_TOKENS, PAGE)
     # Room for more requests than can be answered at a time.
     decode = ("--num-reserved-decode-tokens", "16")
-    # By the command line: most servers of these tests are forked.
-    pair = start_pair(device, folder, flags_of(folder), decode=decode, fork=False)
+    pair = start_pair(device, folder, flags_of(folder), decode=decode, fork=may_fork)
     yield pair
     pair.stop()
 

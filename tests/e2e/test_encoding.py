@@ -80,16 +80,18 @@ def moves(found, reference):
 
 
 @pytest.fixture(scope="module")
-def plain(servers, model):
+def plain(servers, model, may_fork):
     """Plain SGLang's answers: computed, and from its own cache."""
     device = CASE.device(model, REFERENCE_POOL_TOKENS)
-    # Plain SGLang by its command line: most servers of these tests are forked.
-    server = servers.get(replace(plain_spec(device, "plain-encoding"), fork=False))
+    spec = replace(plain_spec(device, "plain-encoding"), fork=may_fork)
+    server = servers.get(spec)
     server.flush_cache()
     return answers(server), answers(server)
 
 
-@pytest.mark.parametrize("encoding", ["int8", "int4"])
+@pytest.mark.parametrize(
+    "encoding", ["int8", pytest.param("int4", marks=pytest.mark.full)]
+)
 def test_only_who_allows_it_is_given_lossy_kv(servers, model, plain, encoding):
     """One server and the same prompts: those who refuse get plain SGLang's bits from
     the device or from computing, before and after others got theirs from the host."""

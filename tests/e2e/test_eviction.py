@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 CASE = Case(16)
 
 
-@pytest.mark.parametrize("policy", ["score", "cost"])
+@pytest.mark.parametrize(
+    "policy", ["score", pytest.param("cost", marks=pytest.mark.full)]
+)
 def test_answers_equal_plain(servers, model, reference, tmp_path, policy):
     """Chats one by one, then all at once so that a queue forms, give plain's tokens.
 

@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 CASE = Case(16)
 
 
-@pytest.mark.parametrize("corruption", ["zero", "swap"])
+@pytest.mark.parametrize(
+    "corruption", ["zero", pytest.param("swap", marks=pytest.mark.full)]
+)
 def test_wrong_pages_are_caught(servers, model, reference, corruption):
     """The gate is red where each load brings one zeroed or exchanged page."""
     plain = reference(CASE)

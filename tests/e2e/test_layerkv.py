@@ -123,6 +123,7 @@ def many_at_once(plain, server):
     return layers
 
 
+@pytest.mark.full
 def test_broken_staging_is_caught(servers, model, plain):
     """The gate is red where one page in four is left out of what is streamed."""
     server = servers.get(

@@ -298,6 +298,7 @@ def pausing(servers, model):
     return servers.get(tiered_spec(device, Tiers(32 * MB), "grammar", PAUSE, env))
 
 
+@pytest.mark.full
 def test_exchanged_constraints_are_caught(servers, model, wave, plain):
     """Two with each other's grammar: both checks are red, and name just these two."""
     first, second, *others = wave

@@ -215,6 +215,7 @@ def moved(server, *names):
         assert layers[f"layerkv_{name}"] > 0, name
 
 
+@pytest.mark.full
 def test_broken_staging_is_caught_in_full_batches(servers, model, episodes, plain):
     """The gate is red where one page in four is left out of what batches stream."""
     server = servers.get(

@@ -40,11 +40,13 @@ def prompt(seed):
     return random_tokens(np.random.default_rng(seed), tokens, VOCAB_TOKENS)
 
 
-@pytest.mark.parametrize("family", ["opt", "mistral"])
-def test_a_loaded_prefix_answers_like_a_kept_one(servers, family):
+@pytest.mark.parametrize(
+    "family", ["opt", pytest.param("mistral", marks=pytest.mark.full)]
+)
+def test_a_loaded_prefix_answers_like_a_kept_one(servers, family, may_fork):
     """A prefix from the host gives the bits of the same prefix on the device.
 
-    OPT is started by ``sglang serve``, so that this way in is seen to work too.
+    With ``--full`` OPT is started by ``sglang serve``: this way in is to work too.
     """
     model = make_model(f"{family}-tiny", MODELS)
     spec = tiered_spec(
@@ -53,7 +55,7 @@ def test_a_loaded_prefix_answers_like_a_kept_one(servers, family):
         f"tiered-{family}",
         flags=("--tiered-load-policy=always",),
     )
-    if family == "opt":
+    if family == "opt" and not may_fork:
         sglang = str(Path(sys.executable).with_name("sglang"))
         spec = replace(spec, program=(sglang, "serve"))
     server = servers.get(spec)
@@ -68,6 +70,7 @@ def test_a_loaded_prefix_answers_like_a_kept_one(servers, family):
     servers.stop()
 
 
+@pytest.mark.full
 def test_the_offline_engine(servers, tmp_path):
     """``sgl.Engine(radix_cache_backend="tiered", ...)`` keeps KV below the device."""
     servers.stop()

@@ -83,7 +83,6 @@ def server(servers, model, plain, tmp_path_factory):
         "--schedule-policy=lpm",
         "--tiered-load-policy=always",
         "--tiered-disk-admission=all",
-        "--sleep-on-idle",
     )
     device = CASE.device(model, POOL_TOKENS)
     yield servers.restart(tiered_spec(device, tiers, "lpm", flags))

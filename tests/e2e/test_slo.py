@@ -34,7 +34,7 @@ GUARDED_TOKENS = 400
 ATTEMPTS = 8
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=["slo", pytest.param("mixed", marks=pytest.mark.full)])
 def server(request, servers, model):
     """A server on which TTFT has a target and TPOT only where a request asks."""
     flags = SETTINGS[request.param]

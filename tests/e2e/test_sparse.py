@@ -118,6 +118,7 @@ def moved(answers, others):
     )
 
 
+@pytest.mark.full
 def test_a_wrong_choice_moves_the_answers(servers, model, plain):
     """What is recent and what is read is dropped: the bits that others keep change."""
     server = sparse_server(
@@ -415,7 +416,9 @@ def test_a_load_that_breaks_is_computed_whole(plain, measured):
     assert stats(measured)["sparsity"]["rows_used"] == 0
 
 
-@pytest.mark.parametrize("mode", ["load", "store"])
+@pytest.mark.parametrize(
+    "mode", ["load", pytest.param("store", marks=pytest.mark.full)]
+)
 def test_a_restart_with_a_disk(servers, model, plain, tmp_path, mode):
     """From disk comes what is kept; a new server knows nothing of what was read.
 

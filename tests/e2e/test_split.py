@@ -131,6 +131,7 @@ def with_a_wrong_page(server, prompts):
     ]
 
 
+@pytest.mark.full
 def test_a_split_prompt_is_answered_as_a_computed_one(start, prompts):
     """Front computed, back loaded: the same answers, and the report says what it did;
     several at once end as well, and leave nothing behind."""

@@ -26,7 +26,7 @@ from sgl_tiered_workloads.traces.sharegpt import read_sharegpt_texts
 from sgl_tiered_workloads.traces.weka import read_weka
 
 from sgl_tiered.core import json_file
-from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.core.plans import PageRecords, namespace_rows
 from sgl_tiered.cost import calibration
 from sgl_tiered.cost.calibration import calibration_from_dict, read_calibration
 from sgl_tiered.engines.sglang import config as server_config
@@ -106,7 +106,7 @@ class DiskRecords(_InFolder):
         for half, namespace in enumerate((b"a" * 16, b"b" * 16)):
             slots = np.arange(4, dtype=np.int64) + 4 * half
             records = PageRecords(
-                namespace=namespace,
+                namespaces=namespace_rows(namespace, 4),
                 keys=rng.integers(0, 256, (4, 16), np.uint8),
                 parents=rng.integers(0, 256, (4, 16), np.uint8),
                 tokens=rng.integers(0, 9, (4, PAGE_TOKENS)).astype(np.int32),
@@ -169,7 +169,7 @@ class DiskRecords(_InFolder):
                     demand(0 <= slot < NUM_SLOTS, f"slot {slot}")
                     right = self.right[slot]
                     is_same = (
-                        right["namespace"].tobytes() == group.namespace
+                        (right["namespace"] == group.namespaces[row]).all()
                         and (right["key"] == group.keys[row]).all()
                         and (right["parent"] == group.parents[row]).all()
                         and (right["tokens"] == group.tokens[row]).all()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/gpu"
@@ -61,6 +63,119 @@ def test_a_table_with_a_planted_figure_ends_with_status_1(program, tmp_path, cap
     assert program.main([*words, "--table", str(planted)]) == 1
     assert "copy_rows:words sm_90" in capsys.readouterr().out
     assert program.main(words) == 0
+
+
+@pytest.mark.usefixtures("stands_alone")
+@pytest.mark.parametrize("name", ["up_llama8b_page16", "down_llama8b_page16"])
+def test_pages_move_by_128_bits_where_all_addresses_allow_it(program, name):
+    """In the text of each architecture: no word goes singly, and nothing waits."""
+    launches = importlib.import_module("launches")
+    (variant,) = [v for v in launches.all_variants() if v.name == f"parts:{name}"]
+    for sm in program.ARCHITECTURES:
+        text = program.compiled(variant, sm).asm["ptx"]
+        found = Counter(re.findall(r"(ld|st)\.global\S*?\.((?:v\d\.)?b\d+)", text))
+        # Besides: the row, the page and the address of the buffer.
+        assert found == {
+            ("ld", "b64"): 3,
+            ("ld", "v4.b32"): 2,
+            ("st", "v4.b32"): 2,
+        }
+        assert "bar.sync" not in text
+
+
+@pytest.mark.usefixtures("stands_alone")
+@pytest.mark.parametrize("part_bytes", [32 << 10, 8 << 10, 2000, 84, 6])
+@pytest.mark.parametrize("alignment", [16, 4])
+def test_a_pool_needs_one_program_each_way(program, part_bytes, alignment):
+    """However many pages there are, of whichever layer, and wherever numbers lie."""
+    del program
+    launches = importlib.import_module("launches")
+    from sgl_tiered_kernels.page_copy import triton as kernels
+
+    layers, row_bytes = 5, 4096 * -(-10 * part_bytes // 4096)
+    whole = torch.empty((40, row_bytes), dtype=torch.uint8)
+    table = torch.zeros((layers, 2), dtype=torch.int64)
+    numbers = torch.zeros(40, dtype=torch.int64)
+
+    def load(layer, count, first):
+        chosen = numbers[first : first + count]
+        at = layer * 2 * part_bytes
+        kernels.scatter_parts(
+            table[layer], chosen, whole, chosen, at, part_bytes, alignment=alignment
+        )
+
+    def gather(count, first):
+        kernels.gather_parts(
+            whole,
+            numbers[:count],
+            0,
+            table.view(-1),
+            numbers[first : first + count],
+            part_bytes,
+            alignment=alignment,
+        )
+
+    def serve():
+        for count, first in ((1, 0), (1, 1), (2, 3), (8, 0), (16, 0), (17, 5)):
+            gather(count, first)
+            for layer in range(layers):
+                load(layer, count, first)
+
+    def warm():
+        load(0, 1, 0)
+        gather(1, 0)
+
+    ready = {variant.key for variant in launches.launches_of(kernels, warm)}
+    assert {variant.key for variant in launches.launches_of(kernels, serve)} == ready
+    assert len(ready) == 2
+
+
+@pytest.mark.usefixtures("stands_alone")
+def test_a_layer_is_rebuilt_by_one_program(program):
+    """Of any number of tokens, wherever their numbers lie."""
+    del program
+    launches = importlib.import_module("launches")
+    from sgl_tiered_kernels.kv_gen import KVProjection, Rotary
+    from sgl_tiered_kernels.kv_gen import triton as kv_gen
+
+    projection = KVProjection(
+        torch.empty((2 * 2 * 8, 32)), None, 2, 8, Rotary(torch.empty((64, 8)))
+    )
+    acts, out = torch.empty((32, 32)), torch.empty((32, 2, 8))
+
+    def rebuild(count):
+        rows, slots, positions = torch.zeros(3 * count, dtype=torch.int64).view(3, -1)
+        kv_gen.rebuild_kv(acts, rows, projection, out, out.clone(), slots, positions)
+
+    def serve():
+        for count in (1, 2, 3, 16, 21):
+            rebuild(count)
+
+    assert len({one.key for one in launches.launches_of(kv_gen, serve)}) == 1
+
+
+@pytest.mark.usefixtures("stands_alone")
+def test_variants_are_told_apart_as_triton_does(program):
+    """Types, constants and alignments of each launch are those of its own binder."""
+    del program
+    launches = importlib.import_module("launches")
+    jit = pytest.importorskip("triton.runtime.jit")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    variants = launches.all_variants()
+    assert {one.kernel.__name__ for one in variants} >= {"_parts_kernel"}
+    for variant in variants:
+        kernel = variant.kernel
+        bind = jit.create_function_from_signature(
+            kernel.signature, kernel.params, backend
+        )
+        _, found, _ = bind(**variant.arguments)
+        types = dict(zip(kernel.arg_names, (kind for kind, _ in found), strict=True))
+        divisible = {(i,) for i, (_, how) in enumerate(found) if how == "D"}
+        assert types == variant.signature, variant.name
+        assert divisible == set(variant.attributes), variant.name
 
 
 @pytest.mark.full

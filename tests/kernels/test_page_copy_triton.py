@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from sgl_tiered_kernels.page_copy import reference
+from sgl_tiered_kernels.page_copy.dma import common_alignment
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-PARTS = [(4100, 2, 5, 64), (64, 6, 3, 4), (3, 2, 1, 1), (8192, 4, 7, 3)]
+PARTS = [
+    (4100, 2, 5, 64),
+    (64, 6, 3, 4),
+    (3, 2, 1, 1),
+    (8192, 4, 7, 3),
+    (4112, 2, 5, 3),
+]
 """Bytes of a part, parts, pages, and the programs that share the work."""
+PLACES = [(8, 5, 16), (16, 0, 16), (16, 0, 4), (16, 0, 1)]
+"""Bytes of a row before and behind its parts, and what the caller knows to divide the
+addresses of the buffers."""
 CASES = [(1, 0, 0), (7, 3, 1), (64, 8, 16), (5000, 4, 8), (8192, 0, 0), (4097, 0, 3)]
 
 
@@ -63,12 +75,15 @@ def check_parts(device):
     from sgl_tiered_kernels.page_copy import triton as kernel
 
     rng = np.random.default_rng(1)
-    for size, num_parts, count, programs in PARTS:
-        first, width = 8, 8 + num_parts * size + 5
+    for case, place in itertools.product(PARTS, PLACES):
+        (size, num_parts, count, programs), (first, behind, alignment) = case, place
+        width = first + num_parts * size + behind
         whole = rng.integers(0, 256, (7, width), np.uint8)
         buffers = [torch.zeros((9, size), dtype=torch.uint8, device=device)]
         buffers += [torch.zeros_like(buffers[0]) for _ in range(num_parts - 1)]
-        table = torch.tensor([b.data_ptr() for b in buffers], device=device)
+        addresses = [b.data_ptr() for b in buffers]
+        assert common_alignment(addresses) == 16
+        table = torch.tensor(addresses, device=device)
         pages, rows = rng.permutation(9)[:count], rng.permutation(7)[:count]
         on_device = [torch.tensor(numbers, device=device) for numbers in (pages, rows)]
         kernel.scatter_parts(
@@ -78,11 +93,19 @@ def check_parts(device):
             on_device[1],
             first,
             size,
+            alignment=alignment,
             max_programs=programs,
         )
         back = torch.zeros((7, width), dtype=torch.uint8, device=device)
         kernel.gather_parts(
-            back, on_device[1], first, table, on_device[0], size, max_programs=programs
+            back,
+            on_device[1],
+            first,
+            table,
+            on_device[0],
+            size,
+            alignment=alignment,
+            max_programs=programs,
         )
         wanted = np.zeros_like(whole)
         for part, buffer in enumerate(buffers):
@@ -120,9 +143,9 @@ def test_the_kernel_reads_and_writes_pinned_memory_in_place():
     pages = torch.tensor([4, 1], device="cuda")
     rows = torch.tensor([0, 2], device="cuda")
     host = torch.randint(0, 256, (3, 2 * size), dtype=torch.uint8, pin_memory=True)
-    kernel.scatter_parts(table, pages, host, rows, 0, size)
+    kernel.scatter_parts(table, pages, host, rows, 0, size, alignment=16)
     back = torch.zeros_like(host, pin_memory=True)
-    kernel.gather_parts(back, rows, 0, table, pages, size)
+    kernel.gather_parts(back, rows, 0, table, pages, size, alignment=16)
     torch.cuda.synchronize()
     assert torch.equal(back[[0, 2]], host[[0, 2]])
     assert not back[1].any()
@@ -137,9 +160,10 @@ def test_a_block_outside_its_row_is_refused():
         kernel.copy_rows(data, rows, 0, data.clone(), rows, 12, 8)
     table = torch.tensor([data.data_ptr()])
     with pytest.raises(ValueError, match="outside a row"):
-        kernel.gather_parts(data, rows, 1, table, rows, 16)
+        kernel.gather_parts(data, rows, 1, table, rows, 16, alignment=16)
+    others = torch.tensor([0, 1])
     with pytest.raises(ValueError, match="differ in length"):
-        kernel.scatter_parts(table, rows, data, torch.tensor([0, 1]), 0, 16)
+        kernel.scatter_parts(table, rows, data, others, 0, 16, alignment=16)
     with pytest.raises(ValueError, match="contiguous"):
         kernel.copy_rows(data[:, ::2], rows, 0, data.clone(), rows, 0, 8)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from sgl_tiered_kernels.paged_attention import (
+    DecodeBatch,
     PagedAttention,
     RequestRows,
     attend_reference,
     cpu,
+    plan_decode,
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -170,3 +174,39 @@ def test_the_mask_table_grows_with_the_context():
     Case([(40, 4)], (8, 4), 64, torch.bfloat16).run(attention)
     case = Case([(2500, 4)], (8, 4), 64, torch.bfloat16)
     assert torch.equal(case.run(attention), case.run())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_a_decode_step_in_one_product_gives_the_bits_of_single_ones(
+    heads, head_dim, dtype
+):
+    """Whatever the others' lengths; slots that are no one's are not looked at."""
+    kv_lens = [1, 16, 63, 64, 65, 500, 513, 1300, 700, 2]
+    case = Case([(n, 1) for n in kv_lens], heads, head_dim, dtype)
+    case.check()
+    alone = case.run()
+    attention = PagedAttention(num_threads=2)
+    out = torch.full_like(case.query, float("nan"))
+    batch = DecodeBatch.from_requests(case.requests, dtype)
+    attention.attend_decode(case.query, case.keys, case.values, batch, case.scale, out)
+    assert torch.equal(out, alone)
+
+
+@given(kv_lens=st.lists(st.integers(1, 9000), max_size=60))
+def test_decode_steps_are_grouped_by_length(kv_lens):
+    """Each request once; little padding, and no product that is too large."""
+    requests = [
+        RequestRows(start, 1, torch.zeros(kv_len, dtype=torch.int64), -1)
+        for start, kv_len in enumerate(kv_lens)
+    ]
+    groups = plan_decode(requests)
+    assert sorted(one.start for group in groups for one in group) == list(
+        range(len(kv_lens))
+    )
+    for group in groups:
+        lengths = [one.slots.numel() for one in group]
+        padding = max(lengths) * len(group) - sum(lengths)
+        assert padding <= cpu._CALL_TOKENS
+        assert len(group) == 1 or max(lengths) * len(group) <= cpu._BATCH_TOKENS

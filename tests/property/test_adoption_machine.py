@@ -18,7 +18,7 @@ from hypothesis.stateful import precondition, rule
 from sgl_tiered.cache.adoption import Adoption, arrange
 from sgl_tiered.core.ids import Representation, TierId
 from sgl_tiered.core.keys import KEY_BYTES, page_keys
-from sgl_tiered.core.plans import FoundPages, PageRecords
+from sgl_tiered.core.plans import FoundPages, PageRecords, namespace_rows
 from tests.property.test_tiered_cache_machine import (
     CHAINS,
     NAMESPACES,
@@ -143,7 +143,7 @@ def records_of(
         tokens = np.frombuffer(raw, np.int32).reshape(1, -1) + (number in spoilt)
         groups.append(
             PageRecords(
-                digest,
+                namespace_rows(digest, 1),
                 np.frombuffer(key, np.uint8).reshape(1, -1),
                 np.frombuffer(before, np.uint8).reshape(1, -1),
                 tokens,

@@ -6,6 +6,7 @@ power loss may have left is recovered by the tier itself, and judged:
 - recovery never raises, and the folder can be used;
 - a page that is found has the bytes of a version of it that was written under this
   fingerprint, or is a miss; after a kill it is no miss;
+- a page is found under its own namespace, also of a batch that holds several;
 - after a kill everything that was acknowledged is there, and nothing that was
   overwritten, forgotten before a close, or left by another fingerprint;
 - once a tier has been opened its meta file is whole, so that a power loss costs the
@@ -62,6 +63,11 @@ def page_of(seed: int) -> Any:
     return np.random.default_rng(seed).integers(0, 256, PAGE_BYTES, np.uint8)
 
 
+def namespace_of(key: int) -> Any:
+    """Return the namespace of a key's page: uint8 [16]."""
+    return np.full(16, key % 3, np.uint8)
+
+
 def open_tier(folder: Any, fingerprint: str, num_slots: int) -> DiskTier:
     return DiskTier.open(
         folder,
@@ -77,14 +83,15 @@ def open_tier(folder: Any, fingerprint: str, num_slots: int) -> DiskTier:
 
 
 def store(tier: DiskTier, slots: list[int], keys: list[int], seeds: list[int]) -> Any:
-    """Store a version of each key's page."""
+    """Store a version of each key's page, in one batch of several namespaces."""
     buffer = aligned_buffer(len(slots), SLOT_BYTES)
     names = np.zeros((len(slots), 16), np.uint8)
+    spaces = np.stack([namespace_of(key) for key in keys])
     for row, (key, seed) in enumerate(zip(keys, seeds, strict=True)):
         buffer[row, :PAGE_BYTES] = page_of(seed)
         names[row, 0] = key
     records = PageRecords(
-        namespace=b"n" * 16,
+        namespaces=spaces,
         keys=names,
         parents=names + np.uint8(1),
         tokens=np.repeat(np.asarray(keys, np.int32)[:, None], PAGE_TOKENS, axis=1),
@@ -215,6 +222,8 @@ def judge(folder: Any, known: Known, *, was_killed: bool) -> None:
             for row, slot in enumerate(group.addresses.tolist()):
                 key = int(group.keys[row, 0])
                 demand((group.tokens[row] == key).all(), "a record in parts")
+                is_own = (group.namespaces[row] == namespace_of(key)).all()
+                demand(bool(is_own), f"slot {slot}: {key} in another namespace")
                 if not result.ok[row]:
                     demand(not was_killed, f"slot {slot} is recovered and no page")
                     continue

@@ -35,6 +35,7 @@ from sgl_tiered.core.plans import (
     OffloadPlan,
     PageRecords,
     TransferResult,
+    namespace_rows,
 )
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
@@ -77,6 +78,8 @@ class Setup:
     disk_admission: str
     act_page_bytes: int
     step_pages: int = 1024
+    num_open: int | None = None
+    """Slots of the first tier that may be used at first."""
 
     def make(self, disk_slots: int = SLOTS[TierId.DISK]) -> TieredCache:
         """Return an empty cache with open namespaces."""
@@ -84,7 +87,10 @@ class Setup:
         rng = np.random.default_rng(self.seed)
         config = CacheConfig(
             PageLayout(2, PAGE_TOKENS, 64),
-            tuple(TierConfig(tier, slots[tier]) for tier in self.tiers),
+            tuple(
+                TierConfig(tier, slots[tier], None if number else self.num_open)
+                for number, tier in enumerate(self.tiers)
+            ),
             load_policy=self.load_policy,
             write_policy=self.write_policy,
             demote_policy=self.demote_policy,
@@ -232,6 +238,9 @@ class Driver:
     def do_take_forgotten(self, tier: TierId) -> Any:
         return self.cache.take_forgotten(tier)
 
+    def do_open_slots(self, tier: TierId, num_slots: int) -> None:
+        self.cache.open_slots(tier, num_slots)
+
     def do_reset(self) -> None:
         self.cache.reset()
 
@@ -276,6 +285,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             disk_admission=st.sampled_from(WRITE_ADMISSIONS),
             act_page_bytes=st.sampled_from([0, 256]),
             step_pages=st.sampled_from([1, 2, 1024]),
+            num_open=st.sampled_from([None, 1, 3]),
         )
     )
     def start(self, setup: Setup) -> None:
@@ -290,6 +300,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         # What lies in each slot: the model's truth about bytes.
         self.tiers = setup.tiers
         self.first = setup.tiers[0]
+        self.num_open = setup.num_open or SLOTS[self.first]
         self.memory: dict[TierId, dict[int, Page | None]] = {t: {} for t in self.tiers}
         # And whether it is KV (0) or activations (1).
         self.held: dict[TierId, dict[int, int]] = {t: {} for t in self.tiers}
@@ -464,7 +475,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         tokens = np.frombuffer(raw, np.int32)
         keys = page_keys(digest, tokens, PAGE_TOKENS)
         parent = keys[-2].tobytes() if len(keys) > 1 else digest
-        assert records.namespace == digest
+        assert records.namespaces[number].tobytes() == digest
         assert records.keys[number].tobytes() == keys[-1].tobytes()
         assert records.parents[number].tobytes() == parent
         assert (records.tokens[number] == tokens[-PAGE_TOKENS:]).all()
@@ -716,6 +727,16 @@ class TieredCacheMachine(RuleBasedStateMachine):
         found = contents(self.cache, tier).items()
         return {page for page, (_, is_hit) in found if is_hit}
 
+    @precondition(lambda self: self.num_open < SLOTS[self.first])
+    @rule(more=st.integers(0, 3))
+    def open_slots(self, more: int) -> None:
+        """Slots that come into use later are free; those in use stay as they are."""
+        held = {tier: contents(self.cache, tier) for tier in self.tiers}
+        wanted = min(self.num_open + more, SLOTS[self.first])
+        self.driver.run("open_slots", self.first, wanted)
+        self.num_open = wanted
+        assert {tier: contents(self.cache, tier) for tier in self.tiers} == held
+
     @rule(really=SELDOM)
     def reset(self, really: bool) -> None:
         """After a reset nothing is found; slots in use are still taken."""
@@ -758,7 +779,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         spoilt = [at for at in range(len(found)) if at in damaged]
         table[spoilt] += 1
         records = PageRecords(
-            namespace=digest,
+            namespaces=namespace_rows(digest, len(found)),
             keys=np.array([list(r[1]) for _, r in found], np.uint8).reshape(-1, 16),
             parents=np.array([list(r[2]) for _, r in found], np.uint8).reshape(-1, 16),
             tokens=table,
@@ -797,13 +818,14 @@ class TieredCacheMachine(RuleBasedStateMachine):
         """Slots, counts, flags and pins agree; every hit is what the model holds."""
         self.cache.check()
         for tier in self.tiers:
-            capacity = SLOTS[tier]
+            capacity = self.num_open if tier is self.first else SLOTS[tier]
             occupancy = self.cache.occupancy(tier)
             assert occupancy.used_slots + occupancy.free_slots == capacity
             used_bytes = occupancy.used_slots * occupancy.slot_bytes
             assert used_bytes <= capacity * self.cache.config.layout.slot_bytes
             for page, (address, is_hit) in contents(self.cache, tier).items():
                 assert not is_hit or self.memory[tier][address] == page
+                assert address < capacity
         table = self.cache._store.table
         for entry in np.flatnonzero(table.state != FREE).tolist():
             held = self.held[table.tiers[table.tier[entry]]]

@@ -49,8 +49,8 @@ FLAGS = ("--sleep-on-idle", "--enable-metrics")
 AT_ONCE = 25
 ALWAYS = ("--tiered-load-policy=always", "--tiered-disk-admission=all")
 
-NUM_TENANTS, BATCH = 10_000, 50
-"""Fewer at once than copies to the host may wait: what is more is not kept."""
+NUM_TENANTS, BATCH, RUNNING = 100_000, 1000, 32
+"""No more end at once than copies to the host may wait: what is more is not kept."""
 NUM_NAMESPACES = 100_000
 TENANTS = range(7, NUM_TENANTS, NUM_TENANTS // 40)
 """Some that are asked again."""
@@ -65,7 +65,6 @@ def fill(server):
         answers = at_once(server, [body(TOKENS, 1, cache_salt=f"t{n}") for n in salts])
         for answer in answers:
             assert cached(answer) == {}, "a tenant saw another one's pages"
-        # A write to disk is of one tenant's pages: many tenants at once go faster.
         settle(server)
 
 
@@ -134,13 +133,15 @@ def num_series(server):
     return len(str(server.get("/metrics", PATIENCE_S)).splitlines())
 
 
-def test_ten_thousand_salts(servers, small, tmp_path):
+@pytest.mark.timeout(2400)  # 100,000 prompts, at some 150 a second
+def test_a_hundred_thousand_salts(servers, small, tmp_path):
     """Each has a page on disk and finds it, also after a restart; without pages no name
     of them is kept, and none is in the metrics."""
     tokens = prompt(901, PAGE + 1)
     wanted = plain_answers(servers, small, [tokens]) * len(TENANTS)
     tiers = Tiers(64 * MB, tmp_path, NUM_TENANTS * SLOT_AND_RECORD * 21 // 20)
-    spec = tiered_spec(Device(small, 16384, PAGE, FLAGS), tiers, "tenants", ALWAYS)
+    device = Device(small, 16384, PAGE, (*FLAGS, f"--max-running-requests={RUNNING}"))
+    spec = tiered_spec(device, tiers, "tenants", ALWAYS)
 
     def ask_some(server):
         forget(server, "disk")
@@ -171,7 +172,10 @@ def test_ten_thousand_salts(servers, small, tmp_path):
     ask_some(server)
 
     server = servers.restart(spec)
-    assert stats(server)["adoption"]["adopted"] == NUM_TENANTS
+    wait_until(
+        lambda: stats(server)["adoption"]["adopted"] == NUM_TENANTS,
+        "all pages are adopted",
+    )
     ask_some(server)
     drop(server, "device", "host", "disk")
     state = settle(server)

@@ -235,7 +235,7 @@ def check_equality(
         min_exact_fraction: least share of output tokens to compare exactly.
             Ignored when not ``forced``.
         must_cover: tiers (as in ``cached_by_tier``) that must be behind at least
-            one exact answer.
+            one exact answer; behind any compared one where no run was ``forced``.
         slack: factor on the spread.
         unlike: ``order`` of forced batches that turned out other than the reference's;
             they, and what reuses their pages, come under the near-tie rule.
@@ -246,6 +246,7 @@ def check_equality(
         differences.append(Difference("*", -1, "free concurrency needs a spread"))
     exact = exact_orders(pairs, page_size, unlike) if forced else frozenset[int]()
     covered: Counter[str] = Counter()
+    near_covered: Counter[str] = Counter()
     near_ties = num_exact = num_near = exact_tokens = 0
     moves: list[float] = []
     for ours, theirs in pairs:
@@ -256,6 +257,7 @@ def check_equality(
             differences.extend(_exact_differences(ours, theirs))
         elif spread is not None:
             num_near += 1
+            near_covered.update(theirs.cached_by_tier)
             found, tied = _near_differences(ours, theirs, spread, slack, moves)
             differences.extend(found)
             near_ties += tied
@@ -274,8 +276,9 @@ def check_equality(
         reason = f"only {fraction:.1%} compared exactly, {min_exact_fraction:.1%} asked"
         differences.append(Difference("*", -1, reason))
     for tier in must_cover:
-        if covered[tier] <= 0:
-            reason = f"no exact answer used the {tier} tier"
+        if (covered if forced else near_covered)[tier] <= 0:
+            kind = "exact" if forced else "compared"
+            reason = f"no {kind} answer used the {tier} tier"
             differences.append(Difference("*", -1, reason))
     return GateResult(
         differences=tuple(differences),

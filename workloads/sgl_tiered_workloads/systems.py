@@ -12,7 +12,15 @@ from pathlib import Path
 
 from sgl_tiered_workloads.server import ServerSpec
 
-__all__ = ["CPU_FLAGS", "Device", "Tiers", "faulty_spec", "plain_spec", "tiered_spec"]
+__all__ = [
+    "CPU_FLAGS",
+    "Device",
+    "Tiers",
+    "faulty_spec",
+    "hicache_spec",
+    "plain_spec",
+    "tiered_spec",
+]
 
 MB = 1_000_000
 CPU_FLAGS = ("--sleep-on-idle", "--disable-overlap-schedule")
@@ -27,7 +35,7 @@ class Device:
 
     Attributes:
         model: folder of the model.
-        pool_tokens: size of the device pool.
+        pool_tokens: most tokens of the device pool; 0 for what the memory holds.
         page_size: tokens per page.
         flags: further flags that every system gets.
     """
@@ -72,11 +80,11 @@ class Tiers:
 
 
 def _shared_flags(device: Device) -> tuple[str, ...]:
+    most = ("--max-total-tokens", str(device.pool_tokens))
     return (
         "--page-size",
         str(device.page_size),
-        "--max-total-tokens",
-        str(device.pool_tokens),
+        *(most if device.pool_tokens else ()),
         *device.flags,
     )
 
@@ -98,6 +106,42 @@ def tiered_spec(
     """Return SGLang with tiers below the device."""
     every = (*_shared_flags(device), *tiers.flags, *flags)
     return ServerSpec(name, device.model, every, env or {})
+
+
+def hicache_spec(
+    device: Device,
+    name: str,
+    size: Sequence[str],
+    layout: str,
+    store: Path | None = None,
+) -> ServerSpec:
+    """Return SGLang with HiCache, write-through.
+
+    Args:
+        device: as for the others.
+        name: of the server.
+        size: the flag of its host memory and the flag's value.
+        layout: of its host memory: ``page_first`` is copied by its kernel, all others
+            by the copy engines.
+        store: folder of its file backend; None for none. A request waits until all
+            that the backend has of its prompt is in host memory.
+    """
+    flags = [
+        "--enable-hierarchical-cache",
+        *size,
+        "--hicache-write-policy",
+        "write_through",
+        "--hicache-mem-layout",
+        layout,
+        "--hicache-io-backend",
+        "kernel" if layout == "page_first" else "direct",
+    ]
+    env: dict[str, str | None] = {}
+    if store is not None:
+        flags += ["--hicache-storage-backend", "file"]
+        flags += ["--hicache-storage-prefetch-policy", "wait_complete"]
+        env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(store)
+    return ServerSpec(name, device.model, (*_shared_flags(device), *flags), env)
 
 
 def faulty_spec(device: Device, tiers: Tiers, corruption: str) -> ServerSpec:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Usage", "total_usage", "usage_of"]
+__all__ = ["Usage", "tokens_by_tier", "total_usage", "usage_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,26 @@ class Usage:
         return f"{text} ({tiers})" if tiers else text
 
 
+def tokens_by_tier(details: Mapping[str, Any]) -> dict[str, int]:
+    """Return cached tokens by tier, each token once; what is no count is left out.
+
+    A server with a disk tier repeats ``disk`` as ``storage``, which is SGLang's own
+    word for the level below host.
+    """
+    tiers = {key: num for key, num in details.items() if type(num) is int}
+    if tiers.get("disk"):
+        tiers.pop("storage", None)
+    return tiers
+
+
 def usage_of(meta: Mapping[str, Any]) -> Usage:
     """Read the ``meta_info`` of one answer."""
     cached = meta.get("cached_tokens")
-    details = meta.get("cached_tokens_details") or {}
-    tiers = {key: int(value) for key, value in details.items() if type(value) is int}
-    if "disk" in tiers:
-        # SGLang's own word for the level below host; the tiers repeat disk in it.
-        tiers.pop("storage", None)
     return Usage(
         prompt_tokens=int(meta.get("prompt_tokens") or 0),
         completion_tokens=int(meta.get("completion_tokens") or 0),
         cached_tokens=None if cached is None else int(cached),
-        cached_by_tier=tiers,
+        cached_by_tier=tokens_by_tier(meta.get("cached_tokens_details") or {}),
     )
 
 

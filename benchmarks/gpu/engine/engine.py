@@ -44,6 +44,7 @@ from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, OffloadFinished
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.stream_pool import LoadWay
 from sgl_tiered.policies.eviction.base import EvictionFacts
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.tiers.host import HostTier
@@ -162,7 +163,7 @@ class Engine:
         machine: the device.
         shape: of the model.
         sizes: of the pools.
-        by_kernel: loads go by the kernel, not by the copy engines.
+        way: how loads go.
         dropped: of ``CONTROLS``.
         lag_s: a forward is held up for so long before it begins.
         newest_first: what was used last is dropped first, on the device and on the
@@ -175,7 +176,7 @@ class Engine:
         shape: Shape,
         sizes: Sizes,
         *,
-        by_kernel: bool,
+        way: LoadWay,
         dropped: frozenset[str] = frozenset(),
         lag_s: float = 0.0,
         newest_first: bool = False,
@@ -198,7 +199,9 @@ class Engine:
         machine.synchronize()
         clock, self._completions = SystemClock(), CompletionQueue()
         self.metrics = MetricsRegistry()
-        self.pool = machine.pool(self._kv, layout, by_kernel=by_kernel)
+        self.pool = machine.pool(self._kv, layout, way=way)
+        # As a start of the product does; nothing is on the device yet.
+        self.pool.warm(np.array([1]))
         register = machine.register("host size")
         self.host = HostTier(layout.slot_bytes, sizes.host_pages, register=register)
         cost = CostModel(

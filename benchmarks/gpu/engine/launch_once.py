@@ -12,6 +12,7 @@ import torch
 from sgl_tiered_kernels.kv_gen import KVProjection, Rotary
 from sgl_tiered_kernels.kv_gen import triton as kv_gen
 from sgl_tiered_kernels.page_copy import triton as page_copy
+from sgl_tiered_kernels.page_copy.dma import common_alignment
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,12 +27,18 @@ def launch_page_copy() -> None:
         ]
         whole = torch.randint(0, 256, (6, row_bytes), dtype=torch.uint8)
         whole = whole.to(_DEVICE)
-        table = torch.tensor([one.data_ptr() for one in buffers], device=_DEVICE)
+        addresses = [one.data_ptr() for one in buffers]
+        table = torch.tensor(addresses, device=_DEVICE)
+        alignment = common_alignment(addresses)
         rows = torch.tensor([5, 0, 3], device=_DEVICE)
         pages = torch.tensor([7, 2, 0], device=_DEVICE)
-        page_copy.scatter_parts(table, pages, whole, rows, 0, part_bytes)
+        page_copy.scatter_parts(
+            table, pages, whole, rows, 0, part_bytes, alignment=alignment
+        )
         back = torch.zeros_like(whole)
-        page_copy.gather_parts(back, rows, 0, table, pages, part_bytes)
+        page_copy.gather_parts(
+            back, rows, 0, table, pages, part_bytes, alignment=alignment
+        )
         assert torch.equal(back[rows], whole[rows]), "other bytes"
 
 
@@ -59,7 +66,7 @@ def launch_planted() -> None:
     rows = torch.tensor([0], device=_DEVICE)
     # 64 MiB behind it: another allocation is not likely to be there.
     pages = torch.tensor([1 << 14], device=_DEVICE)
-    page_copy.scatter_parts(table, pages, whole, rows, 0, 4096)
+    page_copy.scatter_parts(table, pages, whole, rows, 0, 4096, alignment=16)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.pipelines.stream_pool import LoadWay, StreamPool
 from sgl_tiered.tiers.memory import Register
 
 __all__ = ["CudaMachine", "Machine", "PlayedMachine"]
@@ -53,7 +53,7 @@ class Machine(Protocol):
         """Hold the thread's stream up for about so long."""
         ...
 
-    def pool(self, buffers: Any, layout: PageLayout, *, by_kernel: bool) -> StreamPool:
+    def pool(self, buffers: Any, layout: PageLayout, *, way: LoadWay) -> StreamPool:
         """Return the product's pool over KV buffers."""
         ...
 
@@ -105,19 +105,18 @@ class CudaMachine:
         if seconds > 0.0:
             torch.cuda._sleep(int(seconds * self._hz))
 
-    def pool(self, buffers: Any, layout: PageLayout, *, by_kernel: bool) -> StreamPool:
+    def pool(self, buffers: Any, layout: PageLayout, *, way: LoadWay) -> StreamPool:
         """Return a pool on the product's copies."""
         from sgl_tiered.engines.sglang.cuda_ops import CudaOps
 
-        below = 1 << 40 if by_kernel else 0
         ops = CudaOps(buffers, layout, self.forward)
-        return StreamPool(ops, kernel_below_bytes=below)
+        return StreamPool(ops, staging=ops, way=way)
 
     def register(self, setting: str) -> Register:
         """Pin as the tiers do."""
         from sgl_tiered.engines.sglang.cuda_ops import cuda_register
 
-        return cuda_register(setting)
+        return cuda_register(setting, "cuda")
 
     def host_numbers(self, count: int) -> torch.Tensor:
         """Return pinned memory."""
@@ -169,11 +168,10 @@ class PlayedMachine:
         for _ in range(8 if seconds > 0.0 else 0):
             self.played.engine.run(lambda: None, cost_ms=1e3 * seconds / 8)
 
-    def pool(self, buffers: Any, layout: PageLayout, *, by_kernel: bool) -> StreamPool:
+    def pool(self, buffers: Any, layout: PageLayout, *, way: LoadWay) -> StreamPool:
         """Return a pool on the product's copies and addresses."""
-        below = 1 << 40 if by_kernel else 0
         ops: Any = self.played.pool_ops_class()(buffers, layout, self.forward)
-        return StreamPool(ops, kernel_below_bytes=below)
+        return StreamPool(ops, staging=ops, way=way)
 
     def register(self, setting: str) -> Register:
         """Note what is pinned."""

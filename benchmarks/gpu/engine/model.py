@@ -45,6 +45,11 @@ class Shape:
         """Whole numbers of 32 bits in the keys of a token."""
         return self.num_heads * self.head_dim // 2
 
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token over all layers."""
+        return 2 * 2 * self.num_layers * self.num_heads * self.head_dim
+
 
 class Model:
     """Layers without weights; every layer has numbers of its own.

@@ -1,4 +1,4 @@
-"""Bandwidth of one layer up and of whole pages down, by size of a piece and by way.
+"""Bandwidth of layers up and of whole pages down, by size of a piece and by way.
 
 A piece is the keys (or values) of one page in one layer. Beside each figure stands that
 of one plain copy of as many bytes from pinned memory, which is the roof.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from movement.place import Place, Shape, Store
 
-__all__ = ["measure_copies"]
+__all__ = ["LAYERS", "measure_copies"]
 
 LAYERS = 2
 
@@ -24,10 +24,13 @@ def measure_copies(
 ) -> Iterator[dict[str, Any]]:
     """Yield one record per size, way and direction; bytes are compared first.
 
+    Where there are several ways of a load, one more record per size says which of them
+    the product would choose, by measuring as it does when a server starts.
+
     Args:
         place: where.
         piece_sizes: bytes of a piece; multiples of 256.
-        num_bytes: of keys and values of a layer that one load moves, about.
+        num_bytes: of keys and values of a layer, about; two layers are moved.
         repeats: runs per record.
 
     Raises:
@@ -43,21 +46,36 @@ def measure_copies(
                 yield from _both_directions(place, store, way, repeats)
             finally:
                 store.close()
+        if len(place.ways) > 1:
+            store = Store(place, shape, place.ways[0], count)
+            try:
+                store.pool.tune(store.region, store.rows, store.pages)
+                yield {
+                    "kind": "chosen",
+                    "piece_bytes": size,
+                    "way": store.pool.way.value,
+                }
+            finally:
+                store.close()
 
 
 def _both_directions(
     place: Place, store: Store, way: str, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    num_bytes = len(store.rows) * store.layout.layer_page_bytes
+    num_bytes = LAYERS * len(store.rows) * store.layout.layer_page_bytes
     loads = [_load(store) for _ in range(repeats + 1)][1:]
     for layer in range(LAYERS):
-        _load(store, layer)
         np.testing.assert_array_equal(store.layer(layer), store.wanted(layer))
-    facts = {"kind": "copy", "way": way, **store.facts()}
+    facts = {
+        "kind": "copy",
+        "way": way,
+        **store.facts(),
+        "pieces": 2 * LAYERS * len(store.rows),
+        "num_bytes": num_bytes,
+    }
     yield {
         **facts,
         "direction": "up",
-        "num_bytes": num_bytes,
         "seconds": [device_s for device_s, _ in loads],
         "queueing_s": [host_s for _, host_s in loads],
         "plain_s": _plain(place, num_bytes, repeats, up=True),
@@ -68,20 +86,26 @@ def _both_directions(
     yield {
         **facts,
         "direction": "down",
-        "num_bytes": num_bytes * LAYERS,
         "seconds": stores,
-        "plain_s": _plain(place, num_bytes * LAYERS, repeats, up=False),
+        "plain_s": _plain(place, num_bytes, repeats, up=False),
     }
 
 
-def _load(store: Store, layer: int = 0) -> tuple[float, float]:
-    """Return the seconds of the copy, and of the thread that queued it."""
-    began = time.perf_counter()
-    arrival = store.pool.load_layer(
-        layer, store.region, store.rows, store.pages, after=store.pool.mark()
-    )
-    queued_s = time.perf_counter() - began
-    return (queued_s if arrival is None else arrival.finish()), queued_s
+def _load(store: Store) -> tuple[float, float]:
+    """Return the seconds of copies of all layers, and of the thread that queued them.
+
+    All, since one way brings several layers at once.
+    """
+    device_s = host_s = 0.0
+    for layer in range(LAYERS):
+        began = time.perf_counter()
+        arrival = store.pool.load_layer(
+            layer, store.region, store.rows, store.pages, after=store.pool.mark()
+        )
+        queued_s = time.perf_counter() - began
+        device_s += queued_s if arrival is None else arrival.finish()
+        host_s += queued_s
+    return device_s, host_s
 
 
 def _store(store: Store) -> float:

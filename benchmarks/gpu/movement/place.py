@@ -6,7 +6,6 @@ The copies are the product's own device pools, on buffers as SGLang's pool has t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,15 +14,13 @@ import numpy as np
 import torch
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps
+from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register
 from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
 from sgl_tiered.pipelines.base import DevicePool
-from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.pipelines.stream_pool import LoadWay, StreamPool
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = ["Place", "Shape", "Store"]
-
-BY_KERNEL, BY_ENGINES = 1 << 40, 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Place:
     @property
     def ways(self) -> list[str]:
         """How a layer can be loaded here."""
-        return ["engines", "kernel"] if self.is_cuda else ["cpu"]
+        return [way.value for way in LoadWay] if self.is_cuda else ["cpu"]
 
     def synchronize(self) -> None:
         """Wait for all that was queued."""
@@ -82,23 +79,18 @@ class Place:
         if not self.is_cuda:
             pool: DevicePool = make_device_pool(buffers, layout, None)
             return pool
-        below = BY_KERNEL if way == "kernel" else BY_ENGINES
-        return StreamPool(CudaOps(buffers, layout, None), kernel_below_bytes=below)
+        ops = CudaOps(buffers, layout, None)
+        return StreamPool(ops, staging=ops, way=LoadWay(way))
 
     def region(
         self, num_rows: int, layout: PageLayout, *, pinned: bool = True
     ) -> MemoryRegion:
         """Return host memory for pages, pinned where there is a device."""
-        register = _register if self.is_cuda and pinned else None
+        register = None
+        if self.is_cuda and pinned:
+            # As the tiers do.
+            register = cuda_register("memory of the benchmark", self.device)
         return MemoryRegion(num_rows, layout.slot_bytes, register=register)
-
-
-def _register(address: int, num_bytes: int) -> Callable[[], None]:
-    """Pin memory as the tiers do."""
-    cudart = torch.cuda.cudart()
-    if int(cudart.cudaHostRegister(address, num_bytes, 0)) != 0:
-        raise SystemExit(f"CUDA cannot pin {num_bytes} bytes (ulimit -l?)")
-    return lambda: cudart.cudaHostUnregister(address)
 
 
 class Store:

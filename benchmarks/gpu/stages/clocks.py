@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from sgl_tiered.engines.sglang.cuda_ops import cuda_register
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = ["Device", "Pinned"]
@@ -23,7 +23,7 @@ class Pinned:
     """Host memory that the device reaches; uint8 [num_bytes]."""
 
     def __init__(self, num_bytes: int, *, is_cuda: bool) -> None:
-        register = _register if is_cuda else None
+        register = cuda_register("memory of the benchmark", "cuda") if is_cuda else None
         row = 4096
         self._region = MemoryRegion(-(-num_bytes // row), row, register=register)
         self.array: np.ndarray = self._region.array.reshape(-1)[:num_bytes]
@@ -31,13 +31,6 @@ class Pinned:
     def close(self) -> None:
         """Unpin it."""
         self._region.close()
-
-
-def _register(address: int, num_bytes: int) -> Callable[[], None]:
-    cudart = torch.cuda.cudart()
-    status = int(cudart.cudaHostRegister(address, num_bytes, 0))
-    assert status == 0, f"CUDA does not pin {num_bytes} bytes (error {status})"
-    return lambda: cudart.cudaHostUnregister(address)
 
 
 class Device:

@@ -9,7 +9,9 @@ page (the keys, or the values, of a layer), a piece at a time:
   programs; ``kernel_by_layer`` is one launch per two parts, as the product loads;
 - ``pages_scatter``: whole pages in large copies into device memory, and a scatter on
   the device behind each chunk, on another stream;
-- ``hicache``: SGLang's kernel of HiCache on as many bytes, where its sources are there;
+- ``hicache``: SGLang's kernels of HiCache on as many pieces and bytes, as its host pool
+  calls them, where their sources are there; beside the product's own pool too
+  (``product_hicache``);
 - ``plain``: one contiguous copy of as many bytes, which is the roof.
 
 A store goes the other way. Bytes are compared before a time is told.
@@ -26,12 +28,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from movement.copies import measure_copies
+from movement.copies import LAYERS, measure_copies
 from movement.place import Place
 from sgl_tiered_kernels.page_copy import triton as kernels
 from sgl_tiered_kernels.page_copy.dma import (
     CopyEngines,
     batch_function,
+    common_alignment,
     copy_function,
     row_addresses,
 )
@@ -76,6 +79,16 @@ class _Case:
     def row_bytes(self) -> int:
         return self.piece_bytes * self.parts
 
+    def facts(self) -> dict[str, int]:
+        """Return what a record has to say about it."""
+        return {
+            "piece_bytes": self.piece_bytes,
+            "pieces": self.pages * self.parts,
+            "pages": self.pages,
+            "parts": self.parts,
+            "num_bytes": self.num_bytes,
+        }
+
 
 def run(stage: Stage) -> None:
     """Write one record per case, direction and way."""
@@ -102,14 +115,19 @@ def run(stage: Stage) -> None:
                 stage.add("copy", **record)
     if skipped:
         stage.add("skipped", why="no time was left", cases=skipped)
-    bench.close()
-    _by_the_product(stage)
+    try:
+        _by_the_product(stage, bench)
+    finally:
+        bench.close()
     for name, value in _figures(stage.records).items():
         stage.figure(name, value)
 
 
-def _by_the_product(stage: Stage) -> None:
-    """Write what the product's own pool reaches, a layer up and whole pages down."""
+def _by_the_product(stage: Stage, bench: _Bench) -> None:
+    """Write what the product's own pool reaches, layers up and whole pages down.
+
+    HiCache's kernels move as many pieces of as many pages and layers beside it.
+    """
     place = Place("cpu" if stage.dry_run else "cuda")
     for piece_bytes in _PRODUCT_PIECES[: 1 if stage.dry_run else None]:
         if stage.left_s < 3.0:
@@ -119,8 +137,12 @@ def _by_the_product(stage: Stage) -> None:
         runs = 1 if stage.dry_run else _RUNS
         for record in measure_copies(place, [piece_bytes], num_bytes, runs):
             record["way"] = f"product_{record['way']}"
-            record["pieces"] = 2 * record["pages_moved"]
             stage.add(record.pop("kind"), **record)
+        pages = num_bytes // (2 * piece_bytes)
+        case = _Case(piece_bytes, pages, 2 * LAYERS)
+        for record in bench.measure_hicache(case):
+            record["way"] = "product_hicache"
+            stage.add("copy", **record)
 
 
 class _Bench:
@@ -158,13 +180,7 @@ class _Bench:
     def measure(self, case: _Case) -> Iterator[dict[str, Any]]:
         """Yield a record per direction and way."""
         self._set(case)
-        facts = {
-            "piece_bytes": case.piece_bytes,
-            "pieces": case.pages * case.parts,
-            "pages": case.pages,
-            "parts": case.parts,
-            "num_bytes": case.num_bytes,
-        }
+        facts = case.facts()
         for direction, ways in (("up", self._ways_up()), ("down", self._ways_down())):
             for way, copy in ways.items():
                 if way != "plain":
@@ -177,7 +193,7 @@ class _Bench:
                     "seconds": [device_s for device_s, _ in timed],
                     "queueing_s": [host_s for _, host_s in timed],
                 }
-        yield from self._baseline(facts)
+        yield from self.measure_hicache(case)
 
     def _set(self, case: _Case) -> None:
         rng = np.random.default_rng(case.piece_bytes + case.pages)
@@ -194,6 +210,7 @@ class _Bench:
         base = self._buffer.data_ptr()
         part_bytes = 2 * case.pages * case.piece_bytes
         addresses = [base + part * part_bytes for part in range(case.parts)]
+        self._alignment = common_alignment(addresses)
         on = {"device": self._device.torch}
         self._table = torch.tensor(addresses, dtype=torch.int64, **on)
         self._row_numbers = torch.from_numpy(self._rows).to(self._device.torch)
@@ -259,6 +276,7 @@ class _Bench:
                     numbers[1],
                     0,
                     case.piece_bytes,
+                    alignment=self._alignment,
                     max_programs=programs,
                 )
             else:
@@ -269,6 +287,7 @@ class _Bench:
                     self._table,
                     numbers[0],
                     case.piece_bytes,
+                    alignment=self._alignment,
                     max_programs=programs,
                 )
 
@@ -284,6 +303,7 @@ class _Bench:
                     self._row_numbers,
                     part * case.piece_bytes,
                     case.piece_bytes,
+                    alignment=self._alignment,
                 )
 
     def _pages_scatter(self) -> None:
@@ -314,6 +334,7 @@ class _Bench:
                     self._staged_rows[begin:end],
                     0,
                     case.piece_bytes,
+                    alignment=self._alignment,
                     max_programs=1024,
                 )
         self._device.wait(self._stream, self._device.record(self._other))
@@ -336,6 +357,7 @@ class _Bench:
                     self._table,
                     self._page_numbers[begin:end],
                     case.piece_bytes,
+                    alignment=self._alignment,
                 )
             self._device.wait(self._stream, self._device.record(self._other))
             chunk = np.arange(begin, end, dtype=np.int64)
@@ -383,11 +405,11 @@ class _Bench:
         found = moved.cpu().numpy()
         assert np.array_equal(found, self._memory[rows]), f"{what}: other bytes"
 
-    def _baseline(self, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def measure_hicache(self, case: _Case) -> Iterator[dict[str, Any]]:
         """Yield HiCache's kernels on as many bytes: its own layout, its own indices."""
-        case = self._case
         if self._hicache.why_not or case.parts % 2:
             return
+        facts = case.facts()
         told = self._hicache.prepare(
             self._region.array,
             self._buffer,
@@ -419,15 +441,16 @@ class _Bench:
 
 def _figures(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Return GB/s by size of a piece, of the largest case of each: way, direction."""
-    best: dict[tuple[str, int, str], tuple[int, float]] = {}
+    rates: dict[tuple[str, int, str], dict[int, list[float]]] = {}
     for record in records:
         if record["kind"] != "copy" or not record.get("seconds"):
             continue
-        rate = record["num_bytes"] / max(statistics.median(record["seconds"]), 1e-9)
         key = (record["direction"], record["piece_bytes"], record["way"])
-        best[key] = max(best.get(key, (0, 0.0)), (record["pieces"], rate / 1e9))
+        samples = rates.setdefault(key, {}).setdefault(record["pieces"], [])
+        samples += [record["num_bytes"] / 1e9 / max(s, 1e-9) for s in record["seconds"]]
     figures: dict[str, Any] = {}
-    for (direction, piece_bytes, way), (_, rate) in sorted(best.items()):
+    for (direction, piece_bytes, way), by_count in sorted(rates.items()):
+        rate = statistics.median(by_count[max(by_count)])
         kib = f"{piece_bytes >> 10}"
         table = figures.setdefault(f"copies_{direction}_gb_per_s", {})
         table.setdefault(kib, {})[way] = round(rate, 2)

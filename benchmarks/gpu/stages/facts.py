@@ -62,6 +62,7 @@ def run(stage: Stage) -> None:
             stage.add(
                 "nvidia-smi", query=query, said=_ask("nvidia-smi", *query.split())
             )
+        stage.add("link", **_link())
         stage.add("matmul", **_matmul())
     num_bytes = 2 * _GIB if is_cuda else 1 << 20
     register = _cuda_register() if is_cuda else _nothing
@@ -143,6 +144,27 @@ def _device() -> dict[str, Any]:
         "free_bytes": free,
         "total_bytes": total,
         "attributes": attributes,
+    }
+
+
+def _link() -> dict[str, int | None]:
+    """Return the PCIe link's generation and width, the roof of what is moved.
+
+    An idle link rests in a lower generation, so that the highest one counts.
+    """
+    fields = {
+        "generation": "pcie.link.gen.max",
+        "generation_now": "pcie.link.gen.current",
+        "lanes": "pcie.link.width.current",
+        "lanes_most": "pcie.link.width.max",
+    }
+    query = f"--query-gpu={','.join(fields.values())}"
+    said = _ask("nvidia-smi", query, "--format=csv,noheader,nounits")
+    cells = [cell.strip() for cell in (said.splitlines() or [""])[0].split(",")]
+    cells += [""] * (len(fields) - len(cells))
+    return {
+        name: int(cell) if cell.isdigit() else None
+        for name, cell in zip(fields, cells, strict=False)
     }
 
 

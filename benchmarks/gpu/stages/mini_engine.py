@@ -29,6 +29,8 @@ from engine.model import Shape
 from engine.work import Conversations, Talk, num_wrong
 from stages.stage import Stage
 
+from sgl_tiered.pipelines.stream_pool import LoadWay
+
 __all__ = ["played", "run"]
 
 _PLAYED = (
@@ -66,6 +68,7 @@ _HELD_UP = ("load_mark", "offload_mark")
 time to be wrong. In the others the model has to be faster than copies are. Runs whose
 answers have to be right are held up as well, for a part."""
 _PROMPT_TOKENS = (1024, 4096)
+_WAYS = tuple(LoadWay)
 _SYNCHRONIZES = "called a synchronizing"
 _MUST_CATCH = ("layer_wait", "consumer", "offload_mark")
 """On a GPU. Whether the others are depends on how work of two streams meets there, by
@@ -79,29 +82,29 @@ def run(stage: Stage) -> None:
         return
     shape, sizes, talk = _CUDA
     wrong = 0
-    for by_kernel, lag_s in ((True, 0.0), (False, 0.0), (True, _LAG_S)):
+    for way, lag_s in (*((way, 0.0) for way in _WAYS), (LoadWay.KERNEL, _LAG_S)):
         if stage.left_s < 10.0:
-            stage.add("skipped", what=f"random, by kernel {by_kernel}, lag {lag_s}")
+            stage.add("skipped", what=f"random, by {way.value}, lag {lag_s}")
             continue
         run = _Run(
             CudaMachine(),
             shape,
             sizes,
             talk,
-            by_kernel=by_kernel,
+            way=way,
             lag_s=lag_s,
             newest_first=bool(lag_s),
         )
         most_s = min(stage.left_s / 4, 20.0)
         told = run.talk(60 if lag_s else 200, most_s)
-        stage.add("random", by_kernel=by_kernel, lag_s=lag_s, **told)
+        stage.add("random", way=way.value, lag_s=lag_s, **told)
         wrong += told["wrong"]
         if not lag_s:
-            word = "kernel" if by_kernel else "engines"
+            word = way.value
             for name in ("idle_share", "blocked_share", "host_waits"):
                 stage.figure(f"mini_{name}_{word}", told[name])
             told = run.first_tokens(_PROMPT_TOKENS)
-            stage.add("first_token", by_kernel=by_kernel, **told)
+            stage.add("first_token", way=word, **told)
             stage.figure(f"mini_first_token_ms_{word}", told["median_ms"])
         run.close()
     assert not wrong, f"{wrong} answers are wrong"
@@ -117,7 +120,7 @@ def run(stage: Stage) -> None:
             shape,
             small,
             talk,
-            by_kernel=True,
+            way=LoadWay.KERNEL,
             dropped=frozenset([control]),
             lag_s=lag_s,
             newest_first=True,
@@ -136,9 +139,9 @@ def run(stage: Stage) -> None:
 def _play(stage: Stage) -> None:
     """Run the first two parts on a played device."""
     loads = 0
-    for seed, by_kernel in itertools.product(range(2), (True, False)):
-        told = played(seed, by_kernel=by_kernel, newest_first=bool(seed % 2))
-        stage.add("random", by_kernel=by_kernel, seed=seed, **told)
+    for seed, way in itertools.product(range(2), _WAYS):
+        told = played(seed, way=way, newest_first=bool(seed % 2))
+        stage.add("random", way=way.value, seed=seed, **told)
         loads += told["loads"]
         for name in ("loads", "offloads", "device_evicted", "host_evicted"):
             assert told[name] > 0, f"nothing was shown: no {name}"
@@ -146,13 +149,13 @@ def _play(stage: Stage) -> None:
     stage.figure("mini_loads", loads)
     for control in CONTROLS:
         for seed in range(_CONTROL_SEEDS):
-            told = played(100 + seed, by_kernel=bool(seed % 2), dropped=control)
+            told = played(100 + seed, way=_WAYS[seed % len(_WAYS)], dropped=control)
             if told["wrong"]:
                 break
         stage.add("control", control=control, caught_by_seed=seed, **told)
         assert told["wrong"], f"the control {control} was not caught"
     stage.figure("mini_controls_uncaught", [])
-    run = _Run(PlayedMachine(7), *_PLAYED, by_kernel=True)
+    run = _Run(PlayedMachine(7), *_PLAYED, way=LoadWay.KERNEL)
     stage.add("first_token", is_played=True, **run.first_tokens((48,)))
     run.close()
 
@@ -160,7 +163,7 @@ def _play(stage: Stage) -> None:
 def played(
     seed: int,
     *,
-    by_kernel: bool,
+    way: LoadWay,
     dropped: str = "",
     newest_first: bool = True,
     num_requests: int = 40,
@@ -169,7 +172,7 @@ def played(
 
     Args:
         seed: of the conversations, and of the order of the device's streams.
-        by_kernel: loads go by the kernel.
+        way: how loads go.
         dropped: of ``CONTROLS``, or nothing.
         newest_first: what was used last is dropped first.
         num_requests: in all.
@@ -177,7 +180,7 @@ def played(
     run = _Run(
         PlayedMachine(seed),
         *_PLAYED,
-        by_kernel=by_kernel,
+        way=way,
         dropped=frozenset([dropped] if dropped else []),
         seed=seed,
         newest_first=newest_first,
@@ -199,7 +202,7 @@ class _Run:
         sizes: Sizes,
         talk: Talk,
         *,
-        by_kernel: bool,
+        way: LoadWay,
         dropped: frozenset[str] = frozenset(),
         lag_s: float = 0.0,
         newest_first: bool = False,
@@ -210,7 +213,7 @@ class _Run:
             machine,
             shape,
             sizes,
-            by_kernel=by_kernel,
+            way=way,
             dropped=dropped,
             lag_s=lag_s,
             newest_first=newest_first,
@@ -306,6 +309,7 @@ class _Run:
         assert not num_wrong(self._engine.model, self._engine.ended), "a wrong answer"
         median = {name: statistics.median(many) for name, many in seconds.items()}
         return {
+            "kv_token_bytes": self._engine.model.shape.token_bytes,
             "seconds": seconds,
             "median_ms": {name: round(1e3 * one, 3) for name, one in median.items()},
         }

@@ -7,7 +7,7 @@ when idle, so those that wait cost nothing while one is measured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hicache_cpu.distribution import hicache_env
@@ -16,6 +16,7 @@ from sgl_tiered_workloads.systems import (
     CPU_FLAGS,
     Device,
     Tiers,
+    hicache_spec,
     plain_spec,
     tiered_spec,
 )
@@ -71,32 +72,13 @@ def system_specs(
     device = Device(model, sizes.pool_tokens, flags=CPU_FLAGS)
 
     def hicache(
-        name: str, pools: int, asynchronous: bool, more: tuple[str, ...] = ()
+        name: str, pools: int, asynchronous: bool, store: Path | None = None
     ) -> ServerSpec:
-        flags = (
-            "--enable-hierarchical-cache",
-            "--hicache-ratio",
-            str(pools),
-            "--hicache-write-policy",
-            "write_through",
-            "--hicache-mem-layout",
-            layout,
-            "--hicache-io-backend",
-            "kernel" if layout == "page_first" else "direct",
-            *more,
-        )
-        plain = plain_spec(device, name, flags)
-        env: dict[str, str | None] = dict(hicache_env(plugin_folder, asynchronous))
-        if more:
-            env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(stores.hicache)
-        return ServerSpec(name, model, plain.flags, env)
+        size = ("--hicache-ratio", str(pools))
+        spec = hicache_spec(device, name, size, layout, store)
+        hooks = hicache_env(plugin_folder, asynchronous)
+        return replace(spec, env={**spec.env, **hooks})
 
-    file_flags = (
-        "--hicache-storage-backend",
-        "file",
-        "--hicache-storage-prefetch-policy",
-        "wait_complete",
-    )
     large, small = sizes.host_pools, sizes.small_host_pools
     disk = Tiers(sizes.host_bytes(small), stores.tiered, sizes.disk_bytes)
     specs = (
@@ -105,7 +87,7 @@ def system_specs(
         hicache("hicache-sync", large, False),
         hicache("hicache-async", large, True),
         tiered_spec(device, Tiers(sizes.host_bytes(large))),
-        hicache("hicache-file", small, True, file_flags),
+        hicache("hicache-file", small, True, stores.hicache),
         tiered_spec(device, disk, "tiered-disk"),
     )
     return {spec.name: spec for spec in specs}

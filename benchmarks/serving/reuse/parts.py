@@ -21,10 +21,13 @@ from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.report import tokens_by_source
 from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest
+from sgl_tiered_workloads.usage import tokens_by_tier
 
 __all__ = [
     "HitRun",
     "bytes_by_edge",
+    "empty_above_disk",
+    "make_cold",
     "pair_ratios",
     "rotated",
     "run_hits",
@@ -57,14 +60,12 @@ class HitRun:
 def sources(records: Sequence[RequestRecord]) -> dict[str, int]:
     """Return prompt tokens by where their KV came from.
 
-    Our servers report what the disk gave under SGLang's own name too; it counts once.
+    Records of former runs may name what the disk gave twice; it counts once.
     """
-    once = []
-    for record in records:
-        tiers = dict(record.cached_by_tier)
-        if tiers.get("disk"):
-            tiers.pop("storage", None)
-        once.append(replace(record, cached_by_tier=tiers))
+    once = [
+        replace(record, cached_by_tier=tokens_by_tier(record.cached_by_tier))
+        for record in records
+    ]
     return tokens_by_source(once, PAGE_SIZE)
 
 
@@ -138,9 +139,9 @@ async def run_hits(
             state = states[number % len(states)]
             for name in rotated(list(servers), number // len(states)):
                 if name in stores:
-                    await asyncio.to_thread(_empty_above_disk, servers[name])
+                    await asyncio.to_thread(empty_above_disk, servers[name])
                 if name in stores and state == "cold":
-                    share = await asyncio.to_thread(_make_cold, stores[name])
+                    share = await asyncio.to_thread(make_cold, stores[name])
                     run.resident[name] = max(run.resident.get(name, 0.0), share)
                 record = await send(name, schedule.hit(number, same=name == "plain"))
                 run.hits.setdefault((name, state), []).append(record)
@@ -209,7 +210,7 @@ def pair_ratios(rates: Mapping[str, Sequence[float]], name: str) -> list[float]:
     return [a / b for a, b in zip(rates[name], rates["plain"], strict=True)]
 
 
-def _empty_above_disk(server: SglangServer) -> None:
+def empty_above_disk(server: SglangServer) -> None:
     """Empty device and host, and keep what is on disk."""
     if "tiered" in server.spec.flags:
         for tier in ("device", "host"):
@@ -219,7 +220,7 @@ def _empty_above_disk(server: SglangServer) -> None:
         server.flush_cache()
 
 
-def _make_cold(store: Path) -> float:
+def make_cold(store: Path) -> float:
     """Drop a store from the page cache; return the share that stayed."""
     drop_page_cache(store)
     return residence(store).fraction

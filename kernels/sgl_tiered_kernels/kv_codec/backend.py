@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from typing import Any
+
+from sgl_tiered_kernels.compiled import load_compiled
+from sgl_tiered_kernels.kv_codec import reference
 
 __all__ = ["backend_name", "load_backend"]
 
 
-@functools.cache
 def backend_name() -> str:
-    """Return ``numba`` where numba is installed, else ``reference``."""
-    return "numba" if importlib.util.find_spec("numba") else "reference"
+    """Return ``numba`` where its form runs, else ``reference``."""
+    return "reference" if load_backend() is reference else "numba"
 
 
 @functools.cache
 def load_backend() -> Any:
-    """Import the module that holds the encodings; only then is numba imported."""
-    name = "cpu" if backend_name() == "numba" else "reference"
-    return importlib.import_module(f"sgl_tiered_kernels.kv_codec.{name}")
+    """Return the module that holds the encodings; only then is numba imported."""
+    return load_compiled("sgl_tiered_kernels.kv_codec.cpu") or reference

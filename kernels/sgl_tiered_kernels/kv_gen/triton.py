@@ -44,7 +44,8 @@ def _columns(  # type: ignore[no-untyped-def]  # noqa: ANN202
     return one, other
 
 
-@triton.jit
+# What varies from call to call, so that a layer has one program.
+@triton.jit(do_not_specialize=["rows", "positions", "slots", "num_tokens"])
 def _rebuild_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     acts,  # noqa: ANN001
     rows,  # noqa: ANN001

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from typing import Any
+
+from sgl_tiered_kernels.compiled import load_compiled
+from sgl_tiered_kernels.page_copy import reference
 
 __all__ = ["backend_name", "load_backend", "load_team"]
 
+_PACKAGE = "sgl_tiered_kernels.page_copy"
 
-@functools.cache
+
 def backend_name() -> str:
-    """Return ``numba`` where numba is installed, else ``reference``."""
-    return "numba" if importlib.util.find_spec("numba") else "reference"
+    """Return ``numba`` where its form runs, else ``reference``."""
+    return "reference" if load_backend() is reference else "numba"
 
 
 @functools.cache
 def load_backend() -> Any:
-    """Import the module that holds the copies; only then is numba imported."""
-    name = "cpu" if backend_name() == "numba" else "reference"
-    return importlib.import_module(f"sgl_tiered_kernels.page_copy.{name}")
+    """Return the module that holds the copies; only then is numba imported."""
+    return load_compiled(f"{_PACKAGE}.cpu") or reference
 
 
 @functools.cache
 def load_team() -> Any:
     """Return the module of copies by several threads; None where there is but one."""
-    if backend_name() != "numba":
-        return None
-    team = importlib.import_module("sgl_tiered_kernels.page_copy.team")
-    return team if team.team_size() > 1 else None
+    team = None if load_backend() is reference else load_compiled(f"{_PACKAGE}.team")
+    return team if team is not None and team.team_size() > 1 else None

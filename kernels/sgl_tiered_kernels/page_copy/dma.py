@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ import numpy.typing as npt
 __all__ = [
     "CopyEngines",
     "batch_function",
+    "common_alignment",
     "copy_function",
+    "device_attribute",
     "part_addresses",
     "row_addresses",
 ]
@@ -169,6 +172,30 @@ def copy_function() -> CopyFunction:
     return function
 
 
+def device_attribute(number: int, ordinal: int) -> int:
+    """Return an attribute of a device, by its number in the driver's ``cuda.h``.
+
+    Args:
+        number: ``CU_DEVICE_ATTRIBUTE_*``.
+        ordinal: of the device, as torch counts.
+
+    Raises:
+        OSError: this machine has no CUDA driver.
+        RuntimeError: the driver is not initialised, or knows no such attribute.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, value = ctypes.c_int(0), ctypes.c_int(0)
+    _check(driver.cuDeviceGet(ctypes.byref(handle), ordinal), f"device {ordinal}")
+    status = driver.cuDeviceGetAttribute(ctypes.byref(value), number, handle)
+    _check(status, f"attribute {number}")
+    return value.value
+
+
+def common_alignment(addresses: Iterable[int]) -> int:
+    """Return the largest power of two up to 16 that divides all addresses."""
+    return math.gcd(16, *addresses)
+
+
 def row_addresses(base: int, row_bytes: int, rows: Int64s, offset: int = 0) -> UInt64s:
     """Return uint64 [n]: the address of byte ``offset`` of each row."""
     first = np.uint64(base + offset)
@@ -209,4 +236,4 @@ def part_addresses(
 
 def _check(status: int, what: str) -> None:
     if status != 0:
-        raise RuntimeError(f"the copy engines refused {what}: CUDA error {status}")
+        raise RuntimeError(f"{what} was refused: CUDA error {status}")

@@ -5,7 +5,10 @@ read and written in place over the link. Bytes move as 32-bit words where everyt
 a multiple of four, else as bytes.
 
 ``scatter_parts`` and ``gather_parts`` take a table of addresses, so that one launch
-moves the keys and values of a layer, or of all layers.
+moves the keys and values of a layer, or of all layers. What divides these addresses
+only the caller knows, for the table is on the device; where that is 16 they move 128
+bits at a time. Nothing else that varies from call to call makes another program: those
+of a pool can all be compiled when it is made.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ __all__ = ["copy_layer", "copy_rows", "gather_layer", "gather_parts", "scatter_p
 # 4 KiB per program: enough loads in flight per block, and a page of a common model
 # (8 to 64 KiB per layer) still spreads over several programs.
 _BLOCK_WORDS = 1024
+_UNIT_BYTES = 16
+"""What a thread loads or stores at a time, where everything is a multiple of it."""
 MAX_PROGRAMS = 64
 """Programs of a copy over the link. 4 KiB in flight in each cover the latency of the
 link (55 GB/s times 2 us is 110 KB), and the other cores are left to the forward."""
@@ -134,21 +139,39 @@ def gather_layer(
     copy_rows(dst, dst_rows, v_offset, v_src, src_rows, 0, nbytes)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "table",
+        "pages",
+        "rows",
+        "row_units",
+        "first_unit",
+        "part_units",
+        "num_parts",
+        "num_blocks",
+        "num_items",
+    ]
+)
 def _parts_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     table,  # noqa: ANN001
     pages,  # noqa: ANN001
     whole,  # noqa: ANN001
     rows,  # noqa: ANN001
-    row_words,  # noqa: ANN001
-    first_word,  # noqa: ANN001
-    part_words,  # noqa: ANN001
+    row_units,  # noqa: ANN001
+    first_unit,  # noqa: ANN001
+    part_units,  # noqa: ANN001
     num_parts,  # noqa: ANN001
     num_blocks,  # noqa: ANN001
     num_items,  # noqa: ANN001
     SCATTER: tl.constexpr,  # noqa: N803
+    UNIT: tl.constexpr,  # noqa: N803
+    ALIGNMENT: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
+    # In words: that all are multiples of UNIT is what the compiler learns by this.
+    row_words = row_units * UNIT
+    first_word = first_unit * UNIT
+    part_words = part_units * UNIT
     item = tl.program_id(0)
     while item < num_items:
         # Blocks of a part, then the parts of a page: neighbours in memory go together.
@@ -158,7 +181,8 @@ def _parts_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
         column = block * BLOCK + tl.arange(0, BLOCK)
         inside = column < part_words
         address = tl.load(table + part)
-        buffer = address.to(whole.dtype)
+        # The hint on the address itself is lost where it becomes a pointer.
+        buffer = tl.multiple_of(address.to(whole.dtype), ALIGNMENT)
         at = tl.load(pages + page) * part_words + column
         frm = tl.load(rows + page) * row_words + first_word + part * part_words + column
         if SCATTER:
@@ -176,6 +200,7 @@ def scatter_parts(
     first_byte: int,
     part_bytes: int,
     *,
+    alignment: int,
     max_programs: int = MAX_PROGRAMS,
 ) -> None:
     """Copy parts that follow each other in rows of ``src`` to one buffer each.
@@ -190,13 +215,15 @@ def scatter_parts(
         src_rows: ``[n]`` int64 on the device.
         first_byte: Bytes from the start of a row to the first part.
         part_bytes: Bytes of a part of a page.
+        alignment: Divides all addresses of the table (``dma.common_alignment``).
         max_programs: How many run at a time; more take cores from other work.
 
     Raises:
         ValueError: as for ``copy_rows``.
     """
+    ways = (alignment, max_programs)
     _launch_parts(
-        table, pages, src, src_rows, first_byte, part_bytes, max_programs, scatter=True
+        table, pages, src, src_rows, first_byte, part_bytes, *ways, scatter=True
     )
 
 
@@ -208,6 +235,7 @@ def gather_parts(
     pages: torch.Tensor,
     part_bytes: int,
     *,
+    alignment: int,
     max_programs: int = MAX_PROGRAMS,
 ) -> None:
     """Copy a part from each buffer into rows of ``dst``: the inverse of scatter_parts.
@@ -215,8 +243,9 @@ def gather_parts(
     Raises:
         ValueError: as for ``copy_rows``.
     """
+    ways = (alignment, max_programs)
     _launch_parts(
-        table, pages, dst, dst_rows, first_byte, part_bytes, max_programs, scatter=False
+        table, pages, dst, dst_rows, first_byte, part_bytes, *ways, scatter=False
     )
 
 
@@ -227,6 +256,7 @@ def _launch_parts(
     rows: torch.Tensor,
     first_byte: int,
     part_bytes: int,
+    alignment: int,
     max_programs: int,
     *,
     scatter: bool,
@@ -234,18 +264,19 @@ def _launch_parts(
     data = whole.view(torch.uint8)
     if data.ndim != 2 or not data.is_contiguous():
         raise ValueError("whole pages must be a 2-D contiguous tensor")
+    row_bytes = data.shape[1]
     end = first_byte + table.numel() * part_bytes
-    if first_byte < 0 or part_bytes < 0 or end > data.shape[1]:
+    if first_byte < 0 or part_bytes < 0 or end > row_bytes:
         raise ValueError(
-            f"bytes {first_byte} to {end} lie outside a row, which has {data.shape[1]}"
+            f"bytes {first_byte} to {end} lie outside a row, which has {row_bytes}"
         )
     if pages.shape != rows.shape:
         raise ValueError("pages and rows differ in length")
     if not pages.numel() or not part_bytes or not table.numel():
         return
-    # The buffers' addresses are on the device: pools are aligned far beyond a word.
-    sizes = (data.shape[1], first_byte, part_bytes, data.data_ptr())
+    sizes = (row_bytes, first_byte, part_bytes, data.data_ptr(), alignment)
     word = 4 if all(size % 4 == 0 for size in sizes) else 1
+    unit = _UNIT_BYTES if all(size % _UNIT_BYTES == 0 for size in sizes) else word
     data = data.view(torch.int32) if word == 4 else data
     num_blocks = triton.cdiv(part_bytes // word, _BLOCK_WORDS)
     num_items = pages.numel() * table.numel() * num_blocks
@@ -254,12 +285,14 @@ def _launch_parts(
         pages,
         data,
         rows,
-        data.shape[1],
-        first_byte // word,
-        part_bytes // word,
+        row_bytes // unit,
+        first_byte // unit,
+        part_bytes // unit,
         table.numel(),
         num_blocks,
         num_items,
         SCATTER=scatter,
+        UNIT=unit // word,
+        ALIGNMENT=unit,
         BLOCK=_BLOCK_WORDS,
     )

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from sgl_tiered_kernels.paged_attention.cpu import PagedAttention, RequestRows
+from sgl_tiered_kernels.paged_attention.cpu import (
+    DecodeBatch,
+    PagedAttention,
+    RequestRows,
+    plan_decode,
+)
 from sgl_tiered_kernels.paged_attention.reference import attend_reference
 
-__all__ = ["PagedAttention", "RequestRows", "attend_reference"]
+__all__ = [
+    "DecodeBatch",
+    "PagedAttention",
+    "RequestRows",
+    "attend_reference",
+    "plan_decode",
+]

@@ -26,6 +26,7 @@ import xxhash
 
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.lossy import has_no_adapter
+from sgl_tiered.metrics.registry import MetricsRegistry
 
 __all__ = ["Adapters"]
 
@@ -40,9 +41,16 @@ class Adapters:
     Args:
         manager: SGLang's ``LoRAManager``; None where the server has no adapters.
         agreement: between the ranks.
+        metrics: counts adapters that cannot be read.
     """
 
-    def __init__(self, manager: Any, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        agreement: Agreement,
+        metrics: MetricsRegistry | None = None,
+    ) -> None:
+        self._metrics = metrics
         self._manager = manager
         self._agreement = agreement
         self._hashes: dict[str, str] = {}
@@ -130,7 +138,11 @@ class Adapters:
             return hash_tensors(settings + self._served(), tensors).digest
         except Exception:
             # A server that keeps no KV of an adapter is better than none.
-            logger.exception("sgl-tiered: adapter %s could not be read", lora_id)
+            logger.exception(
+                "sgl-tiered: adapter %s could not be read; its KV is not kept", lora_id
+            )
+            if self._metrics is not None:
+                self._metrics.add("adapters_unreadable")
             return ""
 
     def _served(self) -> bytes:

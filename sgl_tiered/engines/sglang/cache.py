@@ -180,7 +180,7 @@ class TieredRadixCache(LendingRadixCache):
             return 0, req.last_node
         job = self.tiered.coordinator.begin(state, self._page_numbers(slots))
         if job is None:
-            self.token_to_kv_pool_allocator.free(slots)
+            self.give_slots(slots)
             return 0, req.last_node
         note_load(req, job, self.page_size)
         self._queued.append((req, job))
@@ -230,6 +230,7 @@ class TieredRadixCache(LendingRadixCache):
         loading = self._launching
         if loading is None or loading.is_repaired:
             return False
+        loading.launched_s = batch.launch_ts
         if self._has_come(loading, may_run=batch.enable_overlap):
             return False
         spans = loading.missing(batch)
@@ -263,7 +264,7 @@ class TieredRadixCache(LendingRadixCache):
         self._has_come(loading, may_run=True)
         return [] if loading.may_run else self._end_pass(loading)
 
-    def end_passes(self, reqs: list[Any]) -> list[Any]:
+    def end_passes(self, batch: Any) -> list[Any]:
         """Wait for the loads that results rest on; return requests that failed.
 
         Called before the results of a batch are taken, which come behind its loads.
@@ -271,11 +272,11 @@ class TieredRadixCache(LendingRadixCache):
         the next batch runs already on the token of this one, so the request ends.
 
         Args:
-            reqs: of the batch.
+            batch: as it was launched; SGLang's copy of it.
         """
         failed = []
         for loading in list(self._passes):
-            if loading.is_launched and loading.has_any(reqs):
+            if loading.is_launched and loading.precedes(batch):
                 loading.has_come = self.tiered.transfers.landed(loading.ticket)
                 failed += self._end_pass(loading)
         return failed
@@ -394,7 +395,7 @@ class TieredRadixCache(LendingRadixCache):
             return
         self._queued = [item for item in self._queued if item[0].rid != req.rid]
         self._spans.pop(req.rid, None)
-        self.token_to_kv_pool_allocator.free(slots)
+        self.give_slots(slots)
         req.prefix_len -= len(slots)
         state = self.tiered.coordinator.state(req.rid)
         if state is not None:

@@ -11,7 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sgl_tiered_kernels.paged_attention import PagedAttention, RequestRows
+from sgl_tiered_kernels.paged_attention import (
+    DecodeBatch,
+    PagedAttention,
+    RequestRows,
+    plan_decode,
+)
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
@@ -34,13 +39,17 @@ class TieredCpuAttention(AttentionBackend):
         self._pool = token_to_kv_pool
         self._attention = PagedAttention()
         self._requests: list[RequestRows] = []
+        # Of a decode step: those attended together, made once the type is known.
+        self._groups: list[list[RequestRows]] = []
+        self._batches: list[DecodeBatch] = []
         self.sums: AttentionSums | None = None
         """What prefills are added to while ``sgl-tiered profile`` measures."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Take a copy of each request's slots once, for all layers of the forward."""
         kv_lens = forward_batch.seq_lens.tolist()
-        if forward_batch.forward_mode.is_decode_or_idle():
+        is_decode = forward_batch.forward_mode.is_decode_or_idle()
+        if is_decode:
             new_lens = [1] * len(kv_lens)
         else:
             new_lens = forward_batch.extend_seq_lens.tolist()
@@ -50,6 +59,8 @@ class TieredCpuAttention(AttentionBackend):
             kv_lens,
             new_lens,
         )
+        self._groups = plan_decode(self._requests) if is_decode else []
+        self._batches = []
 
     def forward_extend(
         self,
@@ -111,12 +122,24 @@ class TieredCpuAttention(AttentionBackend):
         out: torch.Tensor,
     ) -> int:
         """Attend the forward's requests; return the rows of ``out`` up to the last."""
-        done = 0
-        for request in self._requests:
+        done, alone = 0, self._requests
+        if self._groups and self._attention.suits(key_cache.shape[1]):
+            self._batches = self._batches or [
+                DecodeBatch.from_requests(group, query.dtype)
+                for group in self._groups
+                if len(group) > 1
+            ]
+            for batch in self._batches:
+                self._attention.attend_decode(
+                    query, key_cache, value_cache, batch, layer.scaling, out
+                )
+            alone = [group[0] for group in self._groups if len(group) == 1]
+            done = len(self._requests)
+        for request in alone:
             self._attention.attend(
                 query, key_cache, value_cache, request, layer.scaling, out
             )
-            done = request.start + request.num_queries
+            done = max(done, request.start + request.num_queries)
         return done
 
     def support_triton(self) -> bool:

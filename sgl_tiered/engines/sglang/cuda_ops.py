@@ -7,9 +7,11 @@ Triton form of the page copies, which reads pinned host memory in place.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,9 @@ import torch
 from sgl_tiered_kernels.page_copy.dma import (
     CopyEngines,
     batch_function,
+    common_alignment,
     copy_function,
+    device_attribute,
     part_addresses,
     row_addresses,
 )
@@ -26,16 +30,18 @@ from sgl_tiered_kernels.page_copy.dma import (
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pipelines.worker import prepare_threads
-from sgl_tiered.tiers.memory import Register
+from sgl_tiered.tiers.pinning import LenientRegister
 
 __all__ = [
     "CudaOps",
     "CudaStreams",
     "as_byte_pages",
     "cuda_register",
+    "numa_node",
     "pin_if_possible",
     "pinned_buffer",
     "pinned_if_possible",
+    "reads_registered",
     "use_device_in_threads",
 ]
 
@@ -46,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 _HALF_BYTES = 16 << 20
 """Device memory of each half: 0.3 ms at 50 GB/s, many times what a launch costs."""
+_USES_HOST_POINTERS = 91
+"""``CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM``."""
+_SYSFS = Path("/sys/bus/pci/devices")
 _URGENT = -1
 """CUDA's priority of a stream whose work goes before others'; 0 is the usual one."""
 
@@ -105,8 +114,9 @@ class CudaStreams:
         self._engines = self._engines.unbatched()
 
     def is_pinned(self, memory: UInt8s) -> bool:
-        """Ask CUDA whether it knows these addresses."""
-        return bool(torch.from_numpy(memory).is_pinned())
+        """Ask CUDA whether the device can use these addresses, in kernels as well."""
+        is_known = bool(torch.from_numpy(memory).is_pinned())
+        return is_known and reads_registered(self._device)
 
     def upload(self, stream: Any, numbers: Int64s) -> torch.Tensor:
         """Copy numbers to the device; the tensor belongs to the stream."""
@@ -161,6 +171,7 @@ class CudaOps(CudaStreams):
         # Views, held so that the addresses stay good.
         self._parts = parts
         self._addresses = [[part.data_ptr() for part in layer] for layer in parts]
+        self._alignment = common_alignment(itertools.chain(*self._addresses))
         self._table = torch.tensor(
             self._addresses, dtype=torch.int64, device=self._device
         )
@@ -170,7 +181,10 @@ class CudaOps(CudaStreams):
             dtype=torch.uint8,
             device=self._device,
         )
-        self._half_rows = torch.arange(self._half_pages, device=self._device)
+        # Of pages, or of pieces of one layer at least.
+        num_rows = self._half_pages * layout.num_layers
+        self._half_rows = torch.arange(num_rows, device=self._device)
+        self._staging: torch.Tensor | None = None
 
     @property
     def layout(self) -> PageLayout:
@@ -233,6 +247,7 @@ class CudaOps(CudaStreams):
                 rows,
                 first_byte,
                 self._layout.part_bytes,
+                alignment=self._alignment,
             )
 
     def gather(
@@ -249,6 +264,7 @@ class CudaOps(CudaStreams):
                 self._table.view(-1),
                 pages[begin:end],
                 self._layout.part_bytes,
+                alignment=self._alignment,
             )
 
     def copy_out(self, stream: Any, half: int, memory: UInt8s, rows: Int64s) -> None:
@@ -259,6 +275,61 @@ class CudaOps(CudaStreams):
         frm = row_addresses(first, width, np.arange(len(rows), dtype=np.int64))
         # The gather is still under way: its bytes must be read in the stream's order.
         self._engines.submit(to, frm, width, stream.cuda_stream, source_complete=False)
+
+    # Through device memory of our own: ``StagingOps``.
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a half: as many as of the stores'."""
+        return self._half_pages * self._layout.page_bytes
+
+    def bring(
+        self,
+        stream: Any,
+        half: int,
+        memory: UInt8s,
+        rows: Int64s,
+        first_byte: int,
+        num_bytes: int,
+    ) -> None:
+        """Queue one copy a row."""
+        first = self._staging_halves()[half].data_ptr()
+        frm = row_addresses(memory.ctypes.data, memory.strides[0], rows, first_byte)
+        to = row_addresses(first, num_bytes, np.arange(len(rows), dtype=np.int64))
+        self._engines.submit(
+            to, frm, num_bytes, stream.cuda_stream, source_complete=True
+        )
+
+    def scatter(
+        self, stream: Any, half: int, layers: range, pages: torch.Tensor, part: slice
+    ) -> None:
+        """Queue one kernel that puts the pieces where they belong."""
+        from sgl_tiered_kernels.page_copy import triton as kernels
+
+        width = len(layers) * self._layout.layer_page_bytes
+        count = part.stop - part.start
+        pieces = self._staging_halves()[half][: count * width].view(count, width)
+        with torch.cuda.stream(stream):
+            kernels.scatter_parts(
+                self._table[layers.start : layers.stop].view(-1),
+                pages[part],
+                pieces,
+                self._half_rows[:count],
+                0,
+                self._layout.part_bytes,
+                alignment=self._alignment,
+            )
+
+    def free_staging(self) -> None:
+        """Give the halves back to torch."""
+        self._staging = None
+
+    def _staging_halves(self) -> torch.Tensor:
+        if self._staging is None:
+            self._staging = torch.empty(
+                (2, self.staging_bytes), dtype=torch.uint8, device=self._device
+            )
+        return self._staging
 
 
 def as_byte_pages(buffer: torch.Tensor, layout: PageLayout) -> torch.Tensor:
@@ -274,18 +345,74 @@ def use_device_in_threads(device: torch.device) -> None:
     A new thread's is device 0: the driver would issue the copies of other ranks, and
     allocate their pinned memory, under that one's context.
     """
-    prepare_threads(partial(torch.cuda.set_device, device))
+    prepare_threads(functools.partial(torch.cuda.set_device, device))
 
 
-def cuda_register(setting: str) -> Callable[[int, int], Callable[[], None]]:
+def numa_node(device: torch.device, sysfs: Path = _SYSFS) -> int | None:
+    """Return the NUMA node next to a CUDA device; None where nobody says."""
+    facts = torch.cuda.get_device_properties(device)
+    try:
+        where = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}"
+        folder = sysfs / f"{where}:{facts.pci_device_id:02x}.0"
+        node = int((folder / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    # -1: a machine of one node.
+    return None if node < 0 else node
+
+
+def reads_registered(device: torch.device | str) -> bool:
+    """Return whether a device uses registered memory by the address the host has.
+
+    Where it does not, kernels in place and batched copies would end in a fault; single
+    copies work. Memory that CUDA has allocated itself is always used by its address.
+    """
+    where = _indexed(device)
+    return where.type != "cuda" or _uses_host_pointers(where.index)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return a device with its number: the calling thread's where none is named."""
+    where = torch.device(device)
+    if where.type != "cuda" or where.index is not None:
+        return where
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@functools.cache
+def _uses_host_pointers(ordinal: int) -> bool:
+    try:
+        return device_attribute(_USES_HOST_POINTERS, ordinal) == 1
+    except (OSError, RuntimeError) as problem:
+        logger.warning("sgl-tiered: %s", problem)
+        return False
+
+
+def cuda_register(
+    setting: str, device: torch.device | str
+) -> Callable[[int, int], Callable[[], None]]:
     """Return a function that pins memory for CUDA and gives back how to unpin it.
+
+    It raises ConfigError where CUDA pins no more, or the device would not use what is
+    pinned by its address, which is what pinning is for here.
 
     Args:
         setting: the flag that says how much, for the sentence of its ``ConfigError``.
+        device: that is to use it.
     """
     cudart = torch.cuda.cudart()
+    where = _indexed(device)
 
     def register(address: int, num_bytes: int) -> Callable[[], None]:
+        # Threads that pin begin at device 0, which may be another rank's.
+        torch.cuda.set_device(where)
+        if not reads_registered(where):
+            raise ConfigError(
+                setting,
+                "the device cannot use registered memory by the host's addresses "
+                f"(CUDA attribute {_USES_HOST_POINTERS} is not 1)",
+                "only another device or driver changes that",
+            )
         status = int(cudart.cudaHostRegister(address, num_bytes, 0))
         if status != 0:
             raise ConfigError(
@@ -334,29 +461,22 @@ def pinned_buffer(
 
 
 def pin_if_possible(
-    register: Register, device: Any, refused: Callable[[int], None] = lambda size: None
-) -> Register:
+    register: Callable[[int, int], Callable[[], None]],
+    device: torch.device | str,
+    refused: Callable[[int], None] = lambda num_bytes: None,
+) -> LenientRegister:
     """Return what pins memory, and leaves it pageable where CUDA refuses to.
 
     Args:
         register: pins, or raises ConfigError.
         device: of torch, whose next error would be that of the refusal.
-        refused: told how many bytes were not pinned.
+        refused: told how many bytes of a region are not pinned in the end.
     """
+    where = _indexed(device)
 
-    def pin(address: int, num_bytes: int) -> Callable[[], None] | None:
-        try:
-            return register(address, num_bytes)
-        except ConfigError as error:
-            logger.warning(
-                "sgl-tiered: %s Until then KV goes by way of pinned buffers, and a "
-                "thread copies it once more.",
-                error,
-            )
-        refused(num_bytes)
+    def recover() -> None:
         # CUDA tells of it once more, to whoever launches the next kernel.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device).add_(1)
-        return None
+            torch.ones(1, device=where).add_(1)
 
-    return pin
+    return LenientRegister(register, refused, recover)

@@ -28,6 +28,7 @@ from sgl_tiered.engines.sglang.cache import TieredRadixCache
 from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.cuda_ops import (
     cuda_register,
+    numa_node,
     pin_if_possible,
     use_device_in_threads,
 )
@@ -50,13 +51,14 @@ from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
-from sgl_tiered.pipelines.completions import CompletionQueue
+from sgl_tiered.pipelines.completions import CompletionQueue, SlotsReady
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.staging import StagingReader, part_pages
+from sgl_tiered.pipelines.stream_pool import StreamPool
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
@@ -71,6 +73,8 @@ __all__ = ["build_cache", "refuse_unsupported"]
 
 logger = logging.getLogger(__name__)
 
+_BLACKWELL = 10
+"""The first number of its compute capability."""
 _REMEDY = "serve this model without --radix-cache-backend tiered"
 
 
@@ -200,7 +204,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         if not is_cuda:
             return None
         device = pool.k_buffer[0].device
-        return pin_if_possible(cuda_register(setting), device, refused)
+        return pin_if_possible(cuda_register(setting, device), device, refused)
 
     register = pins("--tiered-host-size")
     emulator = Emulator(
@@ -215,6 +219,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             pool, runner.model, config, clock, emulator, agreement, forward_stream
         )
         device: DevicePool = placed.device
+        if not_pinned := getattr(pool, "pinning_refused_bytes", 0):
+            refused(not_pinned)
     elif config.sparsity is not None:
         from sgl_tiered.engines.sglang.sparse.build import end_probe, place_rows
 
@@ -223,8 +229,17 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     elif isinstance(layout, EncodedLayout):
         device = EncodedCpuPool(pool, layout)
     else:
-        device = make_device_pool(pool, layout, forward_stream, refused)
-    host = emulator.wrap(_open_host(config, layout, register))
+        device = make_device_pool(
+            pool,
+            layout,
+            forward_stream,
+            refused,
+            stores_between_forwards=_joins_offloads(
+                pool.k_buffer[0].device, agreement.num_ranks
+            ),
+        )
+    host_memory = _open_host(config, layout, register, pool.k_buffer[0].device)
+    host = emulator.wrap(host_memory)
     cxl = _open_cxl(config, layout, pins("--tiered-cxl-size"))
     if cxl is not None:
         cxl = emulator.wrap(cxl)
@@ -236,6 +251,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         device=device,
         num_device_pages=allocator.size // layout.page_tokens,
         host=host,
+        num_host_slots=host_memory.num_ready,
         cxl=cxl,
         disk=disk,
         clock=clock,
@@ -258,12 +274,17 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             *agreement.gathered([tier.num_slots for tier in tiers]), strict=True
         )
     ]
+    # And as many of the host's at first as every rank has pinned by now.
+    num_open = min(agreement.gathered(host_memory.num_ready))
     cache = TieredCache(
         CacheConfig(
             layout=layout,
-            tiers=tuple(
-                TierConfig(tier.tier_id, num_slots)
-                for tier, num_slots in zip(tiers, slots, strict=True)
+            tiers=(
+                TierConfig(TierId.HOST, slots[0], min(num_open, slots[0])),
+                *(
+                    TierConfig(tier.tier_id, num_slots)
+                    for tier, num_slots in zip(tiers[1:], slots[1:], strict=True)
+                ),
             ),
             load_policy=config.load_policy,
             write_policy=config.write_policy,
@@ -285,6 +306,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         lookahead=lookahead,
     )
     completions = CompletionQueue()
+    host_memory.watch_ready(
+        lambda num: completions.post(SlotsReady(TierId.HOST, min(num, slots[0]))),
+        since=num_open,
+    )
     loader = LayerwiseLoader(
         device,
         completions,
@@ -298,7 +323,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     promoter: PromoteWorker | None = None
     adoption: DiskAdoption | None = None
     if disk is not None:
-        adoption = DiskAdoption(cache, disk, agreement)
+        adoption = DiskAdoption(cache, disk, agreement, metrics)
         num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
@@ -362,12 +387,15 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served={
             **report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
             **form.facts(config),
+            **(
+                {"loads_by": device.way.value} if isinstance(device, StreamPool) else {}
+            ),
         },
         lengths=_lengths(config),
         promoter=promoter,
         agreement=agreement,
         adoption=adoption,
-        adapters=Adapters(getattr(runner, "lora_manager", None), agreement),
+        adapters=Adapters(getattr(runner, "lora_manager", None), agreement, metrics),
     )
     _log_start(parts, layout)
     emulator.arm()
@@ -437,7 +465,9 @@ def _lengths(config: TieredConfig) -> LengthReader | None:
     return None if predictor is None else LengthReader(LengthBook(predictor))
 
 
-def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> MemoryTier:
+def _open_host(
+    config: TieredConfig, layout: PageLayout, register: Any, device: torch.device
+) -> HostTier:
     num_slots = config.host_bytes // layout.slot_bytes
     if num_slots == 0:
         raise ConfigError(
@@ -446,7 +476,13 @@ def _open_host(config: TieredConfig, layout: PageLayout, register: Any) -> Memor
             "give more",
         )
     return HostTier(
-        layout.slot_bytes, num_slots, register=register, page_bytes=layout.page_bytes
+        layout.slot_bytes,
+        num_slots,
+        register=register,
+        # A pool names all slots to others at its start, and registers their memory.
+        in_steps=config.pool is None,
+        node=None if register is None else numa_node(device),
+        page_bytes=layout.page_bytes,
     )
 
 
@@ -493,6 +529,26 @@ def _forward_skips_layers(ctx: Any) -> bool:
     layer.
     """
     return not getattr(ctx.model_config, "is_generation", True)
+
+
+def _joins_offloads(device: torch.device, num_ranks: int) -> bool:
+    """Say whether no offload may run beside a forward.
+
+    None needs what they write. But with prefill in breakable graphs on two ranks of
+    Blackwell, HiCache's copies under the next forward left one rank waiting for the
+    other for ever (SGLang issue 38300), and ours run under it in the same way.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    if num_ranks == 1 or device.type != "cuda":
+        return False
+    if not check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
+        return False
+    return bool(torch.cuda.get_device_capability(device)[0] >= _BLACKWELL)
 
 
 def _loads_overlap(

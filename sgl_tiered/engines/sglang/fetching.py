@@ -40,6 +40,8 @@ class LendingRadixCache(AnnouncingRadixCache):
 
     # Set here, as the parent's constructor already asks for sizes.
     fetcher: DeviceFetcher | None = None
+    # Whether KV of other instances is received in slots, behind no stream.
+    receives = False
 
     def evictable_size(self) -> int:
         """Return the tokens that ``evict`` can free, lent ones included."""
@@ -70,6 +72,13 @@ class LendingRadixCache(AnnouncingRadixCache):
     def evict_leaves(self, num_tokens: int) -> None:
         """Evict from the tree alone."""
         super().evict(EvictParams(num_tokens=num_tokens))
+
+    def give_slots(self, slots: torch.Tensor) -> None:
+        """Give slots of whole pages back, in the order in which they were taken.
+
+        As a segment: the allocator's ``free`` asks the device which pages they are.
+        """
+        self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
 
     @property
     def has_kinds(self) -> bool:
@@ -170,7 +179,7 @@ class DeviceFetcher:
         job = LoadJob(plan, tuple(segments), pages)
         ticket = FetchTicket(job, self._device, self._clock)
         if not self._loader.submit_steps(ticket):
-            self._tree.token_to_kv_pool_allocator.free(slots)
+            self._tree.give_slots(slots)
             return False
         # Of the cache's own tokens, by which the pages were found.
         wide = state.tokens[: (plan.first_page + plan.num_pages) * page]
@@ -181,9 +190,9 @@ class DeviceFetcher:
         return True
 
     def cancel(self, plan_id: int) -> None:
-        """Give the slots of one back; waits for a layer under way, if there is one."""
+        """Give the slots of one back; ``FetchTicket.cancel`` says when."""
         flight = self._flights.pop(plan_id)
-        flight.ticket.cancel()
+        flight.ticket.cancel(lands=self._tree.receives)
         self._free(flight)
         self._metrics.add("fetches_cancelled")
         self._prefetcher.ended(flight.plan, landed=False)
@@ -228,7 +237,7 @@ class DeviceFetcher:
 
     def _free(self, flight: _Flight) -> None:
         self.num_lent -= len(flight.slots)
-        self._tree.token_to_kv_pool_allocator.free(flight.slots)
+        self._tree.give_slots(flight.slots)
 
     def _publish(self, flight: _Flight) -> bool:
         """Make the pages a part of the tree; False where they came too late for it.
@@ -244,7 +253,7 @@ class DeviceFetcher:
             return False
         self.num_lent -= len(slots)
         if num_known > first:
-            tree.token_to_kv_pool_allocator.free(slots[: num_known - first])
+            tree.give_slots(slots[: num_known - first])
         value = slots[num_known - first :]
         if num_known:
             root = tree.root_node_handle(prefix.extra_key)

@@ -17,7 +17,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -176,7 +176,8 @@ def hash_tensors(
             for _ in range(0, part.num_bytes, _SPAN_BYTES):
                 whole.update(next(place))
     num_bytes = sum(part.num_bytes for each in parts.values() for part in each)
-    return WeightsHash(whole.hexdigest(), len(parts), num_bytes)
+    num_unknown = sum(part.is_unknown for each in parts.values() for part in each)
+    return WeightsHash(whole.hexdigest(), len(parts), num_bytes, num_unknown)
 
 
 def _add(found: Any, raw: bytes) -> None:
@@ -225,12 +226,14 @@ class _Part:
         flat: uint8 [num_bytes], where they lie; None where ``rows`` gives them.
         rows: (first byte, last byte, stage) -> the bytes between, for a tensor with
             gaps; it gives whole rows, so it is asked for all of them at once.
+        is_unknown: the bytes are chance, as the tensor's could not be read.
     """
 
     text: str
     num_bytes: int
     flat: torch.Tensor | None = None
     rows: Callable[[_Stage], Iterator[memoryview]] | None = None
+    is_unknown: bool = False
 
     def pieces(self, begin: int, end: int, stage: _Stage) -> Iterator[memoryview]:
         """Iterate over the bytes from ``begin`` to ``end``, a piece at a time."""
@@ -269,7 +272,7 @@ def _parts(name: str, value: Any) -> list[_Part]:
         name,
         type(value).__qualname__,
     )
-    return [_bytes_part("unknown", os.urandom(16))]
+    return [replace(_bytes_part("unknown", os.urandom(16)), is_unknown=True)]
 
 
 def _bytes_part(text: str, raw: bytes) -> _Part:

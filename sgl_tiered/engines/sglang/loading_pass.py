@@ -43,6 +43,7 @@ class LoadingPass:
         ticket: of all of them.
         loads: one per request that has one.
         is_launched: the batch's forward is queued; before, it is being put together.
+        launched_s: when SGLang launched it; None where it did not tell.
         has_come: the load is there, or queued where it ``may_run``; None before the
             loader was asked.
         may_run: it is queued, and may run or fail on the device.
@@ -52,6 +53,7 @@ class LoadingPass:
     ticket: LoadTicket
     loads: list[Load] = field(default_factory=list)
     is_launched: bool = False
+    launched_s: float | None = None
     has_come: bool | None = None
     may_run: bool = False
     is_repaired: bool = False
@@ -59,6 +61,15 @@ class LoadingPass:
     def has_any(self, reqs: Sequence[Any]) -> bool:
         """Say whether one of these requests has a load here."""
         return any(load.req is req for load in self.loads for req in reqs)
+
+    def precedes(self, batch: Any) -> bool:
+        """Say whether these are loads of a batch, or of one launched before it.
+
+        Its requests do not tell: a prompt's next chunk may have loads of its own.
+        """
+        if self.launched_s is None or batch.launch_ts is None:
+            return self.has_any(batch.reqs)
+        return self.launched_s <= float(batch.launch_ts)
 
     def missing(self, batch: Any) -> list[MissingSpan]:
         """Return what the batch's slots lack where the load has failed."""

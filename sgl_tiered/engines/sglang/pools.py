@@ -54,6 +54,8 @@ def make_device_pool(
     layout: PageLayout,
     forward_stream: Any,
     refused: Callable[[int], None] = lambda num_bytes: None,
+    *,
+    stores_between_forwards: bool = False,
 ) -> DevicePool:
     """Return the device pool that fits where the tensors of ``pool`` are.
 
@@ -62,6 +64,7 @@ def make_device_pool(
         layout: of a page.
         forward_stream: on which SGLang's overlap scheduler runs the model; or None.
         refused: told of buffers that CUDA did not pin, in bytes.
+        stores_between_forwards: none runs beside a forward.
 
     Raises:
         EngineCompatibilityError: they are on a device that we do not know.
@@ -70,7 +73,9 @@ def make_device_pool(
     if device == "cpu":
         return CpuDevicePool(pool, layout)
     if device == "cuda":
-        return StreamPool(CudaOps(pool, layout, forward_stream, refused=refused))
+        ops = CudaOps(pool, layout, forward_stream, refused=refused)
+        store_stream = ops.engine_streams()[-1] if stores_between_forwards else None
+        return StreamPool(ops, staging=ops, store_stream=store_stream)
     raise EngineCompatibilityError(
         f"sgl-tiered moves KV on CPU and CUDA devices, not on {device!r}; serve "
         "without --radix-cache-backend tiered."

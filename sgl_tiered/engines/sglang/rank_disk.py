@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from sgl_tiered.cache.adoption import Adoption, Arranged, arrange
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.background import give_way
@@ -18,6 +20,7 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import FoundPages
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig, rank_folder
+from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.tiers.base import Tier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.emulator import Emulator
@@ -105,14 +108,23 @@ class DiskAdoption:
         cache: gets the pages.
         disk: is read; nothing may have been stored since it was opened.
         agreement: between the ranks.
+        metrics: counts disks of which nothing is used: ``adoptions_unreadable``, and
+            ``adoptions_unlike`` where the ranks have found different pages.
     """
 
-    def __init__(self, cache: TieredCache, disk: Tier, agreement: Agreement) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        disk: Tier,
+        agreement: Agreement,
+        metrics: MetricsRegistry,
+    ) -> None:
         self.is_idle: Callable[[], bool] = lambda: False
         """Says whether the engine has nothing to compute; rank 0's counts."""
         self._cache = cache
         self._disk = disk
         self._agreement = agreement
+        self._metrics = metrics
         self._clock = agreement.own_clock
         self._arranged: Arranged | None = None
         self._adoption: Adoption | None = None
@@ -161,6 +173,10 @@ class DiskAdoption:
         To be called before the cache is reset or the disk's copies are dropped, which
         ends what was begun.
         """
+        if self._state == _SCANNING and not self._is_discarded:
+            # Nothing was stored yet. At once, since the scan may fail, or the server
+            # end before it: then nobody would learn what there is to be forgotten.
+            self._disk.forget(np.arange(self._disk.num_slots))
         self._is_discarded = True
 
     def finish(self) -> None:
@@ -188,6 +204,7 @@ class DiskAdoption:
         except Exception:
             # A server without its old pages is better than none.
             logger.exception("sgl-tiered: what is on disk could not be read")
+            self._metrics.add("adoptions_unreadable")
             arranged = arrange(FoundPages.of([]))
         self._seconds["read_s"] = self._clock.now() - self._began_s
         self._digest = _digest_of(arranged) if self._agreement.is_shared else ""
@@ -211,6 +228,7 @@ class DiskAdoption:
                     "sgl-tiered: the ranks have found different pages on disk, so none "
                     "is used"
                 )
+                self._metrics.add("adoptions_unlike")
                 self.discard()
             self._begin(self._arranged)
 
@@ -218,7 +236,6 @@ class DiskAdoption:
         self._arranged = None
         self._num_found = len(arranged.found)
         if self._is_discarded:
-            self._disk.forget(arranged.found.addresses)
             self._state = _DONE
             return
         began_s = self._clock.now()

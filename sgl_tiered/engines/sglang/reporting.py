@@ -86,7 +86,10 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
     scheduler.enable_lmcache = True
 
     def idle() -> bool:
-        return scheduler.running_batch.is_empty() and scheduler.chunked_req is None
+        # A prefill that was just launched is among those that run with the next turn.
+        is_launched = scheduler.last_batch is not None
+        is_running = not scheduler.running_batch.is_empty()
+        return not (is_launched or is_running or scheduler.chunked_req is not None)
 
     runtime.engine_idle = idle
     runtime.engine_free = lambda: idle() and not scheduler.waiting_queue
@@ -158,13 +161,14 @@ def _note_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 def _forward(original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a batch; once more where its loads failed and what they lack is computed."""
-    result = original(worker, batch, *args, **kwargs)
     cache: Any = getattr(batch, "tree_cache", None)
-    if _tiered(cache) is not None and batch.hicache_consumer_index >= 0:
+    runtime = _tiered(cache)
+    result = original(worker, batch, *args, **kwargs)
+    if runtime is not None and batch.hicache_consumer_index >= 0:
         # The overlap schedule's copy of a batch, whose results come, lacks the index.
         for req in batch.reqs:
             req.tiered_loading_launch = batch.launch_ts
-    if _tiered(cache) is None or not cache.repair_loads(worker.model_runner, batch):
+    if runtime is None or not cache.repair_loads(worker.model_runner, batch):
         return result
     return original(worker, batch, *args, **kwargs)
 
@@ -175,7 +179,7 @@ def _end_loads(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     cache = scheduler.tree_cache
     if _tiered(cache) is None:
         return
-    if scheduler.chunked_req in cache.end_passes(batch.reqs):
+    if scheduler.chunked_req in cache.end_passes(batch):
         # As SGLang does where a load fails: its next chunk never runs.
         scheduler._pending_chunked_abort_req = scheduler.chunked_req
 

@@ -57,6 +57,7 @@ from sgl_tiered.pipelines.completions import (
     LoadFinished,
     OffloadFinished,
     PromoteFinished,
+    SlotsReady,
     StageFinished,
 )
 from sgl_tiered.pipelines.demote import DemoteWorker
@@ -381,6 +382,8 @@ class TieredRuntime:
                 case LoadFinished():
                     self._observe_load(event)
                     self._note_load(event)
+                case SlotsReady(tier, num_slots):
+                    self.cache.open_slots(tier, num_slots)
                 case _:
                     raise AssertionError(f"unknown completion {event!r}")
         if self.weights.poll():

@@ -230,6 +230,7 @@ SEAMS: tuple[Seam, ...] = (
         attributes=(
             "_release_page_ids",
             "clear",
+            "free_segment",
             "alloc",
             "alloc_extend",
             "alloc_decode",

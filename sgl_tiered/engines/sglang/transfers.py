@@ -29,6 +29,7 @@ from sgl_tiered.pipelines.completions import (
     LoadFinished,
     OffloadFinished,
     PromoteFinished,
+    SlotsReady,
     StageFinished,
 )
 from sgl_tiered.pipelines.layerwise_load import LoadTicket
@@ -224,6 +225,8 @@ class SharedTransfers:
         end = _merged([ends[rank] for rank in sorted(ends)])
         self._agreement.note(name, end.missing, end.bad)
         match event:
+            case SlotsReady():
+                return event
             case LoadFinished():
                 return _shared_load(event, end)
             case OffloadFinished(plan, result):
@@ -268,11 +271,15 @@ class _End:
 
 def _name(event: Completion) -> str:
     """Return a transfer's name, alike on all ranks and in order of its plan."""
+    if isinstance(event, SlotsReady):
+        return f"{event.num_slots:012d} {event.tier.label} {type(event).__name__}"
     plan = event.plans[0] if isinstance(event, LoadFinished) else event.plan
     return f"{plan.plan_id:012d} {type(event).__name__}"
 
 
 def _end_of(event: Completion) -> _End:
+    if isinstance(event, SlotsReady):
+        return _End(0, 0.0, "")
     if isinstance(event, LoadFinished):
         figures = event.figures
         return _End(

@@ -67,12 +67,17 @@ class WeightsHash:
     Attributes:
         digest: 32 hexadecimal digits.
         num_tensors, num_bytes: that were read.
+        num_unreadable: that could not be; with any, the digest is nobody else's.
     """
 
     digest: str
     num_tensors: int
     num_bytes: int
+    num_unreadable: int = 0
 
+
+_Own = list[Any]
+"""What a rank tells of its weights: their digest, and how many could not be read."""
 
 Read = Callable[[int, threading.Event], WeightsHash]
 """(threads, stop) -> hash; raises ``HashStopped`` soon after ``stop`` was set."""
@@ -98,7 +103,7 @@ class WeightsIdentity:
         self._agreement = agreement
         self._metrics = metrics
         # The last that was known, and the one in force; None while it is not known.
-        self._last = "-".join(agreement.gathered(self._read_now()))
+        self._last = self._joined(agreement.gathered(self._read_now()))
         self._value: str | None = self._last
         # In force when the last change began; None where it was not settled then.
         self._before: str | None = None
@@ -106,7 +111,7 @@ class WeightsIdentity:
         self._was_emptied = False
         self._reading: _Reading | None = None
         # Of the ranks that have read the weights after the latest change.
-        self._told: list[str] | None = None
+        self._told: list[_Own] | None = None
         self._num_changes = 0
         self._nonce = os.urandom(8).hex()
         # Names of weights whose KV was received, while those here are not known; and
@@ -208,7 +213,7 @@ class WeightsIdentity:
         reading = self._reading
         assert reading is not None
         self._note_read(reading.found, reading.seconds)
-        self._value = "-".join(told)
+        self._value = self._joined(told)
         # In this order: others may ask ``told`` meanwhile.
         self._reading, self._told = None, None
         self._agreement.note(_FACT, self._value)
@@ -269,13 +274,23 @@ class WeightsIdentity:
         if reading is not None:
             reading.stop()
 
-    def _read_now(self) -> str:
+    def _read_now(self) -> _Own:
         """Read the weights as fast as it goes; for the start."""
         begin_s = time.monotonic()
         num_threads = min(_MOST_THREADS, os.cpu_count() or 1)
-        found = self._begin()(num_threads, threading.Event())
+        try:
+            found = self._begin()(num_threads, threading.Event())
+        except Exception:
+            logger.exception("sgl-tiered: the weights could not be read")
+            found = _unknown()
         self._note_read(found, time.monotonic() - begin_s)
-        return found.digest
+        return [found.digest, found.num_unreadable]
+
+    def _joined(self, told: list[_Own]) -> str:
+        """Return the name of all ranks' weights; every rank counts what one lacks."""
+        if any(num_unreadable for _, num_unreadable in told):
+            self._metrics.add("weights_unreadable")
+        return "-".join(str(digest) for digest, _ in told)
 
     def _note_read(self, found: WeightsHash, seconds: float) -> None:
         self._metrics.add("weights_read_bytes", found.num_bytes)
@@ -288,10 +303,12 @@ class WeightsIdentity:
             found.num_bytes / 1e9 / max(seconds, 1e-9),
         )
 
-    def _own(self) -> str | None:
+    def _own(self) -> _Own | None:
         """Return what this rank has read after the latest change; None before."""
         reading = self._reading
-        return None if reading is None or not reading.is_done else reading.found.digest
+        if reading is None or not reading.is_done:
+            return None
+        return [reading.found.digest, reading.found.num_unreadable]
 
     def _tell(self) -> list[Any] | None:
         own = self._own()
@@ -299,7 +316,12 @@ class WeightsIdentity:
 
     def _hear(self, told: list[Any]) -> None:
         if all(one is not None and one[0] == self._num_changes for one in told):
-            self._told = [str(one[1]) for one in told]
+            self._told = [one[1] for one in told]
+
+
+def _unknown() -> WeightsHash:
+    """Name weights as nobody else has theirs: nothing is found wrongly."""
+    return WeightsHash(os.urandom(16).hex(), 0, 0, num_unreadable=1)
 
 
 class _Reading:
@@ -337,8 +359,7 @@ class _Reading:
             self._thread.join()
 
     def _give_up(self) -> None:
-        """Name the weights as nobody else has theirs: nothing is found wrongly."""
-        self.found = WeightsHash(os.urandom(16).hex(), 0, 0)
+        self.found = _unknown()
         self._done.set()
 
     def _run(self) -> None:

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from sgl_tiered.pipelines.stream_pool import LoadWay
+
 FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"
 _OURS = ("carry", "session", "stages", "engine", "movement")
 
@@ -210,13 +212,11 @@ def _this_file(root):
 
 
 @pytest.mark.parametrize("newest_first", [True, False])
-@pytest.mark.parametrize("by_kernel", [True, False])
-def test_the_played_engine_answers_right(load, by_kernel, newest_first):
+@pytest.mark.parametrize("way", LoadWay)
+def test_the_played_engine_answers_right(load, way, newest_first):
     """Random hits and evictions on a tight pool, in an order that streams allow."""
     engine = load("stages.mini_engine")
-    told = engine.played(
-        11, by_kernel=by_kernel, newest_first=newest_first, num_requests=24
-    )
+    told = engine.played(11, way=way, newest_first=newest_first, num_requests=24)
     assert told["wrong"] == 0
     assert told["requests"] == 24
     assert told["loads"] > 0
@@ -229,7 +229,7 @@ def test_a_wait_that_is_left_out_is_caught(load, dropped):
     engine = load("stages.mini_engine")
     seeds = iter(range(200, 240))
     caught = any(
-        engine.played(seed, by_kernel=bool(seed % 2), dropped=dropped)["wrong"]
+        engine.played(seed, way=list(LoadWay)[seed % 3], dropped=dropped)["wrong"]
         for seed in seeds
     )
     assert caught
@@ -307,6 +307,82 @@ def test_copies_of_other_bytes_end_it(load, tmp_path, monkeypatch):
     assert not any(one.get("way") == "engines" for one in stage.records)
 
 
+def test_the_products_pool_is_told_all_bytes_that_it_moved(load):
+    """Of all layers in both directions: a way that brings two at once is no faster."""
+    place = load("movement.place").Place("cpu")
+    copies = load("movement.copies")
+    records = list(copies.measure_copies(place, [2048], 16 << 10, 1))
+    assert [record["direction"] for record in records] == ["up", "down"]
+    for record in records:
+        assert record["num_bytes"] == record["pieces"] * record["piece_bytes"]
+        assert record["pieces"] == 2 * copies.LAYERS * record["pages_moved"]
+
+
+class PlayedHiCache:
+    """SGLang's kernels as far as the stage calls them, by torch on a CPU."""
+
+    def __init__(self, hicache, *, moves=True):
+        self.calls = []
+        self._hicache, self._moves = hicache, moves
+
+    def can_use_hicache_jit_kernel(self, element_size, page_size):
+        return True
+
+    def can_use_write_back_jit_kernel(self, element_size):
+        return element_size == 64
+
+    def transfer_hicache_one_layer(self, k, v, at, from_k, from_v, from_at, page_size):
+        self.calls.append("one")
+        k[at], v[at] = from_k[from_at], from_v[from_at]
+
+    def transfer_hicache_all_layer_staged_lf_pf(self, **given):
+        self.calls.append("all")
+        for part, name in enumerate("kv"):
+            by_address = {one.data_ptr(): one for one in self._hicache._there[part]}
+            for layer, address in enumerate(given[f"{name}_ptr_src"].tolist()):
+                if self._moves:
+                    given[f"dst_{name}"][given["dst_indices"], layer] = by_address[
+                        address
+                    ][given["src_indices"]]
+        assert given["staging_k"].shape == (3 * 16, 4, 32)
+
+
+def prepared(load, **changes):
+    """Return HiCache's baseline over played kernels, in memory of this machine."""
+    import numpy as np
+    import torch
+
+    device = load("stages.clocks").Device(True)
+    hicache = load("stages.hicache").HiCache(device)
+    hicache._kernels = PlayedHiCache(hicache, **changes)
+    num_bytes = 2 * 4 * 6 * 16 * 64
+    host = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+    there = torch.zeros(num_bytes, dtype=torch.uint8)
+    sizes = {"layers": 4, "pages": 3, "page_tokens": 16, "token_bytes": 64}
+    assert hicache.prepare(host, there, **sizes) == ""
+    return hicache
+
+
+def test_hicache_moves_as_sglang_does(load):
+    """Up a launch per layer; down all layers in one, to a token's layers in a row."""
+    hicache = prepared(load)
+    up, down = (hicache.copy(direction, None) for direction in ("up", "down"))
+    assert hicache.is_right(up, "up")
+    assert hicache._kernels.calls == ["one"] * 4
+    hicache._kernels.calls.clear()
+    hicache._there += 1
+    assert hicache.is_right(down, "down")
+    assert hicache._kernels.calls == ["all"]
+    # page_first: the second layer of a token lies right behind its first one.
+    assert hicache._kept.stride()[1:] == (4 * 32, 32, 1)
+
+
+def test_a_baseline_that_moves_nothing_is_found_out(load):
+    """Its speed would be endless."""
+    hicache = prepared(load, moves=False)
+    assert not hicache.is_right(hicache.copy("down", None), "down")
+
+
 def test_plans_that_read_elsewhere_are_told_from_each_other(load, tmp_path):
     """FlashInfer's part, on a stand-in: with and without the layer's own indices."""
     stage = stage_of(load, tmp_path)
@@ -336,6 +412,36 @@ def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
     assert layers is not None
     assert layers.retain == 0
     assert layers.staging_bytes * 4 < layers.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("5, 1, 16, 16\n4, 4, 8, 16\n", (5, 1, 16, 16)),
+        ("[N/A], [N/A], 16, 16", (None, None, 16, 16)),
+        ("", (None, None, None, None)),
+    ],
+)
+def test_the_link_is_told_as_far_as_nvidia_smi_knows_it(load, monkeypatch, said, found):
+    """Of the first GPU; a report needs its generation and its lanes."""
+    facts = load("stages.facts")
+    monkeypatch.setattr(facts, "_ask", lambda *command: said)
+    link = facts._link()
+    assert tuple(link.values()) == found
+    assert next(iter(link)) == "generation"
+
+
+def test_first_tokens_tell_how_much_kv_a_token_has(load):
+    """So that a load's time can be set beside the link's."""
+    engine = load("stages.mini_engine")
+    shape = engine._CUDA[0]
+    # A page of 16 tokens is 1 MiB.
+    assert shape.page_tokens * shape.token_bytes == 1 << 20
+    run = engine._Run(engine.PlayedMachine(7), *engine._PLAYED, way=LoadWay.KERNEL)
+    told = run.first_tokens((48,), repeats=1)
+    run.close()
+    assert told["kv_token_bytes"] == engine._PLAYED[0].token_bytes
+    assert set(told["seconds"]) == {"computed_48", "host_48", "device_48"}
 
 
 def test_what_hicaches_kernels_need_is_carried(load, tmp_path):

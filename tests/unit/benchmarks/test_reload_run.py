@@ -6,7 +6,7 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from reload import measure
@@ -15,6 +15,8 @@ from reload.results import summary
 from reload.schedule import NORMAL, PAGE, QUICK, Schedule
 from sgl_tiered_workloads.records import RequestRecord, read_records
 from sgl_tiered_workloads.server import ServerSpec
+
+from tests.unit.benchmarks.played import PlayedClient, at_rest, played_fleet
 
 PREFIX, TAIL = 64, 8
 LAYERS, TOKEN_BYTES = 2, 2 * 2 * 2 * 2 * 32
@@ -45,9 +47,6 @@ class PlayedServer:
     host: set[Any] = field(default_factory=set)
     device: dict[Any, int] = field(default_factory=dict)
     loaded_bytes: int = 0
-
-    running: ClassVar[int] = 0
-    started: ClassVar[list[str]] = []
 
     @property
     def url(self) -> PlayedServer:
@@ -83,8 +82,9 @@ class PlayedServer:
             }
         ]
 
-    def answer(self, request: Any, order: int, allows: bool) -> RequestRecord:
+    def answer(self, request: Any, order: int, wishes: Any) -> RequestRecord:
         """Compute, load or reuse a prefix; what was dropped moves a logprob."""
+        allows = (wishes or {}).get("lossy") == "allow"
         key = (allows, request.prompt[:PREFIX])
         share = self.share(allows)
         tier, seconds, moved = "", COMPUTED_S, 0.0
@@ -113,66 +113,23 @@ class PlayedServer:
         )
 
 
-class PlayedFleet:
-    """Starts one played server; two at a time are a mistake."""
-
-    faults: ClassVar[dict[str, bool]] = {}
-
-    def __init__(self, specs, logs, first_port, say) -> None:
-        self.servers: dict[str, PlayedServer] = {}
-        self._specs = specs
-
-    def __enter__(self):
-        assert PlayedServer.running == 0
-        PlayedServer.running += 1
-        return self
-
-    def __exit__(self, *failure) -> None:
-        PlayedServer.running -= 1
-
-    async def only(self, names, warm_up) -> None:
-        for name in names:
-            PlayedServer.started.append(name)
-            self.servers[name] = PlayedServer(self._specs[name], **self.faults)
-
-
-class PlayedClient:
-    """Hands a request to its server."""
-
-    def __init__(self, url, logprobs, *, wishes=None) -> None:
-        self._server = url
-        self._allows = (wishes or {}).get("lossy") == "allow"
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *failure) -> None:
-        pass
-
-    async def send(self, request, order):
-        return self._server.answer(request, order, self._allows)
-
-
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Return a function that runs the bench on played servers."""
-
-    async def settled(server, store) -> None:
-        pass
-
-    monkeypatch.setattr(measure, "Fleet", PlayedFleet)
     monkeypatch.setattr(measure, "StreamingClient", PlayedClient)
-    monkeypatch.setattr(measure, "settle", settled)
+    monkeypatch.setattr(measure, "settle", at_rest)
     schedule = partial(Schedule, prefix_tokens=PREFIX, tail_tokens=TAIL)
     monkeypatch.setattr(measure, "Schedule", schedule)
-    monkeypatch.setattr(PlayedServer, "started", [])
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
 
     def played(scale=NORMAL, minutes=20.0, **faults):
-        monkeypatch.setattr(PlayedFleet, "faults", faults)
+        fleet = played_fleet(lambda spec: PlayedServer(spec, **faults))
+        monkeypatch.setattr(measure, "Fleet", fleet)
         options = Options(tmp_path, tmp_path / "out", scale, minutes)
         findings = asyncio.run(Reloads(options, lambda _: None).run())
-        return summary(findings, scale.min_hits), findings
+        result = summary(findings, scale.min_hits)
+        result["started"] = fleet.started
+        return result, findings
 
     return played
 
@@ -187,7 +144,7 @@ def test_every_arm_is_timed_and_compared(run, tmp_path) -> None:
     assert result["outputs_identical_refuse"] is True
     assert result["allowed_answers_differ"] == 8
     there = ["reload-dense", "reload-at_50", "reload-at_25", "reload-int4"]
-    assert PlayedServer.started == ["reload-plain", *there, *there[::-1]]
+    assert result["started"] == ["reload-plain", *there, *there[::-1]]
     for arm, share in (("at_50", 0.5), ("at_25", 0.25), ("int4", 0.25)):
         gain = (LOADED_S + REST_S) / (share * LOADED_S + REST_S)
         assert result[f"ttft_speedup_{arm}"] == pytest.approx(gain, abs=1e-3)
@@ -224,5 +181,5 @@ def test_out_of_time_only_the_compared_arms_go_on(run) -> None:
     """Both of them in every repeat."""
     result, findings = run(minutes=0.0)
     assert findings.arms() == ["dense", "at_50"]
-    assert len(PlayedServer.started) == 5
+    assert len(result["started"]) == 5
     assert result["problems"] == []

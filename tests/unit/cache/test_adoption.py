@@ -11,7 +11,13 @@ from sgl_tiered.cache.adoption import Adoption, arrange
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace, page_keys
-from sgl_tiered.core.plans import FoundPages, Int32s, PageRecords, TransferResult
+from sgl_tiered.core.plans import (
+    FoundPages,
+    Int32s,
+    PageRecords,
+    TransferResult,
+    namespace_rows,
+)
 from sgl_tiered.testing.strategies import spell
 from tests.draining import give_back
 
@@ -32,7 +38,7 @@ def records(word: str, first_slot: int = 0, tenant: int = 0) -> PageRecords:
     digest, tokens = digest_of(tenant), prompt(word)
     keys = page_keys(digest, tokens, PAGE)
     return PageRecords(
-        namespace=digest,
+        namespaces=namespace_rows(digest, len(keys)),
         keys=keys,
         parents=np.concatenate([np.frombuffer(digest, np.uint8)[None], keys[:-1]]),
         tokens=tokens.reshape(-1, PAGE),

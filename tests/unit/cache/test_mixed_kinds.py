@@ -15,7 +15,13 @@ from sgl_tiered.core.encoded import encoded_layout
 from sgl_tiered.core.ids import Encoding, Representation, TierId
 from sgl_tiered.core.keys import Namespace, page_keys
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import OffloadPlan, PageRecords, Span, TransferResult
+from sgl_tiered.core.plans import (
+    OffloadPlan,
+    PageRecords,
+    Span,
+    TransferResult,
+    namespace_rows,
+)
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
@@ -168,7 +174,7 @@ def records(held: str | None) -> PageRecords:
     keys = page_keys(digest, tokens, PAGE_TOKENS)
     before = np.frombuffer(digest, np.uint8)[None, :]
     return PageRecords(
-        namespace=digest,
+        namespaces=namespace_rows(digest, 3),
         keys=keys,
         parents=np.concatenate([before, keys[:-1]]),
         tokens=tokens.reshape(-1, PAGE_TOKENS),

@@ -15,7 +15,13 @@ from sgl_tiered.cache.table import CacheTable
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace, page_keys
-from sgl_tiered.core.plans import FoundPages, Int32s, PageRecords, TransferResult
+from sgl_tiered.core.plans import (
+    FoundPages,
+    Int32s,
+    PageRecords,
+    TransferResult,
+    namespace_rows,
+)
 from sgl_tiered.testing.strategies import spell
 from tests.draining import give_back
 
@@ -288,7 +294,7 @@ def test_adoption_is_cancelled_in_steps(make_cache: MakeCache, visits: Visits) -
     keys = page_keys(DIGEST, tokens, PAGE)
     before = np.concatenate([np.frombuffer(DIGEST, np.uint8)[None], keys[:-1]])
     records = PageRecords(
-        namespace=DIGEST,
+        namespaces=namespace_rows(DIGEST, num),
         keys=keys,
         parents=before,
         tokens=tokens.reshape(-1, PAGE),

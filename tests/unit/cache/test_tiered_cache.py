@@ -19,6 +19,7 @@ from sgl_tiered.core.plans import (
     OffloadPlan,
     PageRecords,
     TransferResult,
+    namespace_rows,
 )
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
@@ -276,14 +277,21 @@ def test_records_let_a_restart_verify(make_cache: MakeCache) -> None:
     assert (plan.records.addresses == plan.target_addresses).all()
 
 
-def test_demotes_in_batches_of_one_namespace(make_cache: MakeCache) -> None:
-    """A long prompt takes several calls, parents first; namespaces take turns."""
+def test_a_batch_takes_all_namespaces_in_turn(make_cache: MakeCache) -> None:
+    """A long prompt takes several calls, parents first; what was offered later comes
+    after it, in the same batch where there is room."""
     cache = make_cache(disk=9)
     story = Story(cache)
     other = Story(cache, Namespace("model", "bfloat16", PAGE_TOKENS, lora="l"))
     story.store("abcde")
     other.store("ab")
-    assert [story.demote(3) for _ in range(4)] == [3, 2, 2, 0]
+    sizes, spaces = [], []
+    while (plan := cache.plan_demote(3)) is not None:
+        sizes.append(len(plan.pages))
+        spaces += [row.tobytes() for row in plan.records.namespaces]
+        cache.finish_demote(plan, result(plan))
+    assert sizes == [3, 3, 1]
+    assert spaces == [story.digest] * 5 + [other.digest] * 2
 
 
 def test_on_evict_demotes_the_coldest_ahead_of_need(make_cache: MakeCache) -> None:
@@ -436,7 +444,7 @@ def make_records(word: str, addresses: list[int]) -> PageRecords:
     keys = page_keys(digest, tokens, PAGE_TOKENS)
     before = np.frombuffer(digest, np.uint8)[None, :]
     return PageRecords(
-        namespace=digest,
+        namespaces=namespace_rows(digest, len(keys)),
         keys=keys,
         parents=np.concatenate([before, keys[:-1]]),
         tokens=tokens.reshape(-1, PAGE_TOKENS),
@@ -447,7 +455,7 @@ def make_records(word: str, addresses: list[int]) -> PageRecords:
 
 def take(records: PageRecords, numbers: list[int]) -> PageRecords:
     return PageRecords(
-        records.namespace,
+        records.namespaces[numbers],
         records.keys[numbers],
         records.parents[numbers],
         records.tokens[numbers],
@@ -486,7 +494,7 @@ def test_adopt_refuses_strangers_and_bad_slots(make_cache: MakeCache) -> None:
     story = Story(make_cache(disk=4))
     stranger = make_records("ab", [0, 1])
     other = PageRecords(
-        bytes(16),
+        namespace_rows(bytes(16), 2),
         stranger.keys,
         stranger.parents,
         stranger.tokens,
@@ -507,7 +515,7 @@ def test_adopt_for_a_namespace_that_nobody_named_yet(make_cache: MakeCache) -> N
     records = make_records("ab", [0, 1])
     assert cache.adopt(TierId.DISK, records)[0] == 2
     story = Story(cache)
-    assert story.digest == records.namespace
+    assert story.digest == records.namespaces[0].tobytes()
     assert story.found("ab") == 2
     cache.check()
 

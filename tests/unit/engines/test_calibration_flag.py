@@ -107,6 +107,7 @@ def measure(calibration, **parts):
         layout=LAYOUT,
         attention_width=32,
         num_device_pages=8,
+        num_host_slots=8,
         clock=SystemClock(),
         calibration=calibration,
         **given,

@@ -158,6 +158,43 @@ def test_new_keys_are_stored_before_the_pool_is_read(module):
     assert not out[3:].any()
 
 
+@pytest.mark.parametrize("threads", [1, 64])
+def test_a_decode_step_is_that_of_each_request_alone(module, threads):
+    """By bits, in every layer; where one product leaves threads idle, one by one."""
+    from sgl_tiered_kernels.paged_attention import PagedAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    kv_lens, pool = [700, 20, 21, 3, 1800], Pool(4000)
+    # Requests may share slots, as those with one prefix do.
+    table = torch.stack([torch.randperm(4000)[:2000] for _ in kv_lens]).to(torch.int32)
+    pool.keys.normal_()
+    pool.values.normal_()
+    backend = module.TieredCpuAttention(SimpleNamespace(req_to_token=table), pool)
+    backend._attention = PagedAttention(threads)
+
+    def decode(rows):
+        lens = torch.tensor([kv_lens[row] for row in rows])
+        last = [int(table[row, kv_lens[row] - 1]) for row in rows]
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.tensor(rows),
+            seq_lens=lens,
+            out_cache_loc=torch.tensor(last),
+        )
+        backend.init_forward_metadata(batch)
+        padded = torch.cat([queries[rows], queries[:1]])
+        first = backend.forward_decode(padded, None, None, layer(), batch)
+        again = backend.forward_decode(padded, None, None, layer(), batch)
+        assert torch.equal(first, again)
+        assert not first[len(rows) :].any()
+        return first[: len(rows)]
+
+    queries = torch.randn(5, 512)
+    alone = torch.cat([decode([row]) for row in range(5)])
+    assert torch.equal(decode(list(range(5))), alone)
+    assert torch.equal(decode([4, 2, 0]), alone[[4, 2, 0]])
+
+
 def test_an_unknown_attention_input_is_refused(module):
     """Sinks and the like would change the result, so they are not ignored."""
     from sgl_tiered.errors import EngineCompatibilityError

@@ -127,18 +127,19 @@ def test_the_host_region_is_pinned_or_ordinary(monkeypatch, caplog):
     def refuse(address, num_bytes):
         raise ConfigError("--tiered-layerkv-host-size", "cannot be pinned", "give less")
 
-    monkeypatch.setattr(cuda, "cuda_register", lambda setting: register)
+    monkeypatch.setattr(cuda, "cuda_register", lambda setting, device: register)
     region = pool._host_region(2, 4096)
     assert pinned == [(region.array.ctypes.data, 2 * 4096)]
     region.close()
     assert pinned == []
     assert not caplog.records
-    monkeypatch.setattr(cuda, "cuda_register", lambda setting: refuse)
+    monkeypatch.setattr(cuda, "cuda_register", lambda setting, device: refuse)
     region = pool._host_region(2, 4096)
     assert region.array.shape == (2, 4096)
     region.close()
     (record,) = caplog.records
     assert "--tiered-layerkv-host-size: cannot be pinned" in record.getMessage()
+    assert pool.pinning_refused_bytes == 2 * 4096
 
 
 def test_the_hooks_answer_as_before_where_nothing_is_planned(monkeypatch):

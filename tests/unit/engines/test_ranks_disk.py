@@ -12,17 +12,27 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace, page_keys
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.core.plans import FoundPages, PageRecords
+from sgl_tiered.core.plans import FoundPages, PageRecords, namespace_rows
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
+from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.emulator import Emulator
 from tests.draining import give_back
 from tests.unit.engines.ranks_support import on_two_ranks
+from tests.unit.tiers.disk_support import (
+    EIO,
+    PATIENCE_S,
+    Gate,
+    HeldCalls,
+    open_tier,
+    recovered,
+    store,
+)
 
 DIGEST = Namespace("model", "bfloat16", 2).digest()
 LAYOUT = PageLayout(num_layers=2, page_tokens=2, token_bytes=96)
@@ -40,7 +50,7 @@ def found_pages(num):
     keys = page_keys(DIGEST, tokens, LAYOUT.page_tokens)
     before = np.frombuffer(DIGEST, np.uint8)[None]
     group = PageRecords(
-        namespace=DIGEST,
+        namespaces=namespace_rows(DIGEST, num),
         keys=keys,
         parents=np.concatenate([before, keys])[:num],
         tokens=tokens.reshape(num, -1),
@@ -54,6 +64,7 @@ class Left:
     """A disk that has something from a former server, and lets nobody read it yet."""
 
     tier_id = TierId.DISK
+    num_slots = 64
 
     def __init__(self, num, is_open=True):
         self.num = num
@@ -96,7 +107,8 @@ def test_what_is_left_is_taken_over_if_it_is_the_same_on_all_ranks(nums, num_ado
 
     def work(rank, agreement):
         disk, cache = Left(nums[rank]), make_cache()
-        adoption = DiskAdoption(cache, disk, agreement)
+        metrics = MetricsRegistry()
+        adoption = DiskAdoption(cache, disk, agreement, metrics)
         agreement.meet({})
         adoption._reader.join()
         both_read.wait()
@@ -108,12 +120,14 @@ def test_what_is_left_is_taken_over_if_it_is_the_same_on_all_ranks(nums, num_ado
             seen.append(num_on_disk(cache))
         cache.check()
         assert adoption.is_done
-        return seen, len(disk.forgotten)
+        counted = metrics.snapshot()["counters"].get("adoptions_unlike", 0)
+        return seen, disk.forgotten, counted
 
-    (first, forgotten), (second, _) = both(work)
+    (first, *rest), (second, *others) = both(work)
+    assert rest == others
     assert first == second
     assert first[-1] == num_adopted
-    assert forgotten == (0 if num_adopted else nums[0])
+    assert rest == ([[], 0] if num_adopted else [list(range(64)), 1])
     if num_adopted:
         assert 0 < first[1] < num_adopted, "not in slices"
 
@@ -123,7 +137,7 @@ def test_ranks_wait_for_the_slowest():
 
     def work(rank, agreement):
         disk, cache = Left(8, is_open=rank == 0), make_cache()
-        adoption = DiskAdoption(cache, disk, agreement)
+        adoption = DiskAdoption(cache, disk, agreement, MetricsRegistry())
         if rank == 0:
             adoption._reader.join()
         for _ in range(3):
@@ -140,9 +154,10 @@ def test_ranks_wait_for_the_slowest():
     assert both(work) == [8, 8]
 
 
-def alone(num, is_open=True, num_slots=64):
+def alone(num, is_open=True, num_slots=64, metrics=None):
     disk, cache = Left(num, is_open), make_cache(num_slots)
-    return disk, cache, DiskAdoption(cache, disk, Agreement(ManualClock()))
+    agreement, metrics = Agreement(ManualClock()), metrics or MetricsRegistry()
+    return disk, cache, DiskAdoption(cache, disk, agreement, metrics)
 
 
 def test_a_single_rank_takes_over_what_there_is():
@@ -194,7 +209,8 @@ def test_what_is_dropped_is_not_adopted_later(when, how):
     adoption.finish()
     give_back(cache)
     disk.forget(cache.take_forgotten(TierId.DISK))
-    assert sorted(disk.forgotten) == list(range(40))
+    num_forgotten = disk.num_slots if when == "while it is read" else 40
+    assert sorted(disk.forgotten) == list(range(num_forgotten))
     assert cache.occupancy(TierId.DISK).used_slots == 0
     assert cache.num_namespaces == 0
     cache.check()
@@ -210,10 +226,42 @@ def test_slots_that_the_cache_has_not_are_forgotten():
 
 def test_a_fault_in_reading_costs_the_pages_and_nothing_else():
     """The tier is used as an empty one."""
-    _, cache, adoption = alone(-1)
+    metrics = MetricsRegistry()
+    _, cache, adoption = alone(-1, metrics=metrics)
     adoption.finish()
     assert adoption.is_done
     assert num_on_disk(cache) == 0
+    assert metrics.snapshot()["counters"]["adoptions_unreadable"] == 1
+
+
+@pytest.mark.parametrize("how", ["it ends", "it fails"])
+def test_what_is_dropped_is_forgotten_though_it_is_never_read(tmp_path, how):
+    """A server that ends before the scan does, or whose scan fails."""
+    path = tmp_path / "disk"
+    former = open_tier(path)
+    store(former, [3, 9], [1, 2])
+    former.close()
+    gate = Gate()
+    calls = HeldCalls(gate)
+    disk, cache = open_tier(path, calls=calls), make_cache()
+    calls.kinds = {"read"}
+    gate.shut()
+    agreement = Agreement(ManualClock())
+    adoption = DiskAdoption(cache, disk, agreement, MetricsRegistry())
+    assert gate.entered.wait(PATIENCE_S)
+    adoption.discard()
+    cache.drop_tier(TierId.DISK)
+    if how == "it fails":
+        calls.read_error = EIO
+    else:
+        disk._access.volume.book.end_scan()
+    gate.open()
+    adoption._reader.join()
+    calls.read_error = 0
+    disk.close()
+    again = open_tier(path)
+    assert recovered(again) == {}
+    again.close()
 
 
 def test_each_rank_has_a_folder_of_its_own(tmp_path):

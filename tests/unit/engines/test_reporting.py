@@ -79,3 +79,23 @@ def test_a_prefill_is_not_charged_for_the_pass_before_it(monkeypatch):
         now[0] = end_s
         reporting._observe_step(None, scheduler, batch, None)
     assert cache.seconds == [2.0, 3.0, 1.0]
+
+
+@pytest.mark.parametrize("busy", ["nothing", "running", "chunked", "launched"])
+def test_a_scheduler_idles_only_where_nothing_was_launched(busy):
+    """The overlap schedule takes no note of a prefill it has launched until later."""
+    cache = Cache()
+    cache.watch_queue = lambda scheduler: None
+    cache.tiered.config = SimpleNamespace(order="fcfs", layerkv=None, sparsity=None)
+    cache.tiered.lengths = cache.tiered.pool = None
+    running = SimpleNamespace(is_empty=lambda: busy != "running")
+    scheduler = SimpleNamespace(
+        tree_cache=cache,
+        running_batch=running,
+        waiting_queue=[],
+        chunked_req=object() if busy == "chunked" else None,
+        last_batch=object() if busy == "launched" else None,
+    )
+    reporting._attach_scheduler(None, scheduler)
+    assert cache.tiered.engine_idle() == (busy == "nothing")
+    assert cache.tiered.engine_free() == (busy == "nothing")

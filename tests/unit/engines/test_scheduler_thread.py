@@ -6,11 +6,13 @@ only then the call goes on.
 
 import errno
 import os
+import shutil
 import threading
 
 import numpy as np
 import pytest
 
+from sgl_tiered.cache.table import FREE
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.engines.sglang import runtime as runtime_module
@@ -29,6 +31,8 @@ from tests.unit.engines.scheduler_thread_support import (
 from tests.unit.engines.weights_support import read_out
 from tests.unit.tiers.disk_support import Gate, HeldCalls
 
+DISK_NUMBER = 1
+"""Of the disk's tier in the cache."""
 NUM_STEPS = 60
 """More than the queues of the pipelines hold."""
 
@@ -127,15 +131,22 @@ def update_weights(scheduler):
     return runtime.namespace(None, None) not in (None, before)
 
 
-def check_folder(runtime, folder):
-    """Close; the next server finds pages of the last namespace, and no others."""
+def check_folder(runtime, folder, fingerprint=None):
+    """Close; the next server finds pages of the last namespace, and no others.
+
+    And none but those that the cache had on disk.
+    """
     digest = runtime.namespace(None, None)
-    fingerprint = disk_fingerprint(runtime.parts.namespace, runtime.agreement)
+    if fingerprint is None:
+        fingerprint = disk_fingerprint(runtime.parts.namespace, runtime.agreement)
     runtime.close(runtime.pump)
     disk = open_disk(folder, fingerprint=fingerprint)
     found = disk.recover()
     disk.close()
     assert {row.tobytes() for row in found.namespaces} == {digest}
+    table = runtime.cache._table
+    held = table.address[(table.state != FREE) & (table.tier == DISK_NUMBER)]
+    assert set(found.addresses.tolist()) <= set(held.tolist())
 
 
 def test_the_thread_makes_no_call_that_may_wait(runtime):
@@ -206,6 +217,42 @@ def test_steps_are_made_while_the_disk_is_held(
     scheduler.run(lambda: (drain(runtime), runtime.pump()))
     runtime.cache.check()
     check_folder(runtime, folder)
+
+
+@pytest.mark.parametrize("forget", [flush, drop, clear])
+def test_a_disk_that_comes_back_as_it_was_brings_nothing_back(runtime, folder, forget):
+    """What was forgotten and voided before, in files that are not those that return."""
+    scheduler = Scheduler(runtime)
+    warm_up(scheduler)
+    disk, cache = runtime.parts.disk, runtime.cache
+
+    def settle():
+        scheduler.let_go()
+        drain(runtime)
+        runtime.pump()
+        while runtime.is_freeing:
+            runtime.pump()
+        drain(runtime)
+        disk._voider.submit(lambda: None).result(PATIENCE_S)
+        return True
+
+    scheduler.run(settle)
+    copy = shutil.copytree(folder, folder.with_name("as-it-was"))
+    scheduler.run(lambda: forget(scheduler) and settle())
+    former = disk._access.volume
+    assert not cache.occupancy(TierId.DISK).used_slots
+    assert not former.book.holds(np.arange(DISK_SLOTS)).any()
+    shutil.rmtree(folder)
+    copy.rename(folder)
+    stored = cache.stats.pages_stored[TierId.DISK]
+
+    def is_used():
+        is_back = disk._access.volume not in (None, former)
+        return is_back and cache.stats.pages_stored[TierId.DISK] > stored
+
+    scheduler.run(lambda: scheduler.until(is_used) and settle())
+    cache.check()
+    check_folder(runtime, folder, "model")
 
 
 def test_what_is_left_to_give_back_is_forgotten_at_the_end(runtime, folder):

@@ -23,6 +23,7 @@ from sgl_tiered.pipelines.completions import (
     LoadFinished,
     OffloadFinished,
     PromoteFinished,
+    SlotsReady,
     StageFinished,
 )
 from sgl_tiered.pipelines.promote import PromotedRead
@@ -98,6 +99,20 @@ def test_a_transfer_has_ended_when_it_has_on_all_ranks():
         return [event.plan.plan_id for event in side.transfers.take()]
 
     assert both(work) == [[1, 2], [1, 2]]
+
+
+def test_slots_may_be_used_where_all_ranks_have_them():
+    """However far each rank is, and in which order the steps came."""
+
+    def work(side):
+        for num in (10, 20) if side.rank else (10, 20, 30):
+            side.end(SlotsReady(TierId.HOST, num))
+        first = side.transfers.take()
+        if side.rank:
+            side.end(SlotsReady(TierId.HOST, 30))
+        return [each.num_slots for each in first + side.transfers.take()]
+
+    assert both(work) == [[10, 20, 30]] * 2
 
 
 def test_a_page_is_good_where_it_is_on_all_ranks():

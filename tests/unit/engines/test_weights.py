@@ -188,6 +188,24 @@ def test_weights_that_cannot_be_read_are_nobody_elses(weights, monkeypatch, capl
         names.add(identity.value)
     assert len(names) == 2
     assert "could not be read" in caplog.text
+    assert identity._metrics.snapshot()["counters"]["weights_unreadable"] == 2
+
+
+def test_weights_that_cannot_be_read_at_the_start_end_nothing(weights):
+    """The server starts; its name is its own."""
+
+    def begin():
+        raise RuntimeError("no such memory")
+
+    weights.begin = begin
+    names = {identity_of(weights).value for _ in range(2)}
+    assert len(names) == 2
+
+
+def test_every_rank_counts_weights_that_one_cannot_read(identity):
+    """Rank 0 is asked for the figures, and the name of all is nobody else's."""
+    assert identity._joined([["a", 0], ["b", 1]]) == "a-b"
+    assert identity._metrics.snapshot()["counters"]["weights_unreadable"] == 1
 
 
 def test_kv_of_other_weights_mixes_the_device_until_it_is_emptied(identity):
@@ -548,13 +566,14 @@ def test_what_stands_behind_an_adapters_id_makes_it_nobodys():
 
 def test_an_adapter_that_cannot_be_read_is_nobodys(caplog):
     """The server serves on with it."""
-    served = lora_manager()
-    adapters = Adapters(served, Agreement(ManualClock()))
+    served, metrics = lora_manager(), MetricsRegistry()
+    adapters = Adapters(served, Agreement(ManualClock()), metrics)
     served.loras[ID] = lora(1.0)
     del served.loras[ID].scaling
     adapters.loaded(ID)
     assert adapters.parted(ID) is None
     assert "could not be read" in caplog.text
+    assert metrics.snapshot()["counters"]["adapters_unreadable"] == 1
 
 
 @pytest.mark.parametrize("mark", ["", "tiered-exact-base|", "tiered-lossy|"])

@@ -103,7 +103,7 @@ def test_long_brings_in_what_is_left_out(checkout: Path) -> None:
 
 
 def test_servers_are_one_run_of_both_folders(checkout: Path) -> None:
-    """Files in the order of their collection, and one process more than cores."""
+    """Files in the order of their collection, and two processes more than cores."""
     shutil.copytree(checkout / "tests/e2e", checkout / "tests/faults")
     program(checkout / "venv/bin/python", 'echo "did $*"')
     program(checkout / "bin/nproc", "echo 2")
@@ -112,7 +112,7 @@ def test_servers_are_one_run_of_both_folders(checkout: Path) -> None:
     assert done.returncode == 0
     (ran,) = [line for line in done.stdout.splitlines() if "-m pytest" in line]
     assert ran.endswith(
-        "-n 3 --dist loadfile --no-loadscope-reorder tests/e2e tests/faults"
+        "-n 4 --dist loadfile --no-loadscope-reorder tests/e2e tests/faults"
     )
     assert ".cache/test/servers.xml" in ran
 

@@ -9,7 +9,7 @@ import pytest
 
 from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import PageRecords, PromotePlan
+from sgl_tiered.core.plans import PageRecords, PromotePlan, namespace_rows
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, PromoteFinished
 from sgl_tiered.pipelines.promote import PromoteWorker
@@ -33,7 +33,7 @@ class Rig:
         self.host = HostTier(SLOT, NUM_SLOTS)
         addresses = np.arange(NUM_SLOTS, dtype=np.int64)
         records = PageRecords(
-            b"m" * 16,
+            namespace_rows(b"m" * 16, NUM_SLOTS),
             np.zeros((NUM_SLOTS, 16), np.uint8),
             np.zeros((NUM_SLOTS, 16), np.uint8),
             np.zeros((NUM_SLOTS, 2), np.int32),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.pipelines.stream_acts import StreamActCopier, act_layout_token_bytes
+from sgl_tiered.pipelines.stream_weights import WeightSlots
 from sgl_tiered.testing.fake_streams import (
     FakeActOps,
     FakeDevice,
@@ -67,6 +68,21 @@ class Machine:
     def attend(self, physical, seen):
         """Queue on the engine's stream a kernel that reads layer-pages."""
         self.device.engine.run(lambda: seen.append(self.kv.tensor[physical].copy()))
+
+
+def test_a_rebuild_runs_once_before_it_is_needed():
+    """Into the page of padding, with weights on the device and with others."""
+    with Machine(3) as machine:
+        weights = WeightSlots(machine.ops, [1])
+        copier = StreamActCopier(
+            machine.ops, machine.region, NUM_PLACES, weights=weights
+        )
+        before = machine.kv.tensor.copy()
+        copier.warm([0, 1])
+        assert machine.ops.kernels == ["rebuild from weights", "rebuild from a slot"]
+        changed = (machine.kv.tensor != before).any(axis=1)
+        assert np.flatnonzero(changed).tolist() == [0]
+        copier.close()
 
 
 def kv_pages(pages, layer, positions):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.core.plans import PageRecords, namespace_rows
 from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.checks import expected_checksums
 from sgl_tiered.tiers.disk_striped import open_disk_tier
@@ -61,7 +61,7 @@ def store(tier, slots, seeds):
         buffer[row, :PAGE_BYTES] = page_of(seed)
         keys[row, :8] = np.frombuffer(int(seed).to_bytes(8, "little"), np.uint8)
     records = PageRecords(
-        namespace=b"n" * 16,
+        namespaces=namespace_rows(b"n" * 16, len(slots)),
         keys=keys,
         parents=keys + np.uint8(1),
         tokens=np.repeat(np.asarray(seeds, np.int32)[:, None], PAGE_TOKENS, axis=1),

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from sgl_tiered.core.plans import PageRecords
+from sgl_tiered.core.plans import PageRecords, namespace_rows
 from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.checks import expected_checksums
 from sgl_tiered.tiers.disk import DiskTier
@@ -165,7 +165,7 @@ def store(tier, addresses, seeds, namespace=b"0123456789abcdef", kinds=None):
         buffer[i, :PAGE_BYTES] = page_of(seed)
         keys[i, :8] = np.frombuffer(int(seed).to_bytes(8, "little"), np.uint8)
     records = PageRecords(
-        namespace=namespace,
+        namespaces=namespace_rows(namespace, len(slots)),
         keys=keys,
         parents=keys + np.uint8(1),
         tokens=np.asarray(seeds, np.int32)[:, None]

@@ -74,7 +74,10 @@ def test_namespaces_are_kept_apart(path):
     store(tier, [1, 2, 3], [7, 8, 9], namespace=b"a" * 16)
     store(tier, [4, 5], [8, 10], namespace=b"b" * 16)
     store(tier, [6], [7], namespace=b"a" * 16)
-    found = {group.namespace: group.addresses.tolist() for group in tier.recover()}
+    found = {
+        group.namespaces[0].tobytes(): group.addresses.tolist()
+        for group in tier.recover()
+    }
     assert found == {b"a" * 16: [2, 3, 6], b"b" * 16: [4, 5]}
     tier.close()
 
@@ -305,7 +308,7 @@ def test_a_kill_before_the_mark_costs_the_cache_and_no_more(path, monkeypatch):
     monkeypatch.undo()
     tier.close()
     old = open_tier(copy)
-    assert {group.namespace for group in old.recover()} == {
+    assert {group.namespaces[0].tobytes() for group in old.recover()} == {
         b"0123456789abcdef",
         b"of other weights",
     }

@@ -12,6 +12,7 @@ from sgl_tiered.errors import TierUnavailableError
 from sgl_tiered.tiers.disk_directory import DiskDirectory
 from tests.unit.tiers.disk_support import (
     EIO,
+    PATIENCE_S,
     REST_S,
     FailingCalls,
     assert_holds,
@@ -80,6 +81,96 @@ def test_pages_forgotten_meanwhile_stay_forgotten(tier, path, tmp_path, clock):
     store(tier, [16], [3])
     assert load(tier, [0, 9, 16])[1].ok.tolist() == [True, False, True]
     assert recovered(tier) == {0: 1, 16: 3}
+
+
+def voided(tier):
+    """Wait until all that was to be written in the background has been."""
+    tier._voider.submit(lambda: None).result(PATIENCE_S)
+
+
+def come_back_as(copy, tier, path, clock):
+    """Put a copy in the place of the tier's directory, and have it opened afresh."""
+    shutil.rmtree(path)
+    copy.rename(path)
+    wear_out(lambda: store(tier, [16], [3]))
+    clock.advance(REST_S + 1)
+    assert store(tier, [16], [3]).ok.all()
+
+
+@pytest.mark.parametrize("when", ["before it went", "after it went"])
+def test_what_was_voided_in_files_that_are_gone_stays_forgotten(
+    tier, path, tmp_path, clock, when
+):
+    """A disk may come back as it was some time ago, with what was forgotten since."""
+    store(tier, [0, 9], [1, 2])
+    copy = shutil.copytree(path, tmp_path / "elsewhere")
+    if when == "after it went":
+        path.rename(tmp_path / "gone")
+    tier.forget(np.array([9]))
+    voided(tier)
+    assert not len(tier._access.volume.book.forgotten()), "its record is to be void"
+    if when == "after it went":
+        (tmp_path / "gone").rename(path)
+    come_back_as(copy, tier, path, clock)
+    assert load(tier, [0, 9, 16])[1].ok.tolist() == [True, False, True]
+    # Without a word to the tier: what a kill would leave.
+    voided(tier)
+    after_kill = shutil.copytree(path, tmp_path / "killed")
+    tier.close()
+    for left in (path, after_kill):
+        again = open_tier(left)
+        assert recovered(again) == {0: 1, 16: 3}
+        again.close()
+
+
+def test_what_was_written_over_in_files_that_are_gone_is_not_found(
+    tier, path, tmp_path, clock
+):
+    """The page that a slot had before: its owner takes it for another one."""
+    store(tier, [0, 9], [1, 2])
+    copy = shutil.copytree(path, tmp_path / "elsewhere")
+    assert store(tier, [9, 10], [5, 6]).ok.all()
+    come_back_as(copy, tier, path, clock)
+    assert load(tier, [0, 9, 10])[1].ok.tolist() == [True, False, False]
+    tier.close()
+    again = open_tier(path)
+    assert recovered(again) == {0: 1, 16: 3}
+    again.close()
+
+
+def test_what_nobody_has_looked_at_yet_comes_back(path, tmp_path, clock):
+    """A former server's pages are there to be found, but for those forgotten."""
+    former = open_tier(path)
+    store(former, [0, 8, 9], [1, 8, 2])
+    former.close()
+    tier = open_tier(path, clock=clock, rest_s=REST_S)
+    copy = shutil.copytree(path, tmp_path / "elsewhere")
+    tier.forget(np.array([9]))
+    voided(tier)
+    come_back_as(copy, tier, path, clock)
+    assert recovered(tier) == {0: 1, 8: 8, 16: 3}
+    tier.close()
+
+
+def test_another_server_s_mark_is_left_alone(tier, path, clock):
+    """The mark of other weights goes into the tier's own directory, or nowhere yet."""
+    store(tier, [0], [1])
+    shutil.rmtree(path)
+    other = open_tier(path)
+    store(other, [3], [7])
+    tier.relabel("model-b")
+    voided(tier)
+    other.close()
+    again = open_tier(path)
+    assert recovered(again) == {3: 7}
+    again.close()
+    wear_out(lambda: store(tier, [8], [2]))
+    clock.advance(REST_S + 1)
+    assert store(tier, [8], [2]).ok.all()
+    tier.close()
+    again = open_tier(path, fingerprint="model-b")
+    assert recovered(again) == {8: 2}
+    again.close()
 
 
 def test_another_server_in_the_place_is_respected(tier, path, clock):

@@ -279,7 +279,9 @@ def test_a_key_that_is_not_admitted_is_refused(
     """Knowing the server's public key is not enough."""
     keys, others = make_keys(tmp_path / "key"), make_keys(tmp_path / "other")
     client = keyed(stack, keys, others, keys.public)
-    assert reason(client.ask(Ask("hi"), Answer, LONG_S)) == "not-admitted"
+    for _ in range(2):
+        # The second time it is known before anything is asked.
+        assert reason(client.ask(Ask("hi"), Answer, LONG_S)) == "not-admitted"
 
 
 def test_another_key_is_admitted_when_it_is_listed(

@@ -219,6 +219,15 @@ def test_a_tier_that_served_nothing_is_red_when_it_must_be_covered() -> None:
     assert "no exact answer used the disk tier" in result.summary()
 
 
+def test_where_no_bits_are_asked_a_tier_is_covered_by_any_answer() -> None:
+    """Free batches compare nothing exactly, and yet a tier has to have served."""
+    lower = [COLD, replace(HIT, cached_by_tier={"host": 12})]
+    options = {"page_size": PAGE, "spread": SPREAD, "forced": False}
+    assert check_equality(RUN, lower, must_cover=("host",), **options).passed
+    result = check_equality(RUN, RUN, must_cover=("host",), **options)
+    assert "no compared answer used the host tier" in result.summary()
+
+
 @pytest.mark.parametrize(
     ("candidate", "reason"),
     [

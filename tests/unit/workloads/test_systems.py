@@ -9,6 +9,7 @@ from sgl_tiered_workloads.systems import (
     Device,
     Tiers,
     faulty_spec,
+    hicache_spec,
     plain_spec,
     tiered_spec,
 )
@@ -45,3 +46,22 @@ def test_a_larger_pool_changes_nothing_else() -> None:
     small, large = plain_spec(DEVICE), plain_spec(DEVICE.with_pool(65536))
     pairs = zip(small.flags, large.flags, strict=True)
     assert [pair for pair in pairs if pair[0] != pair[1]] == [("4096", "65536")]
+
+
+def test_hicache_only_adds_flags_and_its_layout_says_how_it_copies() -> None:
+    """With a store it writes files there; without one it has none."""
+    size = ("--hicache-size", "3")
+    host = hicache_spec(DEVICE, "h", size, "page_first")
+    disk = hicache_spec(DEVICE, "h", size, "page_first_direct", Path("d"))
+    plain = plain_spec(DEVICE).flags
+    assert host.flags[: len(plain)] == disk.flags[: len(plain)] == plain
+    assert host.flags[-1] == "kernel"
+    assert "direct" in disk.flags
+    assert host.env == {}
+    assert disk.env == {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "d"}
+
+
+def test_a_pool_without_a_limit_has_no_flag() -> None:
+    """SGLang then takes what the memory holds."""
+    flags = plain_spec(DEVICE.with_pool(0)).flags
+    assert "--max-total-tokens" not in flags

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sgl_tiered_workloads.usage import Usage, total_usage, usage_of
+from sgl_tiered_workloads.usage import Usage, tokens_by_tier, total_usage, usage_of
 
 TIERED = {
     "prompt_tokens": 100,
@@ -25,6 +25,12 @@ def test_the_word_storage_does_not_count_the_disk_twice() -> None:
     assert usage.cached_by_tier == {"device": 10, "host": 30, "disk": 20}
     assert sum(usage.cached_by_tier.values()) == usage.cached_tokens
     assert usage.cached_share == pytest.approx(0.6)
+
+
+def test_a_server_without_a_disk_keeps_its_storage() -> None:
+    """HiCache's level below host is called so; a disk of 0 tokens hides nothing."""
+    assert tokens_by_tier({"host": 1, "storage": 2}) == {"host": 1, "storage": 2}
+    assert tokens_by_tier({"disk": 0, "storage": 2})["storage"] == 2
 
 
 def test_unknown_is_not_zero() -> None:

@@ -24,7 +24,15 @@ __all__ = [
     "versions",
 ]
 
-_VERSIONED = ("sglang", "sgl-tiered", "torch", "numpy", "transformers", "openai")
+_VERSIONED = (
+    "sglang",
+    "sgl-tiered",
+    "torch",
+    "numpy",
+    "transformers",
+    "openai",
+    "lmcache",
+)
 _ASK_S = 20.0
 _GPU_FIELDS = ("name", "memory.total", "driver_version", "pcie.link.gen.max")
 _MIB = 1 << 20

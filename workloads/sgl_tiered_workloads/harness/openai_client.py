@@ -25,6 +25,7 @@ import openai
 from sgl_tiered_workloads.connected import Connected
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest
+from sgl_tiered_workloads.usage import tokens_by_tier
 
 __all__ = ["Api", "OpenAIClient", "Tokenizer"]
 
@@ -61,9 +62,7 @@ class _Answer:
         """Take one streamed event."""
         self.usage = event.get("usage") or self.usage
         extra = event.get("sglext") or {}
-        for tier, tokens in (extra.get("cached_tokens_details") or {}).items():
-            if isinstance(tokens, int):
-                self.tiers[tier] = tokens
+        self.tiers |= tokens_by_tier(extra.get("cached_tokens_details") or {})
         for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
             # Models that think aloud stream their first tokens under another name.

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: tables and pictures in a single file."""
+"""A page of sections and pictures: as Markdown, or as one HTML file by itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import base64
 import html
 import re
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["html_page"]
+__all__ = ["Section", "html_page", "markdown"]
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto;
@@ -22,31 +23,51 @@ h2 { margin-top: 2rem }
 _NUMBER = re.compile(r"-|[\d.,]+%?")
 
 
-class Table(Protocol):
-    """What is shown under one heading."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading, what must be known, and a table; none where it has no columns.
 
-    @property
-    def title(self) -> str:
-        """The heading."""
-        ...
+    Attributes:
+        title: the heading.
+        note: what must be known to read the table; ``**`` marks what must be seen.
+        head: names of the columns.
+        rows: the cells.
+    """
 
-    @property
-    def note(self) -> str:
-        """What must be known to read the table; ``**`` marks what must be seen."""
-        ...
-
-    @property
-    def head(self) -> tuple[str, ...]:
-        """Names of the columns."""
-        ...
-
-    @property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The cells."""
-        ...
+    title: str
+    note: str
+    head: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
 
 
-def html_page(title: str, parts: Sequence[Table], pictures: Mapping[str, bytes]) -> str:
+def markdown(title: str, parts: Sequence[Section], pictures: Sequence[str]) -> str:
+    """Return a page as Markdown.
+
+    Args:
+        title: of the page.
+        parts: its sections, in order.
+        pictures: names of files beside it; they follow the sections.
+    """
+    lines = [f"# {title}", ""]
+    for part in parts:
+        lines += [f"## {part.title}", ""]
+        lines += [part.note, ""] if part.note else []
+        if not part.head:
+            continue
+        lines.append("| " + " | ".join(part.head) + " |")
+        lines.append("|---" * len(part.head) + "|")
+        for row in part.rows:
+            cells = (" ".join(cell.split()).replace("|", "\\|") for cell in row)
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    for name in pictures:
+        lines += [f"![{Path(name).stem}]({name})", ""]
+    return "\n".join(lines)
+
+
+def html_page(
+    title: str, parts: Sequence[Section], pictures: Mapping[str, bytes]
+) -> str:
     """Return the page; it loads nothing from anywhere.
 
     Args:
@@ -58,6 +79,8 @@ def html_page(title: str, parts: Sequence[Table], pictures: Mapping[str, bytes])
     for part in parts:
         body.append(f"<h2>{html.escape(part.title)}</h2>")
         body.append(f"<p>{_marked(part.note)}</p>")
+        if not part.head:
+            continue
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in part.head)
         rows = "".join(
             "<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in part.rows

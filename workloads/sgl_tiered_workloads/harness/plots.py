@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sgl_tiered_workloads.harness.metrics import in_window, span
-from sgl_tiered_workloads.harness.results import Results, SystemResult
 from sgl_tiered_workloads.records import RequestRecord
 
-__all__ = ["draw_all"]
+if TYPE_CHECKING:
+    # It brings the clients' packages, and who draws other figures needs none.
+    from sgl_tiered_workloads.harness.results import Results, SystemResult
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#666666")
+__all__ = ["COLOURS", "draw_all", "new_figure", "tidy", "to_png"]
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#666666")
+"""Okabe and Ito's palette, told apart by colour-blind readers too."""
 _TIER_COLOURS = {
     "device": "#0072b2",
     "host": "#56b4e9",
@@ -39,7 +42,8 @@ def draw_all(results: Results) -> dict[str, bytes]:
     }
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib figure, in inches."""
     # The canvas is made directly: pyplot would keep global state and may look for a
     # display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -50,7 +54,8 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _png(figure: Any) -> bytes:
+def to_png(figure: Any) -> bytes:
+    """Return a figure's PNG file; equal figures give equal bytes."""
     buffer = io.BytesIO()
     # No date or version inside: equal records give equal files.
     figure.savefig(buffer, format="png", metadata={"Software": None})
@@ -74,7 +79,7 @@ def _latency(results: Results) -> bytes:
         "ITL": (lambda r: [b - a for a, b in pairwise(r.token_times_s)], None),
         "E2E": (lambda r: [r.e2e_s], results.slos.e2e_s),
     }
-    figure = _figure(11, 3.2)
+    figure = new_figure(11, 3.2)
     every_axes = figure.subplots(1, len(kinds), sharey=True)
     for axes, (name, (samples, limit_s)) in zip(every_axes, kinds.items(), strict=True):
         for place, system in enumerate(results.systems):
@@ -88,16 +93,16 @@ def _latency(results: Results) -> bytes:
             axes.axvline(limit_s * 1e3, color="#222222", linestyle=":", linewidth=1)
         axes.set_xlabel(f"{name}, ms" + (" (dotted: SLO)" if limit_s else ""))
         axes.set_xlim(0, axes.get_xlim()[1] * 1.02)
-        _tidy(axes)
+        tidy(axes)
     every_axes[0].set_ylabel("share of requests (ITL: gaps)")
     _name_systems(figure, results)
-    return _png(figure)
+    return to_png(figure)
 
 
 def _timeline(results: Results) -> bytes:
     """TTFT over the targeted start, one panel per repeat, the window shaded."""
     repeats = sorted({r.repeat for system in results.systems for r in system.records})
-    figure = _figure(11, 3.2)
+    figure = new_figure(11, 3.2)
     every_axes = figure.subplots(1, len(repeats), sharey=True, squeeze=False)[0]
     for axes, repeat in zip(every_axes, repeats, strict=True):
         for place, system in enumerate(results.systems):
@@ -115,17 +120,17 @@ def _timeline(results: Results) -> bytes:
                 alpha=0.7,
             )
         axes.set_xlabel(f"targeted start in repeat {repeat}, s")
-        _tidy(axes)
+        tidy(axes)
     # After all panels: a limit that is set ends the scaling of all of them.
     every_axes[0].set_ylim(bottom=0)
     every_axes[0].set_ylabel("TTFT, ms (shaded: steady)")
     _name_systems(figure, results)
-    return _png(figure)
+    return to_png(figure)
 
 
 def _hits(results: Results) -> bytes:
     """Share of prompt tokens by tier, one bar per system."""
-    figure = _figure(11, 1.1 + 0.45 * len(results.systems))
+    figure = new_figure(11, 1.1 + 0.45 * len(results.systems))
     axes = figure.subplots()
     drawn: dict[str, Any] = {}
     for row, system in enumerate(results.systems):
@@ -142,10 +147,10 @@ def _hits(results: Results) -> bytes:
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of prompt tokens, %")
-    _tidy(axes)
+    tidy(axes)
     drawn["computed"] = drawn.pop("computed")
     figure.legend(drawn.values(), drawn, loc="outside upper center", ncols=len(drawn))
-    return _png(figure)
+    return to_png(figure)
 
 
 def _name_systems(figure: Any, results: Results) -> None:
@@ -157,14 +162,15 @@ def _name_systems(figure: Any, results: Results) -> None:
 
 
 def _colour(place: int) -> str:
-    return _COLOURS[place % len(_COLOURS)]
+    return COLOURS[place % len(COLOURS)]
 
 
 def _tier_colour(tier: str) -> str:
     return _TIER_COLOURS.get(tier, "#888888")
 
 
-def _tidy(axes: Any) -> None:
+def tidy(axes: Any) -> None:
+    """Leave out what carries no data, and draw a light grid behind."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#eeeeee")
     axes.set_axisbelow(True)

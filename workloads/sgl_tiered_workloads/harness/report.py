@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_tiered_workloads.harness.metrics import PERCENTILES, Distribution
-from sgl_tiered_workloads.harness.page import html_page
+from sgl_tiered_workloads.harness.page import Section, html_page, markdown
 from sgl_tiered_workloads.harness.plots import draw_all
 from sgl_tiered_workloads.harness.results import Results, SystemResult, load_results
 
-__all__ = ["Section", "markdown", "sections", "write_report"]
+__all__ = ["sections", "write_report"]
 
 _MS = 1e3
 _LATE_SHARE = 0.05
 """Client lag beyond this share of the median TTFT is said beside the figures."""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A heading, a table, and what must be known to read it."""
-
-    title: str
-    note: str
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def write_report(out: Path) -> list[Path]:
@@ -49,22 +37,6 @@ def write_report(out: Path) -> list[Path]:
         (out / name).write_text(content, encoding="utf-8")
         paths.append(out / name)
     return paths
-
-
-def markdown(title: str, parts: Sequence[Section], pictures: Sequence[str]) -> str:
-    """Return the report as Markdown; pictures are files beside it."""
-    lines = [f"# {title}", ""]
-    for part in parts:
-        lines += [f"## {part.title}", "", part.note, ""]
-        lines.append("| " + " | ".join(part.head) + " |")
-        lines.append("|---" * len(part.head) + "|")
-        for row in part.rows:
-            cells = (cell.replace("|", "\\|") for cell in row)
-            lines.append("| " + " | ".join(cells) + " |")
-        lines.append("")
-    for name in pictures:
-        lines += [f"![{Path(name).stem}]({name})", ""]
-    return "\n".join(lines)
 
 
 def sections(results: Results) -> list[Section]:

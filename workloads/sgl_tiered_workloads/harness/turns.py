@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 from sgl_tiered_workloads.server import SglangServer
 
-__all__ = ["bytes_by_edge", "rotated", "settle"]
+__all__ = ["PATIENCE_S", "bytes_by_edge", "rotated", "settle"]
 
 T = TypeVar("T")
 
 _QUIET_S = 0.5
-_PATIENCE_S = 60.0
+PATIENCE_S = 60.0
+"""Enough for what the small models of the CPU benches write."""
 
 
 def rotated(items: Sequence[T], turn: int) -> list[T]:
@@ -36,8 +37,15 @@ def bytes_by_edge(server: SglangServer) -> dict[str, int]:
     return {name: int(edge["bytes"]) for name, edge in edges.items()}
 
 
-async def settle(server: SglangServer, store: Path | None) -> None:
+async def settle(
+    server: SglangServer, store: Path | None, patience_s: float = PATIENCE_S
+) -> None:
     """Wait until a server writes no more, so that it disturbs nobody's figures.
+
+    Args:
+        server: that may still write.
+        store: folder of its disk; None where it has none.
+        patience_s: when to give up; longer where much is to be written.
 
     Raises:
         RuntimeError: it never came to rest.
@@ -48,10 +56,10 @@ async def settle(server: SglangServer, store: Path | None) -> None:
         return files, bytes_by_edge(server)
 
     before = await asyncio.to_thread(written)
-    for _ in range(int(_PATIENCE_S / _QUIET_S)):
+    for _ in range(int(patience_s / _QUIET_S)):
         await asyncio.sleep(_QUIET_S)
         now = await asyncio.to_thread(written)
         if now == before:
             return
         before = now
-    raise RuntimeError(f"{server.spec.name} still writes after {_PATIENCE_S:.0f} s")
+    raise RuntimeError(f"{server.spec.name} still writes after {patience_s:.0f} s")

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortNotification
 from sglang.srt.disaggregation.mooncake.conn import (
@@ -46,6 +47,7 @@ from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
     open_kv_transport,
 )
+from sgl_tiered.engines.sglang.disagg.starts import START_ROUTE, new_start, start_of
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place
@@ -111,6 +113,8 @@ class TieredKVManager(MooncakeKVManager):
         # What was decided about returns, for ``pd_stats``.
         self.returning: Callable[[], dict[str, Any]] = dict
         self._link_bytes_per_s = FIRST_BYTES_PER_S
+        # By bootstrap address, of those that say: the start that is known.
+        self._starts: dict[str, str] = {}
         # By room: what is to be told there, what was told here.
         self._telling: OrderedDict[int, PrefillTold] = OrderedDict()
         self._prefill_of: OrderedDict[int, PrefillTold] = OrderedDict()
@@ -201,6 +205,28 @@ class TieredKVManager(MooncakeKVManager):
         with self.session_lock:
             self.state_layout_rejections[session] = reason
         return reason
+
+    # -- Which start of a prefill instance is known ------------------------------
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Ask a prefill instance for what SGLang needs, and which start this is."""
+        is_new = bootstrap_addr not in self.prefill_info_table
+        if not super().try_ensure_parallel_info(bootstrap_addr):
+            return False
+        if is_new and (start := start_of(bootstrap_addr)):
+            self._starts[bootstrap_addr] = start
+        return True
+
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        """Take an instance for lost that has started anew since it was asked."""
+        super()._on_heartbeat_success(bootstrap_addr)
+        known = self._starts.get(bootstrap_addr)
+        if known is not None and start_of(bootstrap_addr) not in (None, known):
+            self._handle_node_failure(bootstrap_addr)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        self._starts.pop(failed_bootstrap_addr, None)
+        super()._handle_node_failure(failed_bootstrap_addr)
 
     # -- Layers that are placed one by one --------------------------------------
 
@@ -441,7 +467,17 @@ class TieredKVReceiver(MooncakeKVReceiver):
 
 
 class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
-    """SGLang's own: it says where prefill instances are."""
+    """SGLang's own, which says where prefill instances are; and which start this is."""
+
+    def _setup_routes(self) -> None:
+        super()._setup_routes()
+        start = new_start()
+
+        async def say_start(request: web.Request) -> web.Response:
+            del request
+            return web.Response(text=start)
+
+        self.app.router.add_get(START_ROUTE, say_start)
 
 
 class _Taken:

@@ -31,6 +31,7 @@ __all__ = ["DecodeRadixCache"]
 class DecodeRadixCache(TieredRadixCache):
     """TieredRadixCache whose prompts come from elsewhere."""
 
+    receives = True
     # Set by ``watch_prefill``.
     _prefill_of: Callable[[int], PrefillTold | None] | None = None
     # Set by ``load_first``.

@@ -156,7 +156,7 @@ class LayeredRadixCache(TieredRadixCache):
         is_act = self._comes_as_act(len(pages))
         if self._layers.open_load(self._loading_rid, pages, is_act):
             return slots
-        self.token_to_kv_pool_allocator.free(slots)
+        self.give_slots(slots)
         return None
 
     def _comes_as_act(self, num_pages: int) -> Bools | None:

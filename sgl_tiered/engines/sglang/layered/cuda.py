@@ -36,6 +36,7 @@ from sgl_tiered.engines.sglang.layered.stream_device_pool import (
 )
 from sgl_tiered.pipelines.stream_acts import StreamActCopier
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
+from sgl_tiered.pipelines.stream_pool import StreamPool, scattered
 from sgl_tiered.pipelines.stream_weights import WeightSlots
 from sgl_tiered.tiers.memory import MemoryRegion
 
@@ -51,8 +52,6 @@ logger = logging.getLogger(__name__)
 UInt8s = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
 
-_TUNE_PAGES = 33
-"""One of them is page 0: as many as the start measures of the tiers' links."""
 _PLATFORM = "sglang.srt.platforms.cuda.CudaSRTPlatform."
 
 
@@ -62,9 +61,11 @@ class CudaPlaces:
     Attributes:
         write_slots: returns where a forward's new tokens go in a layer, int64 [n] on
             the device, or None while nothing is placed; the attention backend sets it.
+        pinning_refused_bytes: of host memory that CUDA did not pin.
     """
 
     write_slots: Callable[[int], torch.Tensor | None] | None = None
+    pinning_refused_bytes = 0
     page_size: int
     device: str
     k_buffer: list[torch.Tensor]
@@ -73,8 +74,12 @@ class CudaPlaces:
 
     def _host_region(self, num_rows: int, row_bytes: int) -> MemoryRegion:
         """Return pinned memory; ordinary one where CUDA cannot pin so much."""
-        register = cuda_register("--tiered-layerkv-host-size")
-        pin = pin_if_possible(register, self.device)
+
+        def refused(num_bytes: int) -> None:
+            self.pinning_refused_bytes += num_bytes
+
+        register = cuda_register("--tiered-layerkv-host-size", self.device)
+        pin = pin_if_possible(register, self.device, refused)
         return MemoryRegion(num_rows, row_bytes, register=pin)
 
     def _store_kv_layer(
@@ -172,12 +177,7 @@ def cuda_copies(
     copier = StreamLayerCopier(
         ops, region, ahead=not guarded, breaks_staging=breaks_staging
     )
-    numbers = np.arange(1, min(len(region), ops.num_pages, _TUNE_PAGES))
-    if len(numbers) and ops.is_pinned(region):
-        logger.info(
-            "sgl-tiered: layers up from memory: %s",
-            copier.pool.tune(region, numbers, numbers),
-        )
+    _prepare(copier.pool, "layers", region, ops.num_pages)
     by_kernel = copier.pool.loads_by_kernel
     if getattr(pool, "acts", None) is None:
         return LayerCopies(
@@ -204,12 +204,10 @@ def cuda_copies(
         weights=weights,
         breaks_staging=breaks_staging,
     )
-    numbers = np.arange(1, min(len(act_region), len(pool.acts), _TUNE_PAGES))
-    if len(numbers) and act_ops.is_pinned(act_region):
-        logger.info(
-            "sgl-tiered: activations up from memory: %s",
-            acts.copies.pool.tune(act_region, numbers, numbers),
-        )
+    _prepare(acts.copies.pool, "activations", act_region, len(pool.acts))
+    away = frozenset() if weights is None else frozenset(chosen.offloaded.away)
+    both = (away, frozenset(range(layout.num_layers)) - away)
+    acts.warm([min(layers) for layers in both if layers])
     logger.warning(NOT_VALIDATED)
     act_bytes = StreamActBytes(act_ops, act_region)
 
@@ -226,6 +224,26 @@ def cuda_copies(
         acts,
         weights,
     )
+
+
+def _prepare(loads: StreamPool, what: str, region: UInt8s, num_pages: int) -> None:
+    """Run the kernels of loads once, and measure loads where they can choose.
+
+    Args:
+        loads: of layers, from rows of the region.
+        what: is loaded.
+        region: as allocated; row 0 stands for padding, as page 0 does.
+        num_pages: of the device; they hold nothing yet.
+    """
+    rng = np.random.default_rng(0)
+    rows, pages = scattered(rng, range(1, len(region)), range(1, num_pages))
+    if not len(pages):
+        return
+    loads.warm(pages, stores=False)
+    if loads.reaches(region):
+        logger.info(
+            "sgl-tiered: %s up from memory: %s", what, loads.tune(region, rows, pages)
+        )
 
 
 def cuda_hooks() -> list[tuple[str, Any, Any]]:

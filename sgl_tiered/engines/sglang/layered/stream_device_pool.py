@@ -17,7 +17,7 @@ from sgl_tiered_kernels import page_copy
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.layered.driver import ActTransfers
 from sgl_tiered.pipelines.stream_layers import LayerCopyOps, LayerStores
-from sgl_tiered.pipelines.stream_pool import StreamPool
+from sgl_tiered.pipelines.stream_pool import LoadWay, StreamPool
 from sgl_tiered.pipelines.streams import StreamArrival
 
 __all__ = ["LayeredStreamPool", "Places", "StreamActBytes"]
@@ -25,8 +25,6 @@ __all__ = ["LayeredStreamPool", "Places", "StreamActBytes"]
 UInt8s = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
-
-_ALL = 1 << 62
 
 
 class Places(Protocol):
@@ -121,7 +119,8 @@ class LayeredStreamPool:
         self._layout = ops.layout
         self._region = region
         self._places = places
-        self._loads = StreamPool(ops, kernel_below_bytes=_ALL if by_kernel else 0)
+        way = LoadWay.KERNEL if by_kernel else LoadWay.ENGINES
+        self._loads = StreamPool(ops, way=way)
         self._stores = LayerStores(ops)
 
     @property

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from sgl_tiered_workloads.harness import openai_client
 from sgl_tiered_workloads.harness.openai_client import OpenAIClient
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest
@@ -54,6 +55,14 @@ def test_completions_send_ids_and_record_ids() -> None:
 def test_a_hit_without_a_tier_is_credited_to_none() -> None:
     """OpenAI's usage tells how much was cached, not where."""
     assert ask(StandIn(cached={"any": 2})).cached_by_tier == {"unattributed": 2}
+
+
+def test_the_disk_of_a_tiered_server_counts_once() -> None:
+    """It tells it as ``storage`` too; the cached tokens are no more than they were."""
+    details = {"host": 2, "disk": 3, "storage": 3, "storage_backend": "x"}
+    answer = openai_client._Answer()
+    answer.take({"sglext": {"cached_tokens_details": details}}, 0.0)
+    assert answer.tiers == {"host": 2, "disk": 3}
 
 
 def test_several_tokens_of_one_event_have_one_time() -> None:

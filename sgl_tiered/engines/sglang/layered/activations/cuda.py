@@ -15,6 +15,7 @@ import torch
 from sgl_tiered_kernels.kv_gen import rebuild_kv
 from sgl_tiered_kernels.page_copy.dma import (
     CopyEngines,
+    common_alignment,
     row_addresses,
 )
 
@@ -78,6 +79,7 @@ class CudaActOps(CudaStreams):
         self._layout = act_layout(area, num_layers)
         self._rows = area.view(-1, area.shape[2])
         self._address = area.data_ptr()
+        self._alignment = common_alignment([self._address])
         # One part a layer, where KV has two.
         self._table = torch.tensor([self._address], dtype=torch.int64).to(area.device)
         self._keys, self._values = pool.k_buffer[0], pool.v_buffer[0]
@@ -132,6 +134,7 @@ class CudaActOps(CudaStreams):
                 rows,
                 first_byte,
                 self._layout.layer_page_bytes,
+                alignment=self._alignment,
             )
 
     def store_by_engines(

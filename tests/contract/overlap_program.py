@@ -1,0 +1,313 @@
+"""Lets loads fail behind work that the device had accepted; prints JSON.
+
+    overlap_program.py CORE
+
+SGLang's scheduler and the loop of its overlap schedule run in this process, over a CUDA
+device that is played (``played_scheduler.py``): a batch is launched before the results
+of the one before are taken, and its forward runs late. A token of the played forward is
+made of every byte of KV before it. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from host_waits import HostWaits
+from played_scheduler import PAGE, Asked, PlayedScheduler
+
+warnings.simplefilter("ignore")
+
+FLAGS = (
+    *("--max-total-tokens", str(96 * PAGE), "--max-running-requests", "6"),
+    *("--chunked-prefill-size", "256", "--tiered-host-size", "4MB"),
+    *("--tiered-load-policy", "always", "--tiered-explain-last", "0"),
+)
+TURNS = 40
+
+
+class Stories:
+    """Each begins with prompts that the host has and the device has not."""
+
+    def __init__(self, core: str) -> None:
+        self.waits = HostWaits().__enter__()
+        self.server = PlayedScheduler(0, FLAGS, self.waits, core)
+        self.rng = np.random.default_rng(2)
+        self.num_asked = 0
+        self.prompts: list[list[int]] = []
+
+    def begin(self, num_prompts: int = 3) -> None:
+        """Offload prompts, and forget everything else."""
+        server = self.server
+        server.recover()
+        server.settle()
+        server.drop("device", "host")
+        # A tier that has failed again and again rests; here it is well again.
+        for breaker in server.runtime._breakers.values():
+            breaker.record("")
+        server.runtime.pump()
+        self.prompts = [self.prompt(7 * PAGE + 3) for _ in range(num_prompts)]
+        for prompt in self.prompts:
+            self.ask(prompt)
+        server.run()
+        server.drop("device")
+        server.asked.clear()
+        server.most_passes = 0
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Return tokens of chance."""
+        found: list[int] = self.rng.integers(0, 500, num_tokens).tolist()
+        return found
+
+    def ask(self, prompt: list[int], most_new: int = 4) -> Asked:
+        """Send a request."""
+        self.num_asked += 1
+        return self.server.ask(f"r{self.num_asked}", prompt, most_new)
+
+    def is_loading(self) -> bool:
+        """Whether a pass with a load was launched whose results are to come."""
+        return bool(self.server.tree._passes)
+
+    def fails(self, *later: tuple[Callable[[], bool], Callable[[], None]]) -> None:
+        """Let the loads of the first pass fail on the device, and no other."""
+        played, server = self.server.played, self.server
+        played.fails, played.fails_on = True, ("load",)
+
+        def recover() -> None:
+            played.fails = False
+
+        with server.stopped():
+            server.run((self.is_loading, recover), *later)
+
+    def ended(self, *asked: Asked) -> dict[str, Any]:
+        """Say how a story has ended; everything of it is let end."""
+        server = self.server
+        server.recover()
+        server.settle()
+        with self.waits.held():
+            occupancy = server.runtime.metrics_snapshot()["occupancy"]
+            counters = server.runtime.metrics_snapshot()["counters"]
+        server.runtime.cache.check()
+        return {
+            "ends": [one.finish and one.finish["type"] for one in asked],
+            "codes": [one.finish and one.finish.get("status_code") for one in asked],
+            "tokens": [len(one.tokens) for one in asked],
+            "wrong": server.wrong(),
+            "too_early": server.too_early,
+            "held": server.held,
+            "most_passes": server.most_passes,
+            "repaired": int(counters.get("loads_repaired", 0)),
+            "pinned": sum(tier["pinned"] for tier in occupancy.values()),
+            "passes": len(server.tree._passes),
+            "flows": server.tree.num_flows,
+        }
+
+    # -- What happens ----------------------------------------------------------
+
+    def two_passes(self) -> dict[str, Any]:
+        """Two passes with loads are in flight, and none fails."""
+        self.begin()
+        first = self.ask(self.prompts[0])
+        others: list[Asked] = []
+
+        def more() -> None:
+            others.append(self.ask(self.prompts[1]))
+
+        with self.server.stopped():
+            self.server.run((self.is_loading, more))
+        return self.ended(first, *others)
+
+    def fails_alone(self) -> dict[str, Any]:
+        """The one load of a pass fails."""
+        self.begin()
+        asked = self.ask(self.prompts[0])
+        self.fails()
+        return self.ended(asked)
+
+    def fails_behind_another(self) -> dict[str, Any]:
+        """Of two passes that are in flight the second one's load fails."""
+        self.begin()
+        first = self.ask(self.prompts[0])
+        others: list[Asked] = []
+
+        def more() -> None:
+            self.server.played.fails = True
+            others.append(self.ask(self.prompts[1]))
+
+        self.server.played.fails_on = ("load",)
+        with self.server.stopped():
+            self.server.run((self.is_loading, more))
+        return self.ended(first, *others)
+
+    def fails_before_a_chunk(self) -> dict[str, Any]:
+        """The prompt goes on behind it, and its next chunk is launched already."""
+        self.begin()
+        asked = self.ask(self.prompts[0] + self.prompt(30 * PAGE))
+        self.fails()
+        return self.ended(asked)
+
+    def fails_and_is_asked_again(self) -> dict[str, Any]:
+        """Another request has the same prompt, and then a third one."""
+        self.begin()
+        first = self.ask(self.prompts[0])
+        others: list[Asked] = []
+
+        def more() -> None:
+            others.append(self.ask(self.prompts[0] + self.prompt(PAGE)))
+
+        self.fails((self.is_loading, more))
+        self.server.recover()
+        others.append(self.ask(self.prompts[0]))
+        self.server.run()
+        return self.ended(first, *others)
+
+    def fails_and_is_aborted(self) -> dict[str, Any]:
+        """The request goes while its load is in flight."""
+        self.begin()
+        asked = self.ask(self.prompts[0], 8)
+        self.fails((lambda: True, lambda: self.server.abort(asked.rid)))
+        again = self.ask(self.prompts[0])
+        self.server.recover()
+        self.server.run()
+        return self.ended(asked, again)
+
+    def fails_beside_a_decoder(self) -> dict[str, Any]:
+        """One that decodes meanwhile, and one that is computed, notice nothing."""
+        self.begin()
+        decoder = self.ask(self.prompt(40), 24)
+        asked: list[Asked] = []
+
+        def go() -> None:
+            asked.append(self.ask(self.prompts[0]))
+            asked.append(self.ask(self.prompt(40)))
+
+        played = self.server.played
+        played.fails, played.fails_on = True, ("load",)
+        with self.server.stopped():
+            self.server.run((lambda: len(decoder.tokens) > 2, go))
+        return self.ended(decoder, *asked)
+
+    def refused(self) -> dict[str, Any]:
+        """Copies cannot be queued: what they lack is computed, behind a decoder."""
+        self.begin()
+        decoder = self.ask(self.prompt(40), 24)
+        asked: list[Asked] = []
+
+        def go() -> None:
+            self.server.played.refuses = True
+            asked.append(self.ask(self.prompts[0]))
+            asked.append(self.ask(self.prompts[1]))
+
+        self.server.played.fails_on = ("load",)
+        self.server.run((lambda: len(decoder.tokens) > 2, go))
+        return self.ended(decoder, *asked)
+
+    def crowd(self) -> dict[str, Any]:
+        """Requests of chance come and go, and loads fail now and then."""
+        self.begin(6)
+        server, rng = self.server, self.rng
+        server.played.fails_on = ("load",)
+        asked: list[Asked] = []
+
+        def turn() -> None:
+            if not server.tree._passes:
+                server.recover()
+            server.played.fails = bool(rng.random() < 0.3)
+            server.played.refuses = bool(rng.random() < 0.2)
+            for _ in range(int(rng.integers(0, 3))):
+                base = self.prompts[int(rng.integers(len(self.prompts)))]
+                cut = base[: int(rng.integers(PAGE, len(base) + 1))]
+                more = self.prompt(int(rng.integers(1, 2 * PAGE)))
+                asked.append(self.ask(cut + more, int(rng.integers(1, 9))))
+            if asked and rng.random() < 0.2:
+                server.abort(asked[int(rng.integers(len(asked)))].rid)
+            server.retracts(bool(rng.random() < 0.2))
+
+        def is_time() -> bool:
+            return bool(rng.random() < 0.5)
+
+        def end() -> None:
+            server.recover()
+            server.retracts(False)
+
+        server.run(*[(is_time, turn)] * TURNS, (is_time, end))
+        told = self.ended(*asked)
+        for name in ("ends", "codes"):
+            told[name] = sorted({str(one) for one in told[name]})
+        told["tokens"] = sum(told["tokens"])
+        return told
+
+    # -- What is left out on purpose -------------------------------------------
+
+    def nobody_asks_how_loads_ended(self) -> dict[str, Any]:
+        """Negative control: results are taken as if all had landed."""
+        from sgl_tiered.engines.sglang.cache import TieredRadixCache
+
+        real = TieredRadixCache.end_passes
+        kind: Any = TieredRadixCache
+        kind.end_passes = lambda tree, batch: []
+        try:
+            self.begin()
+            asked = self.ask(self.prompts[0])
+            self.fails()
+            found = {"wrong": self.server.wrong(), "early": self.server.too_early[:]}
+        finally:
+            kind.end_passes = real
+        self.server.too_early.clear()
+        with self.waits.held():
+            for loading in list(self.server.tree._passes):
+                self.server.tree._end_pass(loading)
+        self.server.recover()
+        return {"tokens": len(asked.tokens), **found}
+
+    def nobody_waits_for_layers(self) -> dict[str, Any]:
+        """Negative control: forwards read layers that have not come."""
+        from sgl_tiered.engines.sglang.layer_counter import LayerCounter
+        from sgl_tiered.pipelines.layerwise_load import LoadTicket
+
+        real = LayerCounter.wait_until, LoadTicket.wait_last_layer
+        counter: Any = LayerCounter
+        ticket: Any = LoadTicket
+        counter.wait_until = lambda counter, layer: None
+        ticket.wait_last_layer = lambda ticket: None
+        try:
+            self.begin()
+            self.server.delays_loads = True
+            decoder = self.ask(self.prompt(40), 24)
+
+            def go() -> None:
+                self.ask(self.prompts[0])
+
+            self.server.run((lambda: len(decoder.tokens) > 2, go))
+            wrong = self.server.wrong()
+        finally:
+            counter.wait_until, ticket.wait_last_layer = real
+            self.server.delays_loads = False
+        return {"wrong": wrong}
+
+
+NAMES = (
+    *("two_passes", "fails_alone", "fails_behind_another", "fails_before_a_chunk"),
+    *("fails_and_is_asked_again", "fails_and_is_aborted", "fails_beside_a_decoder"),
+    *("refused", "crowd", "nobody_asks_how_loads_ended", "nobody_waits_for_layers"),
+)
+
+
+def main() -> None:
+    """Tell all stories."""
+    stories = Stories(sys.argv[1])
+    core = type(stories.server.tree.tree_core).__name__
+    told: dict[str, Any] = {"core": core}
+    for name in NAMES:
+        told[name] = getattr(stories, name)()
+    stories.waits.__exit__()
+    stories.server.runtime.close(stories.server.tree.take_ends)
+    print("\n" + json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
