@@ -90,6 +90,10 @@ class DiskDirectory:
 
         ``slots_per_slab`` may differ: then the one on disk stays in force, unless the
         capacity would take more than ``MAX_KEPT_SLABS`` of them.
+
+        Raises:
+            OSError: the disk fails. Then nothing is discarded: what cannot be read now
+                may be readable at the next start.
         """
         stored = self._read_meta()
         if stored is None:
@@ -180,7 +184,7 @@ class DiskDirectory:
         try:
             with (self.path / META_NAME).open("rb") as file:
                 text = file.read(MAX_META_BYTES).decode()
-        except (OSError, UnicodeDecodeError):
+        except (FileNotFoundError, UnicodeDecodeError):
             return None
         return DiskMeta.from_json(text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,9 @@ _SHARE = 0.03
 _PAGES_LEAST, _PAGES_IDLE = 16, 4096
 """In a slice: some progress in any pass, and 5 to 15 ms where nothing runs, for which a
 request that comes just then waits."""
+_IDLE_S = 0.1
+"""Without work before the engine counts as idle: clients that ask again as soon as they
+are answered leave gaps of a few milliseconds, which are theirs."""
 _FIRST_PAGE_S = 4e-6
 """What a page takes until it was measured."""
 _DIGEST_PAGES = 1 << 16
@@ -134,6 +138,7 @@ class DiskAdoption:
         self._num_found = 0
         self._page_s = _FIRST_PAGE_S
         self._stepped_at_s = self._began_s = self._clock.now()
+        self._busy_at_s = -math.inf
         self._seconds = dict.fromkeys(
             ("read_s", "begin_s", "longest_slice_s", "total_s"), 0.0
         )
@@ -251,9 +256,12 @@ class DiskAdoption:
 
     def _num_pages(self) -> int:
         """Return how many pages to adopt now; reads this rank's clock."""
-        if self.is_idle():
+        now_s = self._clock.now()
+        if not self.is_idle():
+            self._busy_at_s = now_s
+        if now_s - self._busy_at_s >= _IDLE_S:
             return _PAGES_IDLE
-        passed_s = self._clock.now() - self._stepped_at_s
+        passed_s = now_s - self._stepped_at_s
         return min(
             _PAGES_IDLE, max(_PAGES_LEAST, int(_SHARE * passed_s / self._page_s))
         )

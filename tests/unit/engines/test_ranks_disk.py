@@ -170,11 +170,25 @@ def test_a_single_rank_takes_over_what_there_is():
     adoption.advance()
     assert 0 < num_on_disk(cache) < 40
     adoption.is_idle = lambda: True
+    adoption._clock.advance(0.1)
     adoption.advance()
     assert adoption.is_done
     assert num_on_disk(cache) == 40
     assert disk.forgotten == []
     cache.check()
+
+
+def test_a_gap_between_two_requests_is_not_taken():
+    """Clients that ask again at once leave gaps; a long slice would hold them up."""
+    _, cache, adoption = alone(200, num_slots=256)
+    adoption._reader.join()
+    adoption.advance()
+    adoption.advance()
+    busy = num_on_disk(cache)
+    adoption.is_idle = lambda: True
+    adoption._clock.advance(0.003)
+    adoption.advance()
+    assert busy < num_on_disk(cache) < 200, "a gap of 3 ms is not what is free"
 
 
 def test_the_start_does_not_wait_for_the_disk():

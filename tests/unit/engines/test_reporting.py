@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,10 @@ def test_a_scheduler_idles_only_where_nothing_was_launched(busy):
         chunked_req=object() if busy == "chunked" else None,
         last_batch=object() if busy == "launched" else None,
     )
-    reporting._attach_scheduler(None, scheduler)
+    try:
+        reporting._attach_scheduler(None, scheduler)
+        assert gc.get_freeze_count() > 0, "a full collection goes through all imports"
+    finally:
+        gc.unfreeze()
     assert cache.tiered.engine_idle() == (busy == "nothing")
     assert cache.tiered.engine_free() == (busy == "nothing")

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -479,6 +480,27 @@ def test_a_meta_file_is_written_whole(path, monkeypatch, num_bytes):
     fill(path, {3: 4})
     tier = open_tier(path)
     assert recovered(tier) == {3: 4}
+    tier.close()
+
+
+def test_a_meta_file_that_the_disk_does_not_give_is_kept(path, monkeypatch):
+    """A failing read says nothing of what was kept; the next start may find it."""
+    tier = open_tier(path)
+    store(tier, [0], [1])
+    tier.close()
+    real = Path.open
+
+    def fails(self, *args, **kwargs):
+        if self.name == META_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", fails)
+        with pytest.raises(TierUnavailableError, match="Input/output error"):
+            open_tier(path)
+    tier = open_tier(path)
+    assert recovered(tier) == {0: 1}
     tier.close()
 
 
