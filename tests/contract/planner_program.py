@@ -309,7 +309,7 @@ def forwards(
 
     planner.play(num_sm)
     planner.planned = {"prefill": [], "decode": []}
-    planner.shortens = fault == "lengths"
+    planner.shortens, planner.drops = fault == "lengths", fault == "a work item"
     try:
         told = run(
             seed,
@@ -319,7 +319,7 @@ def forwards(
             **how,
         )
     finally:
-        planner.shortens = False
+        planner.shortens = planner.drops = False
     splits = {form: sum(planned) for form, planned in planner.planned.items()}
     plans = {form: len(planned) for form, planned in planner.planned.items()}
     return {**told, "splits": splits, "plans": plans}
@@ -364,6 +364,7 @@ FAULTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lengths": (plain, CORES),
     "lengths, decoding without tensor cores": (plain, NO_CORES),
     "lengths, chunks of one size": (misread, CORES | {"split_tokens": SPLIT_TOKENS}),
+    "a work item": (plain, NO_CORES),
     "another layer": (misread, CORES | LONG),
     "another layer, activations": (misread, CORES | LONG | {"acts": True}),
     "not written": (misread, NO_CORES | LONG),

@@ -59,13 +59,14 @@ class Planner:
     Attributes:
         planned: by form, whether each plan so far has split keys and values.
         shortens: whether plans are made for half of each request's tokens: a fault.
+        drops: whether plans lack their last work item: another.
     """
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         self._library.planner_error.restype = ctypes.c_char_p
         self.planned: dict[str, list[bool]] = {"prefill": [], "decode": []}
-        self.shortens = False
+        self.shortens = self.drops = False
 
     def play(self, num_sm: int, blocks_per_sm: int = 2) -> None:
         """Set what the device is."""
@@ -109,6 +110,7 @@ class Planner:
         if count != len(names):
             raise RuntimeError(self._library.planner_error().decode())
         told = list(info)
+        told[names.index("padded_batch_size")] -= self.drops
         self.planned[form].append(bool(told[-1]))
         return told
 

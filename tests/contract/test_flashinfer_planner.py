@@ -105,6 +105,7 @@ FAULTS = [
     "lengths",
     "lengths, decoding without tensor cores",
     "lengths, chunks of one size",
+    "a work item",
     "another layer",
     "another layer, activations",
     "not written",
@@ -113,7 +114,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_changes_answers(told, name):
-    """A plan for other lengths, page numbers of another layer, or SGLang's own."""
+    """A plan for other lengths or not all of it, and pages of another layer or plan."""
     assert told["faults"][name]["extend"] > 100 * ROUNDING
     assert told["faults"][name]["decode"] > 100 * ROUNDING
 
