@@ -12,14 +12,14 @@ from sgl_tiered_kernels.kv_gen import KVProjection, Rotary, rebuild_kv
 
 HIDDEN = HEADS * DIM
 PAGE_BYTES = PAGE * HIDDEN * 4
-NUM_POSITIONS = 64
+NUM_POSITIONS = 256
 
 
-def act_plan() -> Any:
+def act_plan(scale: int = 1) -> Any:
     """Return sizes: half of the host's rows, and an act area."""
     from sgl_tiered.layered.base import ActPlan
 
-    return ActPlan(20, 60, 10, 4, PAGE_BYTES)
+    return ActPlan(20 * scale, 60 * scale, 10 * scale, 4 * scale, PAGE_BYTES)
 
 
 class Projections:

@@ -36,20 +36,24 @@ warnings.simplefilter("ignore")
 
 NUM_PAGES, NUM_PHYSICAL, HALF = 40, 100, 10
 NUM_ROWS = 12
+"""These, and the requests, are so many times as large where a story has a scale."""
 OFFLOADED = (1 << 30, 5_700)
 """Everything, or one layer and a part of another."""
 
 
-def plan(*, acts: bool = False, offload_bytes: int | None = None) -> Any:
+def plan(
+    scale: int = 1, *, acts: bool = False, offload_bytes: int | None = None
+) -> Any:
     from sgl_tiered.core.layout import PageLayout
     from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
     from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 
     layout = PageLayout(LAYERS, PAGE, HEADS * DIM * 4)
-    sizes = (layout, NUM_PAGES, NUM_PHYSICAL, HALF, LayerKvSettings())
+    counts = [scale * count for count in (NUM_PAGES, NUM_PHYSICAL, HALF)]
     if acts:
-        return LayerPlan(*sizes, act_plan(), chosen(offload_bytes))
-    return LayerPlan(*sizes)
+        areas = (act_plan(scale), chosen(offload_bytes))
+        return LayerPlan(layout, *counts, LayerKvSettings(), *areas)
+    return LayerPlan(layout, *counts, LayerKvSettings())
 
 
 class Server:
@@ -64,6 +68,9 @@ class Server:
         breaks: bool = False,
         acts: bool = False,
         offload_bytes: int | None = None,
+        scale: int = 1,
+        kernels: Any = None,
+        group: int = 1,
     ) -> None:
         from sglang.srt.platforms.cuda import CudaSRTPlatform
 
@@ -78,12 +85,13 @@ class Server:
         cuda.CudaLayerOps = self.played.ops_class()
         cuda.CudaActOps = self.played.act_ops_class()
         platform = CudaSRTPlatform()
-        self.plan = plan(acts=acts, offload_bytes=offload_bytes)
+        self.scale = scale
+        self.plan = plan(scale, acts=acts, offload_bytes=offload_bytes)
         self.home: list[int] = []
         if offload_bytes is not None:
             self.home = self.plan.chosen.projections.addresses()
         capacity._planned[:] = [self.plan]
-        size = NUM_PAGES * PAGE
+        size = scale * NUM_PAGES * PAGE
         self.pool = platform.get_kv_pool_cls(kind="mha")(
             size,
             page_size=PAGE,
@@ -114,7 +122,7 @@ class Server:
             build.place_layers(*placing)
         except Exception as error:  # noqa: BLE001 - the kind is what is told
             self.too_early = f"{type(error).__name__}: {error}"
-        backend = make_backend(self.pool, Table())
+        backend = make_backend(self.pool, Table(), kernels, group=group)
         if guard is None:
             placed = build.place_layers(*placing)
         else:
@@ -123,7 +131,8 @@ class Server:
         self.warmed = sorted(set(self.played.kernels))
         self.copier = self.driver.manager._mover._copier
         self.at_start = self.driver.transfers[:, 1:].copy()
-        self.forwards = Forwards(backend, self.take_page)
+        self.backend = backend
+        self.forwards = Forwards(backend, self.take_page, group)
         self.inputs = None
         if acts:
             self.inputs = Inputs(self.plan.chosen.projections)
@@ -131,7 +140,8 @@ class Server:
             if self.home:
                 self.inputs.ready = self.await_unit
         self.num_acts = 0
-        self.region = np.zeros((NUM_ROWS, plan().layout.slot_bytes), np.uint8)
+        rows = (scale * NUM_ROWS, plan().layout.slot_bytes)
+        self.region = np.zeros(rows, np.uint8)
         self.played.pinned.add(self.region.ctypes.data)
 
     def await_unit(self, layer: int) -> None:
@@ -169,7 +179,8 @@ class Server:
     def extend(self, batch: list[tuple[str, int]], layers: Any = None) -> None:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        self.forwards.step(batch, ForwardMode.EXTEND, layers)
+        news = [(rid, self.scale * new) for rid, new in batch]
+        self.forwards.step(news, ForwardMode.EXTEND, layers)
 
     def run(self) -> None:
         """Prefill, chunk, decode, with layers on both sides."""
@@ -184,7 +195,7 @@ class Server:
                 for rid in "abc":
                     self.driver.manager.release(rid, everything)
                 # What is on the host as well leaves, as it does under pressure.
-                self.driver.manager._room.drop(NUM_PHYSICAL)
+                self.driver.manager._room.drop(self.scale * NUM_PHYSICAL)
             if number == 5:
                 self.driver.manager.hold("a", everything)
                 self.driver.manager.pull("a")
@@ -263,13 +274,21 @@ class Server:
             "free": room.free,
             "total": room.total,
             "free_slots": self.allocator.available_size(),
-            "slots": NUM_PAGES * PAGE,
+            "slots": self.scale * NUM_PAGES * PAGE,
         }
 
 
-def story(seed: int, **how: Any) -> dict[str, Any]:
-    """Run forwards, then the way down and up; free all."""
+def story(seed: int, prepare: Any = None, **how: Any) -> dict[str, Any]:
+    """Run forwards, then the way down and up; free all.
+
+    Args:
+        seed: of the device and of the numbers.
+        prepare: is given the server before its first forward.
+        how: of the server.
+    """
     server = Server(seed, **how)
+    if prepare is not None:
+        prepare(server)
     server.run()
     stored = server.stored("a")
     server.num_acts = int(server.is_act.sum())

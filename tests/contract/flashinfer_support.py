@@ -1,8 +1,9 @@
 """SGLang's FlashInfer backend on a CPU: stand-ins for its kernels, and forwards.
 
 Everything that plans, writes indices, stores and splits a batch is the product's or
-SGLang's; the wrappers compute plain attention from what their index buffers hold.
-``Forwards`` compares with attention over each request's own keys and values.
+SGLang's; the wrappers compute plain attention from what their index buffers hold
+(``planner_support.py`` has FlashInfer's own instead). ``Forwards`` compares with
+attention over each request's own keys and values.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ PAGE, LAYERS, HEADS, DIM = 4, 3, 2, 8
 
 
 def attend(q, keys, values, causal):
-    """Return attention and log-sum-exp of [n, heads, dim] over [m, heads, dim]."""
+    """Return attention and log-sum-exp of [n, heads, dim] over [m, heads, dim].
+
+    A head of keys and values may serve several of queries.
+    """
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (one.repeat_interleave(group, 1) for one in (keys, values))
     scores = torch.einsum("nhd,mhd->hnm", q, keys) * DIM**-0.5
     if causal:
         ahead = torch.ones(scores.shape[1:], dtype=torch.bool)
@@ -86,7 +92,7 @@ class Table:
     """SGLang's table of slots, and of who has which row."""
 
     def __init__(self):
-        self.req_to_token = torch.zeros((16, 64), dtype=torch.int32)
+        self.req_to_token = torch.zeros((16, 512), dtype=torch.int32)
 
 
 class Translator:
@@ -106,19 +112,77 @@ class Translator:
             out[begin : begin + count] = self.table.req_to_token[row, :count]
 
 
-def make_backend(pool: Any, table: Table) -> Any:
-    """Return the product's backend over a pool, attached, with stand-in kernels."""
+class PlayedKernels:
+    """The wrappers of this file, and what makes more of them."""
+
+    def join(self, backend: Any, theirs: Any, heads: tuple[int, int], dim: int) -> None:
+        """Give a backend its wrappers, and what updates those of decoding."""
+        del heads, dim
+
+        class Updater(theirs.FlashInferIndicesUpdaterDecode):
+            """SGLang's signature; its own form allocates on a CUDA device."""
+
+            def __init__(self):
+                self.attn_backend, self.kv_indptr = backend, backend.kv_indptr
+                self.update = self.update_single_wrapper
+
+            def call_begin_forward(
+                self,
+                wrapper,
+                lens,
+                total,
+                kv_indptr,
+                *args,
+                req_pool_indices,
+                plan,
+                **kw,
+            ):
+                kv_indptr[1 : len(lens) + 1] = torch.cumsum(lens, 0)
+                kv_indptr = kv_indptr[: len(lens) + 1]
+                indices = torch.empty(total, dtype=torch.int32)
+                self.attn_backend.kv_index_translator.pack_read_stream(
+                    plan,
+                    req_pool_indices=req_pool_indices,
+                    seq_lens=lens,
+                    indptr=kv_indptr,
+                    out=indices,
+                )
+                rows = torch.arange(len(lens) + 1, dtype=torch.int32)
+                wrapper.begin_forward(rows, kv_indptr, indices)
+
+        theirs._safe_merge_state = merge
+        backend.prefill_wrapper_ragged = Ragged()
+        backend.prefill_wrappers_paged, backend.decode_wrappers = [Paged()], [Decode()]
+        backend.indices_updater_decode = Updater()
+        backend._new_wrapper = lambda is_decode: Decode() if is_decode else Paged()
+
+
+def make_backend(
+    pool: Any,
+    table: Table,
+    kernels: Any = None,
+    *,
+    group: int = 1,
+    layered: bool = True,
+) -> Any:
+    """Return the product's backend over a pool, attached.
+
+    Args:
+        pool: of keys and values.
+        table: of slots.
+        kernels: give it its wrappers; ``PlayedKernels`` where nothing is said.
+        group: heads of queries for one of keys.
+        layered: whether it is the product's; else SGLang's own.
+    """
     from sglang.srt.layers.attention import flashinfer_backend as theirs
 
     from sgl_tiered.engines.sglang.layered import flashinfer as ours
-
-    theirs._safe_merge_state = merge
 
     class Updater(theirs.FlashInferIndicesUpdaterPrefill):
         """SGLang's own, but for what it reads off a model runner."""
 
         def __init__(self, backend):
-            self.num_qo_heads = self.num_kv_heads = HEADS
+            self.num_qo_heads, self.num_kv_heads = HEADS * group, HEADS
             self.head_dim, self.page_size = DIM, 1
             self.data_type = self.q_data_type = torch.float32
             self.sliding_window_size, self._swa_kv_pool = None, None
@@ -128,30 +192,8 @@ def make_backend(pool: Any, table: Table) -> Any:
             self.prefill_wrapper_ragged = backend.prefill_wrapper_ragged
             self.update = self.update_single_wrapper
 
-    class DecodeUpdater(theirs.FlashInferIndicesUpdaterDecode):
-        """SGLang's signature; its own form allocates on a CUDA device."""
-
-        def __init__(self, backend):
-            self.attn_backend, self.kv_indptr = backend, backend.kv_indptr
-            self.update = self.update_single_wrapper
-
-        def call_begin_forward(
-            self, wrapper, lens, total, kv_indptr, *args, req_pool_indices, plan, **kw
-        ):
-            kv_indptr[1 : len(lens) + 1] = torch.cumsum(lens, 0)
-            kv_indptr = kv_indptr[: len(lens) + 1]
-            indices = torch.empty(total, dtype=torch.int32)
-            self.attn_backend.kv_index_translator.pack_read_stream(
-                plan,
-                req_pool_indices=req_pool_indices,
-                seq_lens=lens,
-                indptr=kv_indptr,
-                out=indices,
-            )
-            rows = torch.arange(len(lens) + 1, dtype=torch.int32)
-            wrapper.begin_forward(rows, kv_indptr, indices)
-
-    backend = object.__new__(ours.LayeredFlashInfer)
+    made = ours.LayeredFlashInfer if layered else theirs.FlashInferAttnBackend
+    backend = object.__new__(made)
     backend.token_to_kv_pool, backend.req_to_token_pool = pool, table
     backend.kv_index_translator = Translator(table)
     backend._swa_kv_pool, backend.use_sliding_window_kv_pool = None, False
@@ -172,20 +214,19 @@ def make_backend(pool: Any, table: Table) -> Any:
     backend.kv_indptr = [torch.zeros(17, dtype=torch.int32)]
     backend.qo_indptr = [torch.zeros(17, dtype=torch.int32)]
     backend.kv_last_page_len = torch.ones(16, dtype=torch.int32)
-    backend.prefill_wrapper_ragged = Ragged()
-    backend.prefill_wrappers_paged, backend.decode_wrappers = [Paged()], [Decode()]
+    heads = (HEADS * group, HEADS)
+    (PlayedKernels() if kernels is None else kernels).join(backend, theirs, heads, DIM)
     backend.indices_updater_prefill = Updater(backend)
-    backend.indices_updater_decode = DecodeUpdater(backend)
-    backend._new_wrapper = lambda is_decode: Decode() if is_decode else Paged()
-    backend.attach(lambda numbers: torch.from_numpy(numbers.copy()))
+    if layered:
+        backend.attach(lambda numbers: torch.from_numpy(numbers.copy()))
     return backend
 
 
-def make_layer(number: int) -> Any:
+def make_layer(number: int, group: int = 1) -> Any:
     """Return what a backend reads of a model's layer."""
     return SimpleNamespace(
         layer_id=number,
-        tp_q_head_num=HEADS,
+        tp_q_head_num=HEADS * group,
         tp_k_head_num=HEADS,
         tp_v_head_num=HEADS,
         head_dim=DIM,
@@ -207,6 +248,7 @@ class Forwards:
     Args:
         backend: of ``make_backend``.
         take_page: returns a free logical page.
+        group: heads of queries for one of keys.
 
     Attributes:
         truth: keys and values of each token, by request and layer.
@@ -215,11 +257,13 @@ class Forwards:
         groups: parts of each forward, by kind.
     """
 
-    def __init__(self, backend: Any, take_page: Any) -> None:
+    def __init__(self, backend: Any, take_page: Any, group: int = 1) -> None:
         self.backend, self.take_page = backend, take_page
         self.table = backend.req_to_token_pool.req_to_token
-        self.driver = backend.token_to_kv_pool.driver
-        self.layers = [make_layer(number) for number in range(LAYERS)]
+        # None where pages are as SGLang has them.
+        self.driver = getattr(backend.token_to_kv_pool, "driver", None)
+        self.num_heads = HEADS * group
+        self.layers = [make_layer(number, group) for number in range(LAYERS)]
         self.truth: dict[str, list[list[torch.Tensor]]] = {}
         self.rows: dict[str, int] = {}
         self.worst = {"extend": 0.0, "decode": 0.0}
@@ -274,13 +318,15 @@ class Forwards:
             batch_of.extend_prefix_lens_cpu = prefix
             batch_of.extend_seq_lens_cpu = news
         backend.init_forward_metadata(batch_of)
-        self.groups[kind].append(len(backend._parts))
+        # SGLang's own backend has one plan.
+        self.groups[kind].append(len(getattr(backend, "_parts", [None])))
         run = backend.forward_decode if kind == "decode" else backend.forward_extend
         for layer in self.layers:
-            q, k, v = (torch.randn(sum(news), HEADS, DIM) for _ in range(3))
+            q = torch.randn(sum(news), self.num_heads, DIM)
+            k, v = (torch.randn(sum(news), HEADS, DIM) for _ in range(2))
             if self.project is not None:
                 k, v = self.project(layer.layer_id, batch, lens)
-            got = run(q.view(-1, HEADS * DIM), k, v, layer, batch_of)
+            got = run(q.flatten(1), k, v, layer, batch_of)
             begin = 0
             for (rid, new), kv in zip(batch, lens, strict=True):
                 own = slice(begin, begin + new)
@@ -289,11 +335,10 @@ class Forwards:
                 both = torch.stack(told)
                 assert len(both) == kv
                 wanted, _ = attend(q[own], both[:, 0], both[:, 1], True)
-                found = got.view(-1, HEADS, DIM)[own]
-                difference = float((found - wanted).abs().max())
+                found = got.view(-1, self.num_heads, DIM)[own]
                 # NaN is a difference as well.
-                if not difference <= self.worst[kind]:
-                    self.worst[kind] = difference
+                off = (found - wanted).abs().nan_to_num(nan=float("inf"))
+                self.worst[kind] = max(self.worst[kind], float(off.max()))
                 begin += new
 
     def settle(self) -> None:

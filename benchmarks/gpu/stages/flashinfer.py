@@ -4,12 +4,19 @@ Layer-wise KV rests on this: a plan depends on lengths alone, so that what is wr
 into its index buffer before a layer's run is where that layer reads. Prefill and decode
 are planned once; each layer's answer is compared with plain attention over the tokens
 that its own indices name, and with a run over the indices of the plan, which must
-differ. Kernels are compiled when first used, by nvcc; without the package, or where it
-cannot be compiled, the stage is not there. A dry run takes a stand-in.
+differ. Kernels are compiled when first used, by nvcc, unless the wheel of compiled ones
+is there; without the package, or where it cannot be compiled, the stage is not there. A
+dry run takes a stand-in.
+
+SGLang asks for ``fa2``, and for a decoding kernel without tensor cores where a head of
+keys has fewer than four of queries. What FlashInfer would choose by itself is looked at
+as well, where it can be: a backend that copies the pages into tables of its own as it
+plans is refused, and so is one that does not run on this machine.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import Any
 
@@ -25,36 +32,54 @@ _LAYERS = 3
 _TOLERANCE = 0.03
 """Of averages of numbers about 1 in bfloat16; other tokens are about 1 off."""
 _WORKSPACE_BYTES = 128 << 20
+_ASKED, _CHOSEN = "fa2", "auto"
+"""The backend that SGLang asks for, and what leaves the choice to FlashInfer."""
+_READ_AT_RUN = ("fa2", "fa3", "stand-in")
+"""Backends whose runs read the index buffer; others read a table made by their plan."""
+_FORMS = {"prefill": 7, "decode": 1}
+_WITHOUT_CORES = {"decode_without_tensor_cores": 1}
+"""New tokens of each request, by form."""
+_LEAST_S = 10.0
 
 
 def run(stage: Stage) -> None:
     """Write one record per form; raises AssertionError for another answer."""
     device = Device(stage.dry_run)
     if stage.dry_run:
-        _measure(stage, device, "stand-in", page_tokens=4, heads=(2, 2), dim=8)
+        sizes: dict[str, Any] = {"page_tokens": 4, "heads": (2, 2), "dim": 8}
+        _measure(stage, device, "stand-in", _FORMS | _WITHOUT_CORES, **sizes)
         return
     try:
         import flashinfer
     except Exception as problem:  # noqa: BLE001 - it checks its environment at import
         stage.missing(f"flashinfer: {type(problem).__name__}: {problem}")
-    stage.add("flashinfer", version=getattr(flashinfer, "__version__", "?"))
-    for backend in ("fa2", "auto"):
-        if stage.left_s < 10.0:
-            stage.add("skipped", backend=backend)
+    prebuilt = importlib.util.find_spec("flashinfer_jit_cache") is not None
+    version = getattr(flashinfer, "__version__", "?")
+    stage.add("flashinfer", version=version, prebuilt=prebuilt)
+    sizes = {"page_tokens": 16, "heads": (32, 8), "dim": 128}
+    began_s = time.perf_counter()
+    _measure(stage, device, _ASKED, _FORMS, **sizes)
+    took_s = time.perf_counter() - began_s
+    for backend, forms in ((_ASKED, _WITHOUT_CORES), (_CHOSEN, _FORMS)):
+        # May have to be compiled too, and a stage that is killed loses its figures.
+        if stage.left_s < max(_LEAST_S, 2.0 * took_s):
+            why = f"the first took {took_s:.0f} s, and {stage.left_s:.0f} s are left"
+            stage.add("skipped", backend=backend, forms=sorted(forms), why=why)
             continue
-        _measure(stage, device, backend, page_tokens=16, heads=(32, 8), dim=128)
+        _measure(stage, device, backend, forms, **sizes)
 
 
 def _measure(
     stage: Stage,
     device: Device,
     backend: str,
+    forms: dict[str, int],
     *,
     page_tokens: int,
     heads: tuple[int, int],
     dim: int,
 ) -> None:
-    """Run both forms over layers of one shared tensor."""
+    """Run forms over layers of one shared tensor."""
     torch.manual_seed(0)
     on = {"device": device.torch}
     dtype = torch.bfloat16 if device.is_cuda else torch.float32
@@ -76,7 +101,7 @@ def _measure(
         ]
     ).to(device.torch, torch.int32)
     positions, offsets = page_positions(logical, page_tokens), logical % page_tokens
-    for form, num_new in (("prefill", 7), ("decode", 1)):
+    for form, num_new in forms.items():
         queries = torch.tensor([0, *(num_new * (n + 1) for n in range(len(lengths)))])
         queries = queries.to(torch.int32)
         q = torch.randn(int(queries[-1]), heads[0], dim, dtype=dtype, **on)
@@ -85,11 +110,24 @@ def _measure(
             wrapper = _planned(
                 device, backend, form, queries, indptr, logical, heads, dim, dtype
             )
-            _answer(wrapper, q, keys, values)
-            device.synchronize()
+            found = _resolved(wrapper, backend)
+            if found in _READ_AT_RUN:
+                _answer(wrapper, q, keys, values)
+                device.synchronize()
         except Exception as problem:  # noqa: BLE001 - its compiler may be missing
             why = f"{type(problem).__name__}: {str(problem)[:500]}"
-            stage.missing(f"flashinfer cannot be used here: {why}")
+            if backend == _ASKED and form in _FORMS:
+                stage.missing(f"flashinfer cannot be used here: {why}")
+            why = f"{form} by {backend} does not run here: {why}"
+            stage.add("refused", backend=backend, form=form, why=why)
+            continue
+        if found not in _READ_AT_RUN:
+            why = (
+                f"{backend} chooses {found}, which copies the pages into a table as it "
+                f"plans, and reads no others; SGLang asks for {_ASKED}"
+            )
+            stage.add("refused", backend=backend, form=form, found=found, why=why)
+            continue
         ready_s = time.perf_counter() - began_s
         worst, unwritten = 0.0, 0.0
         for _ in range(_LAYERS):
@@ -106,6 +144,7 @@ def _measure(
         stage.add(
             "layers",
             backend=backend,
+            found=found,
             form=form,
             worst=worst,
             without_indices=unwritten,
@@ -134,9 +173,9 @@ def _planned(
 
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device.torch)
     last = torch.ones(len(indptr) - 1, dtype=torch.int32, device=device.torch)
-    if form == "decode":
+    if form != "prefill":
         wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_tensor_cores=True, backend=backend
+            workspace, "NHD", use_tensor_cores=form in _FORMS, backend=backend
         )
         wrapper.plan(
             indptr,
@@ -165,6 +204,12 @@ def _planned(
         kv_data_type=dtype,
     )
     return wrapper
+
+
+def _resolved(wrapper: Any, backend: str) -> str:
+    """Return the backend that a planned wrapper runs on."""
+    found = getattr(wrapper, "resolved_backend", None)
+    return str(found or getattr(wrapper, "_backend", backend))
 
 
 def _answer(

@@ -102,6 +102,17 @@ def test_what_one_stage_leaves_of_its_time_is_for_the_next(session, tmp_path):
     assert 20.0 < told["two"]["limit_s"] <= 30.0
 
 
+def test_flashinfer_has_the_time_to_start(session):
+    """Its import and its kernels take most of a minute; also where all use theirs."""
+    left_s, limits = 540.0 - session._RESERVE_S, {}
+    shares = sum(one.share for one in session.ENTRIES)
+    for one in session.ENTRIES:
+        limits[one.name] = min(one.most_s, left_s * one.share / shares)
+        left_s, shares = left_s - limits[one.name], shares - one.share
+    assert limits["flashinfer"] > 75.0
+    assert min(limits.values()) > 20.0
+
+
 def test_a_stage_without_time_is_told(session, tmp_path):
     """The budget is spent: nothing is begun, and the status says so."""
     entries = [entry(session, "late", OK)]
@@ -387,8 +398,43 @@ def test_plans_that_read_elsewhere_are_told_from_each_other(load, tmp_path):
     """FlashInfer's part, on a stand-in: with and without the layer's own indices."""
     stage = stage_of(load, tmp_path)
     load("stages.flashinfer").run(stage)
-    assert [record["form"] for record in stage.records] == ["prefill", "decode"]
+    forms = [record["form"] for record in stage.records]
+    assert forms == ["prefill", "decode", "decode_without_tensor_cores"]
     assert all(record["without_indices"] > 0.1 for record in stage.records)
+
+
+SIZES = {"page_tokens": 4, "heads": (2, 2), "dim": 8}
+
+
+def test_a_backend_that_keeps_pages_of_its_plan_is_refused(load, tmp_path, monkeypatch):
+    """One sentence names it; no figure is told, and the stage goes on."""
+    module, stage = load("stages.flashinfer"), stage_of(load, tmp_path)
+    monkeypatch.setattr(module._StandIn, "resolved_backend", "cudnn", raising=False)
+    device = load("stages.clocks").Device(True)
+    module._measure(stage, device, "auto", {"decode": 1}, **SIZES)
+    (record,) = stage.records
+    assert record["kind"] == "refused"
+    assert "auto chooses cudnn, which copies the pages" in record["why"]
+    assert not stage.figures
+
+
+def test_a_backend_that_does_not_run_ends_the_stage_only_if_it_is_sglangs(
+    load, tmp_path, monkeypatch
+):
+    """Of any other it is told, and what was found of SGLang's stays."""
+    module, stage = load("stages.flashinfer"), stage_of(load, tmp_path)
+
+    def refuses(*args):
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(module, "_planned", refuses)
+    device = load("stages.clocks").Device(True)
+    module._measure(stage, device, "auto", {"prefill": 7}, **SIZES)
+    (record,) = stage.records
+    assert record["kind"] == "refused"
+    assert "prefill by auto does not run here" in record["why"]
+    with pytest.raises(load("stages.stage").NotThereError, match="no kernel for this"):
+        module._measure(stage, device, "fa2", {"prefill": 7}, **SIZES)
 
 
 def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
