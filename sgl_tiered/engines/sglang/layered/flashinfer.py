@@ -14,8 +14,9 @@ groups requests that do not lie side by side: their rows are gathered, and their
 go back to where SGLang has these rows.
 
 Not validated on a GPU; the log says so at the start. What is tested on a CPU: the
-arithmetic (``indices.py``), and both passes of this class with a stand-in for the
-kernels. CUDA graphs replay fixed copies, and are refused.
+arithmetic (``indices.py``), both passes with a stand-in for the kernels, and both again
+on FlashInfer's own planner and wrappers, over kernels that do what a plan says. CUDA
+graphs replay fixed copies, and are refused.
 """
 
 from __future__ import annotations
