@@ -51,7 +51,7 @@ from sgl_tiered.sim.times import DeviceTimes
 from tests.unit.sim.replay_support import PAGE_TOKENS, spell_trace
 from tests.unit.workloads import sample_support as samples
 
-__all__ = ["CASES", "Case", "Row", "Run"]
+__all__ = ["CASES", "Row", "Run"]
 
 Row = tuple[float, str, int, float, float]
 Make = Callable[[Path], list["Run"]]
@@ -90,28 +90,14 @@ class Run:
     uses: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One case: its runs, made in an empty folder.
-
-    ``is_short``: ``make test`` runs it; the others run with ``--full``.
-    """
-
-    make: Make
-    is_short: bool
+CASES: dict[str, Make] = {}
+"""By name; each makes its runs, in an empty folder."""
 
 
-CASES: dict[str, Case] = {}
-
-
-def _case(*, short: bool = False) -> Callable[[Make], Make]:
+def _case(make: Make) -> Make:
     """Enter a case under its function's name."""
-
-    def enter(make: Make) -> Make:
-        CASES[make.__name__.replace("_", "-")] = Case(make, short)
-        return make
-
-    return enter
+    CASES[make.__name__.replace("_", "-")] = make
+    return make
 
 
 # -- Servers and requests --------------------------------------------------------------
@@ -138,7 +124,7 @@ def _server(
         )
         if num_pages
     ]
-    config = ServerConfig(
+    return ServerConfig(
         times=TIMES,
         page_tokens=PAGE,
         num_layers=4,
@@ -146,14 +132,14 @@ def _server(
         device_tokens=device * PAGE,
         tiers=tuple(tiers),
         scheduler=SchedulerConfig(**{**chunks, **(scheduler or {})}),
+        **settings,
     )
-    return replace(config, **settings)
 
 
 def _chats(
-    num_requests: int = 80,
-    rate_per_s: float = 30.0,
-    num_prefixes: int = 8,
+    num_requests: int = 200,
+    rate_per_s: float = 80.0,
+    num_prefixes: int = 20,
     seed: int = 0,
     *,
     longest: int = 40,
@@ -276,13 +262,13 @@ def _uses(config: ServerConfig, workload: SimWorkload) -> set[str]:
 # -- A device alone --------------------------------------------------------------------
 
 
-@_case(short=True)
+@_case
 def plain_device(folder: Path) -> list[Run]:
     """Prefixes shared on the device, SGLang's adder, chunks, the order of arrival."""
     return [_served(_server(), _chats())]
 
 
-@_case()
+@_case
 def vllm_adder(folder: Path) -> list[Run]:
     """Whole prompts, admission by room for the prompt, the newest preempted."""
     scheduler = {"admission": "vllm", "chunk_tokens": 0, "max_running": 12}
@@ -290,7 +276,7 @@ def vllm_adder(folder: Path) -> list[Run]:
     return [_served(config, _chats(longest=90))]
 
 
-@_case(short=True)
+@_case
 def retracted_and_aborted(folder: Path) -> list[Run]:
     """Answers that outgrow the pool, fixed lengths, and a prompt too long for it."""
     builder = WorkloadBuilder(PAGE)
@@ -309,13 +295,14 @@ def retracted_and_aborted(folder: Path) -> list[Run]:
 # -- Tiers -----------------------------------------------------------------------------
 
 
-@_case(short=True)
+@_case
 def host_explained(folder: Path) -> list[Run]:
-    """A host tier, and what the ledger tells of each request."""
-    return [_served(_server(60, host=150, explain=True), _chats())]
+    """A link that is hardly faster than computing, and what the ledger tells."""
+    slow = LinkSpeed(1.2e7, 1e-4, "made up")
+    return [_served(_server(60, host=150, link=slow, explain=True), _chats())]
 
 
-@_case()
+@_case
 def host_cxl_disk(folder: Path) -> list[Run]:
     """Three tiers below the device; pages go down when they are evicted."""
     config = _server(
@@ -328,19 +315,19 @@ def host_cxl_disk(folder: Path) -> list[Run]:
         device_eviction="fifo",
         explain=True,
     )
-    return [_served(config, _chats(120, num_prefixes=20))]
+    return [_served(config, _chats())]
 
 
-@_case(short=True)
+@_case
 def disk_at_arrival(folder: Path) -> list[Run]:
     """Reads begin when a request arrives, through room for 16 pages."""
     config = _server(
         60, host=60, disk=900, staging_bytes=16 * PAGE_BYTES, disk_admission="all"
     )
-    return [_served(config, _chats(100, num_prefixes=16))]
+    return [_served(config, _chats())]
 
 
-@_case()
+@_case
 def no_prefetch(folder: Path) -> list[Run]:
     """Reads begin at admission; copies by the thread that computes; links in turn."""
     config = _server(
@@ -356,10 +343,10 @@ def no_prefetch(folder: Path) -> list[Run]:
         device_eviction="random",
         seed=5,
     )
-    return [_served(config, _chats(100, num_prefixes=16))]
+    return [_served(config, _chats())]
 
 
-@_case()
+@_case
 def car_to_the_host(folder: Path) -> list[Run]:
     """The queue's head is read ahead from disk; disk pages by expected reuse."""
     config = _server(
@@ -371,10 +358,10 @@ def car_to_the_host(folder: Path) -> list[Run]:
         disk_admission="reuse",
         explain=True,
     )
-    return [_served(config, _chats(120, 60.0, 24))]
+    return [_served(config, _chats())]
 
 
-@_case(short=True)
+@_case
 def car_to_the_device(folder: Path) -> list[Run]:
     """As far as the device, in CaR's order, room for more than those that run."""
     config = _server(
@@ -386,10 +373,10 @@ def car_to_the_device(folder: Path) -> list[Run]:
         load_policy="always",
         scheduler={"order": "car", "max_running": 4},
     )
-    return [_served(config, _chats(120, 60.0, 24))]
+    return [_served(config, _chats())]
 
 
-@_case()
+@_case
 def copied_on_evict(folder: Path) -> list[Run]:
     """Copies are put off until half of the device is full; CaR's score evicts."""
     config = _server(
@@ -402,12 +389,15 @@ def copied_on_evict(folder: Path) -> list[Run]:
         device_eviction="score",
         length_predictor="online",
     )
-    return [_served(config, _chats(100, num_prefixes=16))]
+    return [_served(config, _chats())]
 
 
-@_case(short=True)
+@_case
 def selective_by_cost(folder: Path) -> list[Run]:
-    """Pages used twice are copied; the cost of computing them again evicts."""
+    """Pages used twice are copied; the cost of computing them again evicts.
+
+    And without reuse: after a while nothing goes to disk.
+    """
     config = _server(
         60,
         host=90,
@@ -417,10 +407,14 @@ def selective_by_cost(folder: Path) -> list[Run]:
         device_eviction="cost",
         explain=True,
     )
-    return [_served(config, _chats(100, num_prefixes=16))]
+    every = replace(config, write_policy="write-through")
+    return [
+        _served(config, _chats(), "reuse"),
+        _served(every, _chats(num_prefixes=100_000), "no-reuse"),
+    ]
 
 
-@_case()
+@_case
 def offloads_lost(folder: Path) -> list[Run]:
     """A link too slow for the copies: some are dropped; nothing is loaded."""
     slow = LinkSpeed(1e6, 1e-5, "made up")
@@ -436,28 +430,28 @@ def _ordered(order: str, **settings: Any) -> list[Run]:
     config = _server(
         60, host=90, disk=900, scheduler=scheduler, explain=True, **settings
     )
-    return [_served(config, _chats(120, 80.0, 16))]
+    return [_served(config, _chats())]
 
 
-@_case()
+@_case
 def order_fpf(folder: Path) -> list[Run]:
     """The longest prefix that is there first."""
     return _ordered("fpf")
 
 
-@_case()
+@_case
 def order_relaxed_fpf(folder: Path) -> list[Run]:
     """The same, and nobody waits for ever."""
     return _ordered("relaxed-fpf")
 
 
-@_case()
+@_case
 def order_cost(folder: Path) -> list[Run]:
     """By what is left to compute and to load, on copies put off."""
     return _ordered("cost", write_policy="on-evict")
 
 
-@_case()
+@_case
 def order_car(folder: Path) -> list[Run]:
     """CaR's order without its prefetch."""
     return _ordered("car")
@@ -473,25 +467,25 @@ def _guarded(admission: str, predictor: str, **settings: Any) -> ServerConfig:
     )
 
 
-@_case(short=True)
+@_case
 def slo_online(folder: Path) -> list[Run]:
     """Prompts are held for the decoders' sake; lengths are learnt."""
     return [_served(_guarded("slo", "online"), _burst())]
 
 
-@_case()
+@_case
 def goodput_oracle(folder: Path) -> list[Run]:
     """Who can still meet its targets goes first; lengths are known."""
     return [_served(_guarded("goodput", "oracle"), _burst())]
 
 
-@_case()
+@_case
 def slo_llm(folder: Path) -> list[Run]:
     """A model is asked for the length before a request is queued."""
     return [_served(_guarded("slo", "llm", seed=7), _burst())]
 
 
-@_case()
+@_case
 def goodput_constant_tiers(folder: Path) -> list[Run]:
     """With tiers below, pages on their way, and one length for all."""
     config = replace(
@@ -499,7 +493,7 @@ def goodput_constant_tiers(folder: Path) -> list[Run]:
         device_tokens=70 * PAGE,
         tiers=_server(host=90, disk=900).tiers,
     )
-    return [_served(config, _chats(100, 60.0, 16))]
+    return [_served(config, _chats())]
 
 
 # -- Layer-wise memory -----------------------------------------------------------------
@@ -511,7 +505,7 @@ def _layered(decode: str, rate: float = 1e8, **settings: Any) -> ServerConfig:
     return _server(250, device_reuse=False, layers=setup, **settings)
 
 
-@_case(short=True)
+@_case
 def layers_pause(folder: Path) -> list[Run]:
     """Who has layers on the host waits until they are back."""
     return [
@@ -520,19 +514,19 @@ def layers_pause(folder: Path) -> list[Run]:
     ]
 
 
-@_case()
+@_case
 def layers_stream(folder: Path) -> list[Run]:
     """Layers on the host are read for each step."""
     return [_served(_layered("stream"), _crowd())]
 
 
-@_case()
+@_case
 def layers_join(folder: Path) -> list[Run]:
     """Who has layers on the host joins where the step does not take longer."""
     return [_served(_layered("join"), _crowd())]
 
 
-@_case()
+@_case
 def layers_guarded(folder: Path) -> list[Run]:
     """Both admissions over layer-wise memory, with SGLang's adder and vLLM's."""
     runs = []
@@ -558,7 +552,7 @@ def _named(name: str, config: ServerConfig, **params: Any) -> Run:
     return _served(config, workload, name, f"workload:{name}")
 
 
-@_case(short=True)
+@_case
 def chat_in_a_closed_loop(folder: Path) -> list[Run]:
     """Users who talk in turns and think between them."""
     sizes = {"num_sessions": 12, "num_turns": 4, "system_tokens": 40}
@@ -576,7 +570,7 @@ def chat_in_a_closed_loop(folder: Path) -> list[Run]:
     ]
 
 
-@_case()
+@_case
 def recorded_workloads(folder: Path) -> list[Run]:
     """Those that read data: tiny files in the formats of public data sets."""
     config = _server(2_000, host=2_000, disk=4_000, explain=True)
@@ -623,7 +617,7 @@ def recorded_workloads(folder: Path) -> list[Run]:
     ]
 
 
-@_case()
+@_case
 def papers_workloads(folder: Path) -> list[Run]:
     """Those of the papers, on a device and a model by name, as specs say them."""
     poisson = {"process": "poisson", "rate_per_s": 4.0}
@@ -676,7 +670,7 @@ def _sessions(seed: int, num_sessions: int = 14) -> list[ClusterRequest]:
     return found
 
 
-@_case(short=True)
+@_case
 def clusters(folder: Path) -> list[Run]:
     """Each routing over each kind of instances and each way to keep KV."""
     times = DeviceTimes(0.5, 0.1, 0.0, 0.25, 0.0, 0.01)
@@ -707,7 +701,7 @@ def clusters(folder: Path) -> list[Run]:
     return runs
 
 
-@_case()
+@_case
 def batches(folder: Path) -> list[Run]:
     """One batch with weights and context streamed, each way to keep the context.
 
@@ -735,7 +729,7 @@ def batches(folder: Path) -> list[Run]:
     return runs
 
 
-@_case()
+@_case
 def replays(folder: Path) -> list[Run]:
     """Traces without time: both hierarchies, both bounds and the capacity plan."""
     rng = np.random.default_rng(9)

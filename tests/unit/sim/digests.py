@@ -72,7 +72,7 @@ def entry_of(run: Run) -> dict[str, Any]:
 def compute(case: str) -> dict[str, Run]:
     """Run a case; return its runs by the names that the file has for them."""
     with tempfile.TemporaryDirectory() as folder:
-        runs = CASES[case].make(Path(folder))
+        runs = CASES[case](Path(folder))
     return {f"{case}/{run.name}" if run.name else case: run for run in runs}
 
 

@@ -71,13 +71,7 @@ KINDS = {
 """Of the event log, by sim/README.md."""
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(name, marks=() if case.is_short else pytest.mark.full)
-        for name, case in CASES.items()
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_case_answers_as_before(case: str) -> None:
     """Events, records and figures are those in the file."""
     told = digests.differences(case, digests.compute(case), digests.kept())
