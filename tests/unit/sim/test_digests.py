@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sgl_tiered_workloads.registry import WORKLOADS
@@ -136,7 +137,7 @@ def test_one_moved_event_is_found(run: Run) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_any_other_part_is_found(run: Run, change: dict) -> None:
+def test_any_other_part_is_found(run: Run, change: dict[str, Any]) -> None:
     """Fewer rows, a figure, a record, a policy that no longer takes part."""
     entries = {"plain": digests.entry_of(run)}
     assert digests.differences("plain", {"plain": replace(run, **change)}, entries)
