@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,14 @@ from sgl_tiered_workloads.gate import (
     check_equality,
     negative_control,
     plain_spread,
+)
+from sgl_tiered_workloads.harness.machine import (
+    NOT_IN_SERVERS,
+    commit,
+    is_dirty,
+    machine_facts,
+    source_hash,
+    versions,
 )
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 from sgl_tiered_workloads.report import draw_demo, format_table, summarise
@@ -66,7 +76,10 @@ from sgl_tiered_workloads.training.pairs import KEY_TOKENS, MAX_VALUE_TOKENS
 from sgl_tiered_workloads.training.vocabulary import Vocabulary
 from tokenizers import Tokenizer
 
-MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "workloads/models/demo"
+SOURCES = ("sgl_tiered", "kernels", "platform_dist")
+"""Folders whose source decides what is measured."""
 PAGE_SIZE = 16
 POOL_TOKENS = 7168
 REFERENCE_POOL_TOKENS = 65536
@@ -79,6 +92,11 @@ SHAPE = ChatShape(
     answer_tokens=24,
 )
 SEED = 7
+TITLES = {
+    "plain": "plain SGLang",
+    "tiered": "SGLang + tiers",
+    "reference": "plain, pool for all",
+}
 # Less than the working set, so that the disk has work too.
 HOST_BYTES = 48 * MB
 DISK_BYTES = 500 * MB
@@ -106,6 +124,9 @@ def main() -> int:
         action="append",
         default=[],
         help="a further flag for every server; may be repeated",
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="keep a copy of the record there"
     )
     args = parser.parse_args()
     exit_on_signals()
@@ -155,6 +176,14 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
     shutil.rmtree(disk, ignore_errors=True)
     result = _gate(runs, wrong)
     _report(args.out, runs, result, chats)
+    if result.passed:
+        record = _record(runs, result, chats)
+        for folder in (args.out, args.record):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                name = "record" if folder is args.out else f"demo-{record['source']}"
+                text = json.dumps(record, indent=1) + "\n"
+                (folder / f"{name}.json").write_text(text)
     say(f"records, logs and picture are in {args.out}")
     return 0 if result.passed else 1
 
@@ -259,20 +288,13 @@ def _report(
     result: GateResult,
     chats: RecallChats,
 ) -> None:
-    titles = {
-        "plain": "plain SGLang",
-        "tiered": "SGLang + tiers",
-        "reference": "plain, pool for all",
-    }
+    titles = TITLES
     summaries = [summarise(titles[name], runs[name], PAGE_SIZE) for name in titles]
     print("\n" + format_table(summaries))
-    right = {
-        titles[name]: chats.num_right({r.key: r.output for r in runs[name]})
-        for name in titles
-    }
+    right = _right(runs, chats)
     print(
         f"right answers of {len(chats.answers)}: "
-        + ", ".join(f"{name} {number}" for name, number in right.items())
+        + ", ".join(f"{titles[name]} {number}" for name, number in right.items())
     )
     if not result.passed:
         print("the gate is red: no speed is claimed")
@@ -291,6 +313,44 @@ def _report(
     draw_demo(
         out / "demo.png", {titles[n]: runs[n] for n in titles}, PAGE_SIZE, subtitle
     )
+
+
+def _right(runs: dict[str, list[RequestRecord]], chats: RecallChats) -> dict[str, int]:
+    """Return how many answers name the right value, by system."""
+    return {
+        name: chats.num_right({r.key: r.output for r in runs[name]}) for name in TITLES
+    }
+
+
+def _record(
+    runs: dict[str, list[RequestRecord]], result: GateResult, chats: RecallChats
+) -> dict[str, object]:
+    """Return what ``make results`` makes its table and its picture of."""
+    summaries = {n: summarise(TITLES[n], runs[n], PAGE_SIZE) for n in TITLES}
+    written = {record.key: record.output for record in runs["reference"]}
+    return {
+        "command": "make demo",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "dirty": is_dirty(),
+        "source": source_hash(ROOT, SOURCES, NOT_IN_SERVERS),
+        "versions": versions(),
+        "machine": machine_facts(),
+        "model": MODEL.name,
+        "shape": asdict(SHAPE),
+        "pool_tokens": POOL_TOKENS,
+        "working_set_tokens": SHAPE.working_set_tokens,
+        "answers": len(runs["reference"]),
+        "equal": sum(r.output == written[r.key] for r in runs["tiered"]),
+        "bit_for_bit": result.num_exact,
+        "near_ties": result.near_ties,
+        "right": _right(runs, chats),
+        "summaries": {name: asdict(each) for name, each in summaries.items()},
+        "ttft_s": {
+            name: {r.key: round(r.ttft_s, 6) for r in runs[name] if r.error is None}
+            for name in TITLES
+        },
+    }
 
 
 class _Ticker:
