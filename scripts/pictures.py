@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-__all__ = ["TIERS", "answers", "demo", "memory"]
+__all__ = ["TIERS", "answers", "demo", "memory", "tiers"]
 
 TIERS = ("host", "cxl", "disk", "peer")
 SOURCES = ("device", "host", "cxl", "disk", "recomputed", "new")
@@ -32,6 +32,8 @@ _STYLE = """
   .fill { fill: var(--c) }
   .device { --c: var(--cool) } .host { --c: var(--cool2) } .cxl { --c: var(--cool3) }
   .disk { --c: var(--cool4) } .recomputed { --c: var(--warm) } .new { --c: var(--pale) }
+  .box { fill: none; stroke: var(--c); stroke-width: 1.5 } .way { stroke: var(--soft) }
+  .tip { fill: var(--soft) } .peer { --c: var(--grey) }
   .exact { --c: var(--cool) } .near { --c: var(--cool3) }
   svg { --ink: #1f2328; --soft: #59636e; --card: #ffffff; --line: #d8dee4;
     --warm: #c8552b; --cool: #1d5f8a; --cool2: #3f8fbf; --cool3: #7ab6d9;
@@ -174,6 +176,70 @@ def memory(series: Sequence[Mapping[str, Any]], when: str) -> str:
         parts.append(_text(x + 10, y + 4, names[name], "small bold"))
     parts.append(_text(24, bottom + 44, f"{when}; CPU", "soft small"))
     return _svg(bottom + 62, title, parts)
+
+
+def tiers() -> str:
+    """Draw the chain of tiers, and the words for what moves between them."""
+    left, width, top, step, height = 250, 330, 66, 84, 50
+    rows = (
+        ("device", "device", "the GPU's pool and radix tree: SGLang's own"),
+        ("host", "host", "main memory, pinned where there is CUDA"),
+        ("cxl", "cxl", "CXL memory: NUMA nodes or device-DAX"),
+        ("disk", "disk", "slab files with checksums, kept over a restart"),
+    )
+    parts = [_text(24, 34, "Where a page of KV can be", "head")]
+    for row, (kind, name, what) in enumerate(rows):
+        y = top + step * row
+        parts += _box(left, y, width, height, kind, name, what)
+        if row:
+            down, up = left + 60, left + width - 60
+            parts += _arrow(down, y - step + height, down, y)
+            parts += _arrow(up, y, up, y - step + height)
+            words = ("offload", "load") if row == 1 else ("demote", "promote")
+            middle = y - (step - height) / 2 + 4
+            parts.append(_text(down - 10, middle, words[0], "soft small end"))
+            parts.append(_text(up + 10, middle, words[1], "soft small"))
+    host_y = top + step
+    peer_x = left + width + 90
+    what = "other servers of a pool"
+    parts += _box(peer_x, host_y, 170, height, "peer", "peer", what)
+    parts += _arrow(peer_x, host_y + height / 2, left + width, host_y + height / 2)
+    middle = host_y + height / 2 - 8
+    parts.append(_text(peer_x - 45, middle, "pull", "soft small mid"))
+    chosen = "load or compute,"
+    parts.append(_text(24, top + 22, chosen, "small bold"))
+    parts.append(_text(24, top + 39, "by measured costs", "small bold"))
+    parts += _arrow(150, top + height / 2, left, top + height / 2)
+    bottom = top + step * (len(rows) - 1) + height
+    return _svg(bottom + 28, "The chain of tiers", parts)
+
+
+def _box(
+    x: float, y: float, width: float, height: float, kind: str, name: str, what: str
+) -> list[str]:
+    return [
+        f'<rect class="{kind} box" x="{x:g}" y="{y:g}" width="{width:g}" '
+        f'height="{height:g}" rx="6"/>',
+        _text(x + 14, y + 21, name, "bold"),
+        _text(x + 14, y + 38, what, "soft small"),
+    ]
+
+
+def _arrow(x1: float, y1: float, x2: float, y2: float) -> list[str]:
+    """Draw an upright or a level arrow that ends short of its aim."""
+    right, down = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
+    x1, y1, x2, y2 = x1 + 3 * right, y1 + 3 * down, x2 - 3 * right, y2 - 3 * down
+    back_x, back_y = x2 - 7 * right, y2 - 7 * down
+    corners = (
+        (x2, y2),
+        (back_x + 4 * down, back_y + 4 * right),
+        (back_x - 4 * down, back_y - 4 * right),
+    )
+    points = " ".join(f"{x:g},{y:g}" for x, y in corners)
+    return [
+        _line(x1, y1, back_x, back_y, "way"),
+        f'<polygon class="tip" points="{points}"/>',
+    ]
 
 
 def _is_first(key: str) -> bool:

@@ -407,7 +407,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
 def drawn() -> dict[Path, str]:
     """Return the pictures by their files."""
     folder = ROOT / "docs/pictures"
-    made: dict[Path, str] = {}
+    made = {folder / "tiers.svg": pictures.tiers()}
     demo, runs, soak = found("demo"), found("equality"), found("soak")
     if demo is not None:
         made[folder / "demo.svg"] = pictures.demo(demo.last, demo.when)
