@@ -21,5 +21,6 @@ with open("pyproject.toml", "rb") as file:
     -c scripts/constraints.txt -r "$venv/wanted.txt"
   printf '%s\n' "$wanted" >"$venv/.installed"
 fi
+export NO_MKDOCS_2_WARNING=1 # its advertisement for a successor
 "$venv/bin/python" -m mkdocs build --strict --clean "$@"
 say docs "done: out/site/index.html"

@@ -17,32 +17,72 @@ __all__ = ["TIERS", "answers", "demo", "memory", "tiers"]
 TIERS = ("host", "cxl", "disk", "peer")
 SOURCES = ("device", "host", "cxl", "disk", "recomputed", "new")
 WIDTH = 880
-_STYLE = """
-  text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
-    font-size: 13px; fill: var(--ink) }
-  .soft { fill: var(--soft) } .small { font-size: 11.5px } .bold { font-weight: 600 }
-  .head { font-size: 17px; font-weight: 600 } .end { text-anchor: end }
-  .mid { text-anchor: middle } .on { fill: #ffffff }
-  .card { fill: var(--card); stroke: var(--line) } .grid { stroke: var(--line) }
-  .axis { stroke: var(--soft) } .mark { stroke: var(--ink); stroke-width: 2 }
-  .plain { --c: var(--warm) } .tiered { --c: var(--cool) }
-  .reference { --c: var(--grey) }
-  .dot { fill: var(--c); fill-opacity: .75 } .ring { fill: none; stroke: var(--c) }
-  .curve { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round }
-  .fill { fill: var(--c) }
-  .device { --c: var(--cool) } .host { --c: var(--cool2) } .cxl { --c: var(--cool3) }
-  .disk { --c: var(--cool4) } .recomputed { --c: var(--warm) } .new { --c: var(--pale) }
-  .box { fill: none; stroke: var(--c); stroke-width: 1.5 } .way { stroke: var(--soft) }
-  .tip { fill: var(--soft) } .peer { --c: var(--grey) }
-  .exact { --c: var(--cool) } .near { --c: var(--cool3) }
-  svg { --ink: #1f2328; --soft: #59636e; --card: #ffffff; --line: #d8dee4;
-    --warm: #c8552b; --cool: #1d5f8a; --cool2: #3f8fbf; --cool3: #7ab6d9;
-    --cool4: #a9d0e6; --grey: #818b98; --pale: #d0d7de }
-  @media (prefers-color-scheme: dark) {
-    svg { --ink: #e6edf3; --soft: #9ca7b3; --card: #161b22; --line: #30363d;
-      --warm: #f0885e; --cool: #4ba3d8; --cool2: #2f7fb5; --cool3: #235f8a;
-      --cool4: #1c4866; --grey: #8b949e; --pale: #484f58 } }
-"""
+_LIGHT = {
+    "ink": "#1f2328",
+    "soft": "#59636e",
+    "card": "#ffffff",
+    "line": "#d8dee4",
+    "warm": "#c8552b",
+    "cool": "#1d5f8a",
+    "cool2": "#3f8fbf",
+    "cool3": "#7ab6d9",
+    "cool4": "#a9d0e6",
+    "grey": "#818b98",
+    "pale": "#d0d7de",
+}
+_DARK = {
+    "ink": "#e6edf3",
+    "soft": "#9ca7b3",
+    "card": "#161b22",
+    "line": "#30363d",
+    "warm": "#f0885e",
+    "cool": "#4ba3d8",
+    "cool2": "#2f7fb5",
+    "cool3": "#235f8a",
+    "cool4": "#1c4866",
+    "grey": "#8b949e",
+    "pale": "#484f58",
+}
+_KINDS = {
+    "plain": "warm",
+    "tiered": "cool",
+    "reference": "grey",
+    "device": "cool",
+    "host": "cool2",
+    "cxl": "cool3",
+    "disk": "cool4",
+    "peer": "grey",
+    "recomputed": "warm",
+    "new": "pale",
+    "exact": "cool",
+    "near": "cool3",
+}
+"""Colour of what is drawn, by class."""
+_FIXED = """text{font-family:system-ui,"Segoe UI","DejaVu Sans",sans-serif;
+font-size:13px}.small{font-size:11.5px}.bold{font-weight:600}
+.head{font-size:17px;font-weight:600}.end{text-anchor:end}.mid{text-anchor:middle}
+.dot{fill-opacity:.75}.ring,.box,.curve{fill:none}.box{stroke-width:1.5}
+.curve{stroke-width:2;stroke-linejoin:round}.mark{stroke-width:2}"""
+
+
+def style(colours: Mapping[str, str] = _LIGHT) -> str:
+    """Return the rules of one set of colours; no variables, which not all know."""
+    rules = [
+        "text{fill:@ink}",
+        ".soft{fill:@soft}",
+        ".card{fill:@card;stroke:@line}",
+        ".grid{stroke:@line}",
+        ".way{stroke:@soft}",
+        ".tip{fill:@soft}",
+        ".mark{stroke:@ink}",
+    ]
+    for kind, colour in _KINDS.items():
+        rules.append(f".{kind}.dot,.{kind}.fill{{fill:@{colour}}}")
+        rules.append(f".{kind}.ring,.{kind}.box,.{kind}.curve{{stroke:@{colour}}}")
+    text = "\n".join(rules)
+    for name in sorted(colours, key=len, reverse=True):
+        text = text.replace(f"@{name}", colours[name])
+    return text
 
 
 def demo(record: Mapping[str, Any], when: str) -> str:
@@ -302,7 +342,8 @@ def _svg(height: float, title: str, parts: Iterable[str]) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '
         f'width="{WIDTH}" height="{height:g}" role="img">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n"
+        f"<title>{escape(title)}</title>\n<style>{_FIXED}\n{style()}\n"
+        f"@media (prefers-color-scheme: dark){{{style(_DARK)}}}</style>\n"
         f'<rect class="card" x="0.5" y="0.5" width="{WIDTH - 1}" '
         f'height="{height - 1:g}" rx="8"/>\n{inner}\n</svg>\n'
     )
