@@ -107,11 +107,13 @@ def rewrite_links(
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of a page's first paragraph, as plain words."""
-    for block in re.split(r"\n\s*\n", re.sub(r"<!--.*?-->", "", text, flags=re.S)):
+    bare = re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.S | re.M)
+    for block in re.split(r"\n\s*\n", bare):
         words = " ".join(block.split())
-        if words and words[0] not in "#|`!<-*" and not words.startswith("    "):
+        if words and words[0] not in "#|!<":
             plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", words)
-            return re.split(r"(?<=[.!?])\s", plain)[0]
+            plain = re.sub(r"\*\*|^- ", "", plain)
+            return re.split(r"(?<=[.!?:])\s", plain)[0].rstrip(":")
     return ""
 
 

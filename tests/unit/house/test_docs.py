@@ -65,8 +65,9 @@ def test_a_link_to_nothing_is_told() -> None:
 
 def test_the_first_sentence_is_of_the_text() -> None:
     """Headings, pictures and comments are none, and links are words."""
-    text = "# Title\n\n![p](a.svg)\n\n<!-- x -->\nSee [this](b.md). Then that."
+    text = "# Title\n\n![p](a.svg)\n\n<!-- x -->\n**See [this](b.md).** Then that."
     assert docs_hooks.first_sentence(text) == "See this."
+    assert docs_hooks.first_sentence("```sh\nmake\n```\n\n- One: two.") == "One"
 
 
 def test_every_page_has_its_place() -> None:
