@@ -181,6 +181,12 @@ def _on(record: Record) -> str:
     return f"{machine['cores']} CPU cores, {what}"
 
 
+def _beside(record: Record) -> str:
+    """Say where others computed on the machine as well when a run began."""
+    load = float(record["load_before"])
+    return f"; other work on the machine, load {load:.1f}" if load >= 0.5 else ""
+
+
 def _missing(name: str) -> str:
     return f"*No record yet: `{KINDS[name].command}` makes it.*"
 
@@ -200,7 +206,8 @@ def demo_line() -> str:
         f"SGLang's. {_on(record)}, a small model that we trained, "
         f"{record['shape']['num_sessions']} chats one request at a time, "
         f"{record['working_set_tokens'] / record['pool_tokens']:.1f} times as much KV "
-        f"as the device pool holds (`{demo.kind.command}`; {demo.when})."
+        f"as the device pool holds (`{demo.kind.command}`; {demo.when}"
+        f"{_beside(record)})."
     )
 
 
@@ -226,7 +233,7 @@ def demo_block() -> str:
         f"{_times_lower(record):.1f} times lower",
     ]
     shown = "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
-    return f"```text\n{shown}\n```\n\n({demo.when}; {_on(record)})"
+    return f"```text\n{shown}\n```\n\n({demo.when}; {_on(record)}{_beside(record)})"
 
 
 @dataclass(frozen=True, slots=True)

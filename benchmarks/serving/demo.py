@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 import time
@@ -138,6 +139,7 @@ def main() -> int:
 
 
 async def _demo(args: argparse.Namespace, say: Progress) -> int:
+    load_before = os.getloadavg()[0]
     working_set = SHAPE.working_set_tokens
     say(
         f"workload: {SHAPE.num_sessions} chats of {SHAPE.num_turns} turns, "
@@ -177,7 +179,7 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
     result = _gate(runs, wrong)
     _report(args.out, runs, result, chats)
     if result.passed:
-        record = _record(runs, result, chats)
+        record = _record(runs, result, chats) | {"load_before": load_before}
         for folder in (args.out, args.record):
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
