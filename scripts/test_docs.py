@@ -33,7 +33,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -109,6 +109,7 @@ class Reader:
 
     def __init__(self, root: Path, scratch: Path) -> None:
         self._root, self._scratch = root, scratch
+        scratch.mkdir(parents=True)
         self._ports = _untried()
         self._taken: dict[str, str] = {}
         self._servers: list[subprocess.Popen[bytes]] = []
@@ -269,6 +270,48 @@ def _clone(scratch: Path) -> Path:
     return target
 
 
+@dataclass(slots=True)
+class Tally:
+    """What came of the blocks so far.
+
+    Attributes:
+        is_dry, has_long: run nothing; run those that take long too.
+        blocks, run: counted; failed, not_on_cpu, long: why, by place.
+    """
+
+    is_dry: bool
+    has_long: bool
+    blocks: int = 0
+    run: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    not_on_cpu: dict[str, str] = field(default_factory=dict)
+    long: dict[str, str] = field(default_factory=dict)
+
+    def take(self, block: Block, reader: Reader) -> None:
+        """Run a block, or note why it is not run."""
+        self.blocks += 1
+        if block.how == "not on a CPU":
+            self.not_on_cpu[block.place] = block.reason
+        elif block.how == "long" and not self.has_long:
+            self.long[block.place] = block.reason
+        elif not self.is_dry:
+            began_s = time.monotonic()
+            problem = reader.follow(block)
+            self.run += 1
+            word = "FAILED" if problem else "ok"
+            took_s = time.monotonic() - began_s
+            print(f"{word:6} {block.place} ({took_s:.0f} s)", flush=True)
+            if problem:
+                self.failed[block.place] = problem
+                print(problem, flush=True)
+
+    def as_json(self) -> str:
+        """Return the last line."""
+        counts = {"blocks": self.blocks, "run": self.run, "failed": len(self.failed)}
+        why = {"not_on_cpu": self.not_on_cpu, "long": self.long}
+        return json.dumps({**counts, "failed_blocks": sorted(self.failed), **why})
+
+
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Run what the command line asks for; 0 if no block failed."""
     parser = argparse.ArgumentParser(prog="make test-docs")
@@ -279,36 +322,24 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     args = parser.parse_args(arguments)
     exit_on_signals()
     scratch = Path(tempfile.mkdtemp(prefix="test-docs-"))
-    told: dict[str, dict[str, str]] = {"not_on_cpu": {}, "long": {}}
-    num_blocks = num_run = 0
-    failed: dict[str, str] = {}
+    tally = Tally(args.list, args.long)
     try:
         root = _clone(scratch) if args.clone else root
-        for page in _chosen(args.pages, root):
-            with Reader(root, scratch) as reader:
-                for block in blocks(page, root):
-                    num_blocks += 1
-                    if block.how == "not on a CPU":
-                        told["not_on_cpu"][block.place] = block.reason
-                        continue
-                    if args.list or (block.how == "long" and not args.long):
-                        kind = told["long"] if block.how == "long" else {}
-                        kind[block.place] = block.reason
-                        continue
-                    began_s = time.monotonic()
-                    problem = reader.follow(block)
-                    num_run += 1
-                    took_s = time.monotonic() - began_s
-                    word = "FAILED" if problem else "ok"
-                    print(f"{word:6} {block.place} ({took_s:.0f} s)", flush=True)
-                    if problem:
-                        failed[block.place] = problem
-                        print(problem, flush=True)
+        # Pages without servers of their own share the usual one.
+        with Reader(root, scratch / "shared") as shared:
+            for number, page in enumerate(_chosen(args.pages, root)):
+                found = blocks(page, root)
+                if not any(block.how == "serve" for block in found):
+                    for block in found:
+                        tally.take(block, shared)
+                    continue
+                with Reader(root, scratch / f"page-{number}") as reader:
+                    for block in found:
+                        tally.take(block, reader)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    counts = {"blocks": num_blocks, "run": num_run, "failed": len(failed)}
-    print(json.dumps({**counts, "failed_blocks": sorted(failed), **told}))
-    return 1 if failed else 0
+    print(tally.as_json())
+    return 1 if tally.failed else 0
 
 
 if __name__ == "__main__":
