@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pictures
@@ -34,6 +35,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks/results"
 DATES = RECORDS / "dates.json"
 """When records that do not say it themselves were made, and printed pages changed."""
+MOST_UNEVEN = 1.25
+"""How far equal work may differ between two servers whose speeds are compared."""
 CHANGED = ", of an earlier source"
 _BLOCK = re.compile(
     r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- /results -->)", re.S | re.M
@@ -191,12 +194,39 @@ def _missing(name: str) -> str:
     return f"*No record yet: `{KINDS[name].command}` makes it.*"
 
 
+def first_turns_ratio(record: Record) -> float:
+    """Return plain's median first turn over the tiered one: the same work in both."""
+    medians = []
+    for name in ("plain", "tiered"):
+        times_s = record["ttft_s"][name].items()
+        medians.append(median(time_s for key, time_s in times_s if key.endswith(".t0")))
+    return medians[0] / medians[1]
+
+
+def is_even(record: Record) -> bool:
+    """Whether the machine was the same for both, so that a speed may be claimed."""
+    return 1 / MOST_UNEVEN <= first_turns_ratio(record) <= MOST_UNEVEN
+
+
 def demo_line() -> str:
-    """Say the demo's result in one paragraph."""
+    """Say the demo's result in one paragraph.
+
+    Where the same work took one server longer than the other, the machine was busy in
+    one of the two, and no speed is claimed.
+    """
     demo = found("demo")
     if demo is None:
         return _missing("demo")
     record = demo.last
+    if not is_even(record):
+        ratio = first_turns_ratio(record)
+        return (
+            f"**{record['equal']} of {record['answers']} answers equal** to plain "
+            f"SGLang's. No speed is claimed of this run: first turns, which are the "
+            f"same work, took {ratio:.1f} times as long without tiers as with them, so "
+            f"the machine was not the same for both (`{demo.kind.command}`; "
+            f"{demo.when})."
+        )
     plain, tiered = (record["summaries"][name] for name in ("plain", "tiered"))
     return (
         f"**{_times_lower(record):.1f} times lower** time to the first token of later "
@@ -217,6 +247,8 @@ def demo_block() -> str:
     if demo is None:
         return _missing("demo")
     record = demo.last
+    if not is_even(record):
+        return "*Shown once there is a record of a machine that was even.*"
     summaries = [Summary(**each) for each in record["summaries"].values()]
     titles = {name: each["title"] for name, each in record["summaries"].items()}
     right = ", ".join(f"{titles[n]} {count}" for n, count in record["right"].items())
@@ -417,7 +449,8 @@ def drawn() -> dict[Path, str]:
     made = {folder / "tiers.svg": pictures.tiers()}
     demo, runs, soak = found("demo"), found("equality"), found("soak")
     if demo is not None:
-        made[folder / "demo.svg"] = pictures.demo(demo.last, demo.when)
+        even = is_even(demo.last)
+        made[folder / "demo.svg"] = pictures.demo(demo.last, demo.when, even)
     if runs is not None:
         told = answers(runs.records)
         made[folder / "answers.svg"] = pictures.answers(

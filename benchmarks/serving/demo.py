@@ -1,7 +1,7 @@
 """The demo: the same chats on SGLang without and with tiers, and a picture.
 
-Three servers run one after the other on one multi-turn workload whose KV is more
-than four times the device pool, one request at a time:
+Three servers play one multi-turn workload whose KV is more than four times the device
+pool, one request at a time:
 
 - ``reference``: plain SGLang with a pool that holds everything. It writes the
   chats (each turn carries the model's own answers) and is what the answers of the
@@ -13,7 +13,8 @@ The model is the small Llama that this repository trained (``make model``). Each
 asks for a value that was stated thousands of tokens before, so right answers can be
 counted.
 
-The last two replay the reference's prompts. Before the gate counts, a negative
+The last two replay the reference's prompts side by side, turn by turn, so that whatever
+else the machine does meets both. Before the gate counts, a negative
 control proves that it can fail: two prompts in which the pages that state what is
 asked are another prompt's stand for a cache that serves wrong pages. (A model that
 learned hardly minds a page that it need not read.)
@@ -28,6 +29,8 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -170,11 +173,22 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
         say("reference: two prompts with wrong pages, for the negative control")
         wrong = await _wrong_pages(server, runs["reference"])
     requests = replay(runs["reference"])
-    for spec in (plain_spec(device), tiered_spec(device, tiers)):
-        say(f"{spec.name}: the small device pool")
-        with SglangServer(spec, args.out / "logs", args.port, say=say) as server:
+    specs = (plain_spec(device), tiered_spec(device, tiers))
+    say("plain and tiered: the small device pool, in turns")
+    with ExitStack() as both:
+        servers = [
+            both.enter_context(
+                SglangServer(
+                    spec, args.out / "logs", args.port and args.port + n, say=say
+                )
+            )
+            for n, spec in enumerate(specs)
+        ]
+        for server in servers:
             await _warm_up(server, vocab_tokens)
-            keep(spec, await _replay(server, requests, _Ticker(say, spec.name)))
+        in_turns = await _in_turns(servers, requests, say)
+    for spec, records in zip(specs, in_turns, strict=True):
+        keep(spec, records)
     shutil.rmtree(disk, ignore_errors=True)
     result = _gate(runs, wrong)
     _report(args.out, runs, result, chats)
@@ -214,6 +228,52 @@ async def _replay(
 ) -> list[RequestRecord]:
     async with StreamingClient(server.url) as client:
         return await client.run_sequential(requests, each)
+
+
+async def _in_turns(
+    servers: Sequence[SglangServer], requests: list[PlannedRequest], say: Progress
+) -> list[list[RequestRecord]]:
+    """Replay each turn of all chats on one server, then on the next; return records.
+
+    Who begins changes from turn to turn. What a server still copies after a turn ends
+    before the other one goes on. In the records a server's turns follow each other.
+    """
+    found: list[list[RequestRecord]] = [[] for _ in servers]
+    tickers = [_Ticker(say, server.spec.name) for server in servers]
+    size = SHAPE.num_sessions
+    for turn, first in enumerate(range(0, len(requests), size)):
+        for place in sorted(range(len(servers)), reverse=bool(turn % 2)):
+            part = requests[first : first + size]
+            answered = await _replay(servers[place], part, tickers[place])
+            await _settle(servers[place])
+            times_s = [r.token_times_s[-1] for r in found[place] if r.token_times_s]
+            at_s = max(times_s, default=0.0)
+            found[place] += [_later(record, first, at_s) for record in answered]
+    return found
+
+
+def _later(record: RequestRecord, order: int, at_s: float) -> RequestRecord:
+    """Return a record moved to a later place and time of its run."""
+    return replace(
+        record,
+        order=order + record.order,
+        targeted_s=at_s + record.targeted_s,
+        started_s=at_s + record.started_s,
+        token_times_s=tuple(at_s + time_s for time_s in record.token_times_s),
+    )
+
+
+async def _settle(server: SglangServer) -> None:
+    """Wait until a server with tiers copies nothing more, for 30 s at most."""
+    if "tiered" not in server.spec.flags:
+        return
+    before: object = None
+    for _ in range(30):
+        edges = (await asyncio.to_thread(server.get, "/tiered/stats"))[0]["edges"]
+        if edges == before:
+            return
+        before = edges
+        await asyncio.sleep(1.0)
 
 
 async def _wrong_pages(
