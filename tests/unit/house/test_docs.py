@@ -178,6 +178,34 @@ def test_without_a_record_there_is_no_figure(records: Path) -> None:
     assert results.found("it") is None
 
 
+@pytest.mark.parametrize(("first_s", "claims"), [(1.1, True), (4.0, False)])
+def test_no_speed_is_claimed_of_an_uneven_machine(
+    monkeypatch: pytest.MonkeyPatch, first_s: float, claims: bool
+) -> None:
+    """Where equal work took one server longer, its other times say nothing."""
+    first = {"tiered": 1.0, "plain": first_s}
+    record = {
+        "ttft_s": {name: {"s0.t0": it, "s0.t1": 9.0} for name, it in first.items()},
+        "summaries": {
+            name: {"later_ttft_p50_s": it} for name, it in (("plain", 8), ("tiered", 2))
+        },
+        "equal": 40,
+        "answers": 40,
+        "shape": {"num_sessions": 10},
+        "machine": {"cores": 2, "accelerators": []},
+        "working_set_tokens": 4,
+        "pool_tokens": 1,
+        "load_before": 0.1,
+    }
+    kind = results.KINDS["demo"]
+    found = results.Found(kind, (record,), "2026-01-01", "abcdef0123", True)
+    monkeypatch.setattr(results, "found", lambda name: found)
+    told = results.demo_line()
+    assert "40 of 40 answers equal" in told
+    assert ("4.0 times lower" in told) is claims
+    assert ("No speed is claimed" in told) is not claims
+
+
 def test_kinds_of_records_hash_what_their_programs_hash() -> None:
     """Else no record would ever be today's."""
     programs = {
