@@ -330,7 +330,7 @@ def _legend(
             'height="11"/>'
         )
         parts.append(_text(x + 16, y, label, "small"))
-        x += 28 + 6.3 * len(label)
+        x += 26 + 6.9 * len(label)
     return parts
 
 

@@ -223,6 +223,21 @@ def test_kinds_of_records_hash_what_their_programs_hash() -> None:
 # --- settings ------------------------------------------------------------------------
 
 
+def flags() -> list[str]:
+    """Return the names of all flags of ours, without importing SGLang."""
+    room = ROOT / "sgl_tiered/engines/sglang"
+    texts = [path.read_text() for path in room.rglob("args.py")]
+    return re.findall(r"^    tiered_(\w+): A\[", "\n".join(texts), re.M)
+
+
+def test_an_unknown_key_would_be_refused(tmp_path: Path) -> None:
+    """So the examples have none."""
+    file = tmp_path / "odd.toml"
+    file.write_text('host-sise = "1GB"\n')
+    with pytest.raises(config.ConfigError, match="host_sise"):
+        config.read_config(dict.fromkeys(flags()) | {"config": str(file)})
+
+
 @pytest.mark.parametrize(
     "file", sorted((ROOT / "examples/settings").glob("*.toml")), ids=lambda f: f.stem
 )
@@ -243,8 +258,7 @@ def test_settings_are_what_the_server_takes(
         here["disk_path"] = ",".join(str(tmp_path / str(each)) for each in range(num))
     if "cxl" in known:
         here["cxl"] = "emulate:memory"
-    names = [name.replace("-", "_") for name in known]
     ranks = 8 if file.stem == "eight_gpus" else 1
-    read = config.read_config(dict.fromkeys(names) | here, num_ranks=ranks)
+    read = config.read_config(dict.fromkeys(flags()) | here, num_ranks=ranks)
     assert read.host_bytes == config.parse_size("x", known["host-size"])
     assert read.disk_bytes == config.parse_size("x", known["disk-size"])
