@@ -88,6 +88,18 @@ equality: install ## every combination against plain SGLang, faults and kills (4
 	@$(SAY) equality "worlds in turns, what is kept adds up; last line is one JSON object"
 	@exec $(PY) -m tests.equality $(ARGS)
 
+.PHONY: docs
+docs: ## the documentation as a site in out/site, strictly: every link, llms.txt
+	@PYTHON="$(PYTHON)" bash scripts/docs.sh
+
+.PHONY: results
+results: install ## figures and pictures of README and docs, from committed records
+	@$(PY) scripts/results.py $(ARGS)
+
+.PHONY: test-docs
+test-docs: install ## every command of README and docs that runs on a CPU (--long: all of them)
+	@$(PY) scripts/test_docs.py $(ARGS)
+
 .PHONY: lint
 lint: install ## ruff, mypy --strict and the import contracts
 	@bash scripts/lint.sh "$(VENV)"

@@ -95,7 +95,10 @@ install_packages() {
 python=$(find_python)
 choose_mooncake
 extras=".[sglang,bench,dev,etcd,nixl,$mooncake]"
-if [ -n "${UNLOCKED:-}" ]; then locked=/dev/null; fi
+if [ -n "${UNLOCKED:-}" ]; then # to lock: with what only scripts/docs.sh installs
+  locked=/dev/null
+  extras=".[sglang,bench,dev,docs,etcd,nixl,$mooncake]"
+fi
 wanted=$(fingerprint)
 if is_current; then exit 0; fi
 

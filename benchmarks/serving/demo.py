@@ -1,7 +1,7 @@
 """The demo: the same chats on SGLang without and with tiers, and a picture.
 
-Three servers run one after the other on one multi-turn workload whose KV is more
-than four times the device pool, one request at a time:
+Three servers play one multi-turn workload whose KV is more than four times the device
+pool, one request at a time:
 
 - ``reference``: plain SGLang with a pool that holds everything. It writes the
   chats (each turn carries the model's own answers) and is what the answers of the
@@ -13,7 +13,8 @@ The model is the small Llama that this repository trained (``make model``). Each
 asks for a value that was stated thousands of tokens before, so right answers can be
 counted.
 
-The last two replay the reference's prompts. Before the gate counts, a negative
+The last two replay the reference's prompts side by side, turn by turn, so that whatever
+else the machine does meets both. Before the gate counts, a negative
 control proves that it can fail: two prompts in which the pages that state what is
 asked are another prompt's stand for a cache that serves wrong pages. (A model that
 learned hardly minds a page that it need not read.)
@@ -23,10 +24,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +42,14 @@ from sgl_tiered_workloads.gate import (
     check_equality,
     negative_control,
     plain_spread,
+)
+from sgl_tiered_workloads.harness.machine import (
+    NOT_IN_SERVERS,
+    commit,
+    is_dirty,
+    machine_facts,
+    source_hash,
+    versions,
 )
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 from sgl_tiered_workloads.report import draw_demo, format_table, summarise
@@ -66,7 +80,10 @@ from sgl_tiered_workloads.training.pairs import KEY_TOKENS, MAX_VALUE_TOKENS
 from sgl_tiered_workloads.training.vocabulary import Vocabulary
 from tokenizers import Tokenizer
 
-MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "workloads/models/demo"
+SOURCES = ("sgl_tiered", "kernels", "platform_dist")
+"""Folders whose source decides what is measured."""
 PAGE_SIZE = 16
 POOL_TOKENS = 7168
 REFERENCE_POOL_TOKENS = 65536
@@ -79,6 +96,11 @@ SHAPE = ChatShape(
     answer_tokens=24,
 )
 SEED = 7
+TITLES = {
+    "plain": "plain SGLang",
+    "tiered": "SGLang + tiers",
+    "reference": "plain, pool for all",
+}
 # Less than the working set, so that the disk has work too.
 HOST_BYTES = 48 * MB
 DISK_BYTES = 500 * MB
@@ -107,6 +129,9 @@ def main() -> int:
         default=[],
         help="a further flag for every server; may be repeated",
     )
+    parser.add_argument(
+        "--record", type=Path, metavar="FOLDER", help="keep a copy of the record there"
+    )
     args = parser.parse_args()
     exit_on_signals()
     try:
@@ -117,6 +142,7 @@ def main() -> int:
 
 
 async def _demo(args: argparse.Namespace, say: Progress) -> int:
+    load_before = os.getloadavg()[0]
     working_set = SHAPE.working_set_tokens
     say(
         f"workload: {SHAPE.num_sessions} chats of {SHAPE.num_turns} turns, "
@@ -147,14 +173,33 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
         say("reference: two prompts with wrong pages, for the negative control")
         wrong = await _wrong_pages(server, runs["reference"])
     requests = replay(runs["reference"])
-    for spec in (plain_spec(device), tiered_spec(device, tiers)):
-        say(f"{spec.name}: the small device pool")
-        with SglangServer(spec, args.out / "logs", args.port, say=say) as server:
+    specs = (plain_spec(device), tiered_spec(device, tiers))
+    say("plain and tiered: the small device pool, in turns")
+    with ExitStack() as both:
+        servers = [
+            both.enter_context(
+                SglangServer(
+                    spec, args.out / "logs", args.port and args.port + n, say=say
+                )
+            )
+            for n, spec in enumerate(specs)
+        ]
+        for server in servers:
             await _warm_up(server, vocab_tokens)
-            keep(spec, await _replay(server, requests, _Ticker(say, spec.name)))
+        in_turns = await _in_turns(servers, requests, say)
+    for spec, records in zip(specs, in_turns, strict=True):
+        keep(spec, records)
     shutil.rmtree(disk, ignore_errors=True)
     result = _gate(runs, wrong)
     _report(args.out, runs, result, chats)
+    if result.passed:
+        record = _record(runs, result, chats) | {"load_before": load_before}
+        for folder in (args.out, args.record):
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                name = "record" if folder is args.out else f"demo-{record['source']}"
+                text = json.dumps(record, indent=1) + "\n"
+                (folder / f"{name}.json").write_text(text)
     say(f"records, logs and picture are in {args.out}")
     return 0 if result.passed else 1
 
@@ -183,6 +228,52 @@ async def _replay(
 ) -> list[RequestRecord]:
     async with StreamingClient(server.url) as client:
         return await client.run_sequential(requests, each)
+
+
+async def _in_turns(
+    servers: Sequence[SglangServer], requests: list[PlannedRequest], say: Progress
+) -> list[list[RequestRecord]]:
+    """Replay each turn of all chats on one server, then on the next; return records.
+
+    Who begins changes from turn to turn. What a server still copies after a turn ends
+    before the other one goes on. In the records a server's turns follow each other.
+    """
+    found: list[list[RequestRecord]] = [[] for _ in servers]
+    tickers = [_Ticker(say, server.spec.name) for server in servers]
+    size = SHAPE.num_sessions
+    for turn, first in enumerate(range(0, len(requests), size)):
+        for place in sorted(range(len(servers)), reverse=bool(turn % 2)):
+            part = requests[first : first + size]
+            answered = await _replay(servers[place], part, tickers[place])
+            await _settle(servers[place])
+            times_s = [r.token_times_s[-1] for r in found[place] if r.token_times_s]
+            at_s = max(times_s, default=0.0)
+            found[place] += [_later(record, first, at_s) for record in answered]
+    return found
+
+
+def _later(record: RequestRecord, order: int, at_s: float) -> RequestRecord:
+    """Return a record moved to a later place and time of its run."""
+    return replace(
+        record,
+        order=order + record.order,
+        targeted_s=at_s + record.targeted_s,
+        started_s=at_s + record.started_s,
+        token_times_s=tuple(at_s + time_s for time_s in record.token_times_s),
+    )
+
+
+async def _settle(server: SglangServer) -> None:
+    """Wait until a server with tiers copies nothing more, for 30 s at most."""
+    if "tiered" not in server.spec.flags:
+        return
+    before: object = None
+    for _ in range(30):
+        edges = (await asyncio.to_thread(server.get, "/tiered/stats"))[0]["edges"]
+        if edges == before:
+            return
+        before = edges
+        await asyncio.sleep(1.0)
 
 
 async def _wrong_pages(
@@ -259,20 +350,13 @@ def _report(
     result: GateResult,
     chats: RecallChats,
 ) -> None:
-    titles = {
-        "plain": "plain SGLang",
-        "tiered": "SGLang + tiers",
-        "reference": "plain, pool for all",
-    }
+    titles = TITLES
     summaries = [summarise(titles[name], runs[name], PAGE_SIZE) for name in titles]
     print("\n" + format_table(summaries))
-    right = {
-        titles[name]: chats.num_right({r.key: r.output for r in runs[name]})
-        for name in titles
-    }
+    right = _right(runs, chats)
     print(
         f"right answers of {len(chats.answers)}: "
-        + ", ".join(f"{name} {number}" for name, number in right.items())
+        + ", ".join(f"{titles[name]} {number}" for name, number in right.items())
     )
     if not result.passed:
         print("the gate is red: no speed is claimed")
@@ -291,6 +375,44 @@ def _report(
     draw_demo(
         out / "demo.png", {titles[n]: runs[n] for n in titles}, PAGE_SIZE, subtitle
     )
+
+
+def _right(runs: dict[str, list[RequestRecord]], chats: RecallChats) -> dict[str, int]:
+    """Return how many answers name the right value, by system."""
+    return {
+        name: chats.num_right({r.key: r.output for r in runs[name]}) for name in TITLES
+    }
+
+
+def _record(
+    runs: dict[str, list[RequestRecord]], result: GateResult, chats: RecallChats
+) -> dict[str, object]:
+    """Return what ``make results`` makes its table and its picture of."""
+    summaries = {n: summarise(TITLES[n], runs[n], PAGE_SIZE) for n in TITLES}
+    written = {record.key: record.output for record in runs["reference"]}
+    return {
+        "command": "make demo",
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
+        "dirty": is_dirty(),
+        "source": source_hash(ROOT, SOURCES, NOT_IN_SERVERS),
+        "versions": versions(),
+        "machine": machine_facts(),
+        "model": MODEL.name,
+        "shape": asdict(SHAPE),
+        "pool_tokens": POOL_TOKENS,
+        "working_set_tokens": SHAPE.working_set_tokens,
+        "answers": len(runs["reference"]),
+        "equal": sum(r.output == written[r.key] for r in runs["tiered"]),
+        "bit_for_bit": result.num_exact,
+        "near_ties": result.near_ties,
+        "right": _right(runs, chats),
+        "summaries": {name: asdict(each) for name, each in summaries.items()},
+        "ttft_s": {
+            name: {r.key: round(r.ttft_s, 6) for r in runs[name] if r.error is None}
+            for name in TITLES
+        },
+    }
 
 
 class _Ticker:

@@ -12,6 +12,7 @@ from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.server import ServerStartError, SglangServer, exit_on_signals
 from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers, tiered_spec
 
+MODEL = Path(__file__).resolve().parents[2] / "workloads/models/demo"
 POOL_TOKENS = 16384
 HOST_BYTES = 1000 * MB
 DISK_BYTES = 4000 * MB
@@ -20,7 +21,11 @@ DISK_BYTES = 4000 * MB
 def main() -> int:
     """Run until Ctrl-C or until the server ends; its exit status is ours."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", choices=sorted(PRESETS), default="demo")
+    parser.add_argument(
+        "--preset",
+        choices=sorted(PRESETS),
+        help="random weights in place of the model that this repository trained",
+    )
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument("--out", type=Path, default=Path("out/serve"))
     parser.add_argument("--port", type=int, default=30000)
@@ -29,8 +34,11 @@ def main() -> int:
     )
     args = parser.parse_args()
     exit_on_signals()
-    print(f"making the {args.preset} model (random weights, cached)", flush=True)
-    device = Device(make_model(args.preset, args.models), POOL_TOKENS, flags=CPU_FLAGS)
+    model = MODEL
+    if args.preset is not None:
+        print(f"making the {args.preset} model (random weights, cached)", flush=True)
+        model = make_model(args.preset, args.models)
+    device = Device(model, POOL_TOKENS, flags=CPU_FLAGS)
     disk = args.out / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     spec = tiered_spec(
@@ -57,7 +65,7 @@ def _stay(server: SglangServer) -> int:
         f"curl -s {server.url}/v1/chat/completions -H 'Content-Type: "
         f"application/json' -d '{json.dumps(body)}'\n"
         f"curl -s {server.url}/tiered/stats\n\n"
-        "The weights are random, so the text is noise. Ctrl-C stops the server.",
+        "The model is small: what it writes looks like Python. Ctrl-C ends it.",
         flush=True,
     )
     while (exit_code := server.exit_code()) is None:

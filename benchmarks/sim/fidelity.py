@@ -388,7 +388,7 @@ def main() -> int:
     print(f"\nEach cell: seen / predicted.\n\n{text}\n")
     calibration = read_calibration(args.calibration or args.out / "calibration.json")
     document = _document(text, args.seconds, misses, calibration)
-    (args.out / "FIDELITY.md").write_text(document)
+    (args.out / "fidelity.md").write_text(document)
     found = {"runs": len(rows), "misses": misses, "limits": LIMITS}
     print(f"{time.monotonic() - begin:.0f} s")
     print(json.dumps(found))

@@ -5,7 +5,7 @@
 Prints Markdown, rows as soon as they are known, and the paper's words beside what they
 are compared with; the last line is one JSON object. 8 stands for Figures 6, 7 and 8 of
 Llama-2-7B, ``seeds`` for its peaks with other draws, 6 for Figures 6 and 7 of the other
-models. LAYERKV.md has the tables and what they are worth.
+models. docs/benchmarks/simulator/layerkv.md has the tables and what they are worth.
 """
 
 from __future__ import annotations

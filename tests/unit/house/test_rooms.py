@@ -12,7 +12,7 @@ import pytest
 from sgl_tiered.engines.sglang import seams
 
 FOLDERS = ("benchmarks", "kernels", "tests", "workloads")
-CODE = ("sgl_tiered", "platform_dist", *FOLDERS)
+CODE = ("docs", "examples", "sgl_tiered", "platform_dist", *FOLDERS)
 ROOT = Path(__file__).parents[3]
 GENERATED = {"__pycache__", "build", "dist"}
 

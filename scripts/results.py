@@ -1,0 +1,511 @@
+"""Figures of README and docs, made from committed records: ``make results``.
+
+Between ``<!-- results: NAME -->`` and ``<!-- /results -->`` stands what
+``BLOCKS[NAME]`` makes of the records, and the pictures are drawn from them. Nothing
+there is typed.
+
+Each figure says when it was measured, at which commit and by which command. Of a kind
+of record, the one whose source is today's is taken; where there is none, the newest,
+and its figures say that the source is an earlier one. ``--check`` changes nothing and
+fails where a figure is not what its record says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pictures
+from sgl_tiered_workloads.harness.machine import NOT_IN_SERVERS, source_hash
+from sgl_tiered_workloads.report import Summary, format_table
+
+__all__ = ["BLOCKS", "CHANGED", "KINDS", "Kind", "filled", "main", "pages", "written"]
+
+ROOT = Path(__file__).resolve().parents[1]
+
+RECORDS = ROOT / "benchmarks/results"
+DATES = RECORDS / "dates.json"
+"""When records that do not say it themselves were made, and printed pages changed."""
+MOST_UNEVEN = 1.25
+"""How far equal work may differ between two servers whose speeds are compared."""
+CHANGED = ", of an earlier source"
+_BLOCK = re.compile(
+    r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- /results -->)", re.S | re.M
+)
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of record.
+
+    Attributes:
+        pattern: of its files.
+        command: that makes one.
+        folders, without: whose source decides what is measured.
+    """
+
+    pattern: str
+    command: str
+    folders: tuple[str, ...]
+    without: tuple[str, ...] = NOT_IN_SERVERS
+
+
+_WORKLOADS = "workloads/sgl_tiered_workloads"
+KINDS = {
+    "demo": Kind(
+        "benchmarks/results/demo-*.json",
+        "make demo",
+        ("sgl_tiered", "kernels", "platform_dist"),
+    ),
+    "equality": Kind(
+        "tests/equality/records/*.json",
+        "make equality",
+        ("sgl_tiered", "kernels", "platform_dist"),
+    ),
+    "soak": Kind(
+        "tests/soak/records/*.json",
+        "make soak",
+        ("sgl_tiered", _WORKLOADS, "tests/soak"),
+    ),
+    "fuzz": Kind(
+        "tests/fuzz/records/*.json",
+        "make fuzz",
+        ("sgl_tiered", _WORKLOADS, "tests/fuzz"),
+        (),
+    ),
+    "restart": Kind(
+        "benchmarks/disk/records/restart-*.json",
+        "make bench-restart",
+        ("sgl_tiered",),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The records of a kind that count: one, or several on one source.
+
+    Attributes:
+        kind: of them.
+        records: what is in them, oldest first.
+        date, commit: of the newest.
+        is_current: whether their source is today's.
+    """
+
+    kind: Kind
+    records: tuple[Record, ...]
+    date: str
+    commit: str
+    is_current: bool
+
+    @property
+    def last(self) -> Record:
+        """The newest record."""
+        return self.records[-1]
+
+    @property
+    def when(self) -> str:
+        """When and on what it was measured."""
+        return f"{self.date}, {self.commit[:7]}{'' if self.is_current else CHANGED}"
+
+
+def dated(path: Path) -> tuple[str, str]:
+    """Return date and commit of a record, from itself or from ``dates.json``."""
+    record = json.loads(path.read_text())
+    known = json.loads(DATES.read_text()) if DATES.exists() else {}
+    said = known.get(path.relative_to(ROOT).as_posix(), {})
+    stamp = re.search(r"(\d{4})(\d{2})(\d{2})T\d{6}Z", path.name)
+    date = record.get("date") or ("-".join(stamp.groups()) if stamp else "")
+    return str(date or said["date"]), str(record.get("commit") or said["commit"])
+
+
+@cache
+def found(name: str) -> Found | None:
+    """Return the records of a kind that count; None where there are none."""
+    kind = KINDS[name]
+    paths = sorted(ROOT.glob(kind.pattern))
+    if not paths:
+        return None
+    told = {path: json.loads(path.read_text()) for path in paths}
+    now = source_hash(ROOT, kind.folders, kind.without)
+    wanted = now
+    if all(record["source"] != now for record in told.values()):
+        wanted = told[max(paths, key=dated)]["source"]
+    chosen = sorted((p for p in paths if told[p]["source"] == wanted), key=dated)
+    date, commit = dated(chosen[-1])
+    records = tuple(told[path] for path in chosen)
+    return Found(kind, records, date, commit, wanted == now)
+
+
+def pages() -> list[Path]:
+    """Return the documents that may hold blocks."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def filled(text: str) -> str:
+    """Return a document with its blocks made anew.
+
+    Raises:
+        KeyError: nobody makes a block of that name.
+    """
+
+    def make(block: re.Match[str]) -> str:
+        return block[1] + BLOCKS[block[2]]() + "\n" + block[3]
+
+    return _BLOCK.sub(make, text)
+
+
+# --- what is written -----------------------------------------------------------------
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _times_lower(record: Record) -> float:
+    plain, tiered = (record["summaries"][name] for name in ("plain", "tiered"))
+    return float(plain["later_ttft_p50_s"] / tiered["later_ttft_p50_s"])
+
+
+def _on(record: Record) -> str:
+    machine = record["machine"]
+    gpus = machine["accelerators"]
+    what = ", ".join(gpu["name"] for gpu in gpus) if gpus else "no GPU"
+    return f"{machine['cores']} CPU cores, {what}"
+
+
+def _beside(record: Record) -> str:
+    """Say where others computed on the machine as well when a run began."""
+    load = float(record["load_before"])
+    return f"; other work on the machine, load {load:.1f}" if load >= 0.5 else ""
+
+
+def _missing(name: str) -> str:
+    return f"*No record yet: `{KINDS[name].command}` makes it.*"
+
+
+def first_turns_ratio(record: Record) -> float:
+    """Return plain's median first turn over the tiered one: the same work in both."""
+    medians = []
+    for name in ("plain", "tiered"):
+        times_s = record["ttft_s"][name].items()
+        medians.append(median(time_s for key, time_s in times_s if key.endswith(".t0")))
+    return medians[0] / medians[1]
+
+
+def is_even(record: Record) -> bool:
+    """Whether the machine was the same for both, so that a speed may be claimed."""
+    return 1 / MOST_UNEVEN <= first_turns_ratio(record) <= MOST_UNEVEN
+
+
+def demo_line() -> str:
+    """Say the demo's result in one paragraph.
+
+    Where the same work took one server longer than the other, the machine was busy in
+    one of the two, and no speed is claimed.
+    """
+    demo = found("demo")
+    if demo is None:
+        return _missing("demo")
+    record = demo.last
+    if not is_even(record):
+        ratio = first_turns_ratio(record)
+        return (
+            f"**{record['equal']} of {record['answers']} answers equal** to plain "
+            f"SGLang's. No speed is claimed of this run: first turns, which are the "
+            f"same work, took {ratio:.1f} times as long without tiers as with them, so "
+            f"the machine was not the same for both (`{demo.kind.command}`; "
+            f"{demo.when})."
+        )
+    plain, tiered = (record["summaries"][name] for name in ("plain", "tiered"))
+    return (
+        f"**{_times_lower(record):.1f} times lower** time to the first token of later "
+        f"turns (median {plain['later_ttft_p50_s'] * 1e3:.0f} ms without tiers, "
+        f"{tiered['later_ttft_p50_s'] * 1e3:.0f} ms with them), and "
+        f"**{record['equal']} of {record['answers']} answers equal** to plain "
+        f"SGLang's. {_on(record)}, a small model that we trained, "
+        f"{record['shape']['num_sessions']} chats one request at a time, "
+        f"{record['working_set_tokens'] / record['pool_tokens']:.1f} times as much KV "
+        f"as the device pool holds (`{demo.kind.command}`; {demo.when}"
+        f"{_beside(record)})."
+    )
+
+
+def demo_block() -> str:
+    """Print the demo's end as a terminal shows it."""
+    demo = found("demo")
+    if demo is None:
+        return _missing("demo")
+    record = demo.last
+    if not is_even(record):
+        return "*Shown once there is a record of a machine that was even.*"
+    summaries = [Summary(**each) for each in record["summaries"].values()]
+    titles = {name: each["title"] for name, each in record["summaries"].items()}
+    right = ", ".join(f"{titles[n]} {count}" for n, count in record["right"].items())
+    plain, tiered = summaries[0], summaries[1]
+    lines = [
+        "negative control: wrong pages are caught",
+        f"equality gate GREEN: {record['bit_for_bit']} of {record['answers']} answers "
+        "compared bit for bit ...",
+        "",
+        format_table(summaries),
+        f"right answers of {record['answers']}: {right}",
+        f"TTFT of later turns, median: {plain.later_ttft_p50_s * 1e3:.0f} ms without "
+        f"tiers, {tiered.later_ttft_p50_s * 1e3:.0f} ms with them: "
+        f"{_times_lower(record):.1f} times lower",
+    ]
+    shown = "\n".join(line.rstrip() for line in "\n".join(lines).splitlines())
+    return f"```text\n{shown}\n```\n\n({demo.when}; {_on(record)}{_beside(record)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What equality runs on one source come to.
+
+    Attributes:
+        sums: counts over all worlds.
+        tiers: compared answers, and those of them equal bit for bit, by tier.
+        pairs: of features that ran.
+        refused: pairs that the product refuses.
+        faults: kinds of fault that struck.
+    """
+
+    sums: Mapping[str, int]
+    tiers: Mapping[str, tuple[int, int]]
+    pairs: int
+    refused: int
+    faults: int
+
+
+def answers(records: Iterable[Record]) -> Answers:
+    """Add up the worlds of equality runs."""
+    worlds = [world for record in records for world in record["worlds"]]
+    run = [world for world in worlds if not world.get("refused")]
+    names = ("judged", "compared", "exact", "wrong", "errors", "kills")
+    planted = ("planted", "planted_caught")
+    by_tier, exact = Counter[str](), Counter[str]()
+    for world in run:
+        by_tier.update(world["by_tier"])
+        exact.update(world["exact_by_tier"])
+    return Answers(
+        {name: sum(int(world[name]) for world in run) for name in (*names, *planted)},
+        {tier: (count, exact[tier]) for tier, count in by_tier.items()},
+        len({world["pair"] for world in run}),
+        len({world["pair"] for world in worlds if world.get("refused")}),
+        len({fault for world in run for fault in world["struck"]}),
+    )
+
+
+def equality_table() -> str:
+    """Tell what the comparison of answers found."""
+    runs = found("equality")
+    if runs is None:
+        return _missing("equality")
+    told = answers(runs.records)
+    sums = told.sums
+    order = [tier for tier in pictures.TIERS if tier in told.tiers]
+    lines = [
+        f"{_number(sums['judged'])} answers of {told.pairs} pairs of features, of "
+        f"which {_number(sums['compared'])} had pages from below the device: "
+        f"{sums['wrong']} wrong, {sums['errors']} failed. {sums['kills']} servers were "
+        f"killed, {told.faults} kinds of fault struck, and {sums['planted_caught']} of "
+        f"{sums['planted']} planted faults were caught. {told.refused} pairs are "
+        f"refused by the product (`{runs.kind.command}`, {len(runs.records)} runs; "
+        f"{runs.when}; {_on(runs.last)}).",
+        "",
+        "| tier | answers with pages from there | equal bit for bit | "
+        "within plain SGLang's own spread |",
+        "|---|---|---|---|",
+    ]
+    for tier in order:
+        count, exact = told.tiers[tier]
+        row = (tier, _number(count), _number(exact), _number(count - exact))
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def soak_line() -> str:
+    """Tell what 45 minutes of load left behind."""
+    run = found("soak")
+    if run is None:
+        return _missing("soak")
+    record = run.last
+    sent = sum(record["sent"].values())
+    left = record["flows"] + record["pins"] + record["empty_namespaces"]
+    return (
+        f"{_number(sent)} requests in {record['minutes']:.0f} minutes, some of them "
+        f"aborted, a tier failing or slow in {record['fault_rounds']} of "
+        f"{record['rounds']} rounds: {record['wrong']} wrong answers, "
+        f"{record['errors']} errors, {left} requests, pins or names left over. Memory "
+        f"grew by {record['rss_mb_per_hour']:+.1f} MB/h more than plain SGLang's (half "
+        f"width {record['rss_half_width']:.1f}); a planted leak of "
+        f"{record['planted']['bytes_per_request']} bytes a request was "
+        f"{'caught' if record['planted']['caught'] else 'missed'} "
+        f"(`{run.kind.command}`; {run.when}; {_on(record)})."
+    )
+
+
+def fuzz_line() -> str:
+    """Tell what odd inputs found."""
+    run = found("fuzz")
+    if run is None:
+        return _missing("fuzz")
+    record = run.last
+    return (
+        f"{_number(record['inputs'])} odd inputs at {record['targets']} entry points: "
+        f"{record['crashes']} crashes, {record['wrong']} wrong, and "
+        f"{record['planted_found']} of {record['planted']} planted faults found "
+        f"(`{run.kind.command}`; {run.when})."
+    )
+
+
+def restart_line() -> str:
+    """Tell how a server starts on a full disk."""
+    run = found("restart")
+    if run is None:
+        return _missing("restart")
+    record = run.last
+    return (
+        f"On a disk with {_number(record['pages'])} pages a server is ready "
+        f"{record['ready_delay_s_5m_pages']:.2f} s later than on an empty one, and has "
+        f"taken over all of them {record['adopt_s_idle']:.0f} s after that when idle "
+        f"({record['state_bytes_per_page']} bytes of memory a page; "
+        f"`{run.kind.command}`; {run.when}; {_on(record)})."
+    )
+
+
+def results_table() -> str:
+    """Return README's five rows."""
+    rows = [
+        ("Time to the first token, and the answers", demo_line()),
+        ("Same answers, with faults and kills", equality_table().split("\n")[0]),
+        ("Long load", soak_line()),
+        ("Restart", restart_line()),
+        ("Odd inputs", fuzz_line()),
+    ]
+    head = ["| what | seen |", "|---|---|"]
+    return "\n".join(head + [f"| {what} | {seen} |" for what, seen in rows])
+
+
+def measured_table() -> str:
+    """Return what was measured, on what, when and by which command."""
+    titles = {
+        "demo": "chats with and without tiers",
+        "equality": "answers against plain SGLang's",
+        "soak": "45 minutes of load",
+        "fuzz": "odd inputs",
+        "restart": "a start on a full disk",
+    }
+    lines = [
+        "| what | command | when, commit | on | records |",
+        "|---|---|---|---|---|",
+    ]
+    for name, title in titles.items():
+        run, kind = found(name), KINDS[name]
+        folder = kind.pattern.rpartition("/")[0]
+        on = (run.when, _on(run.last)) if run else ("not recorded yet", "")
+        lines.append(f"| {title} | `{kind.command}` | {on[0]} | {on[1]} | `{folder}` |")
+    return "\n".join(lines)
+
+
+def printed_table() -> str:
+    """Return which pages are a program's print, and when they were printed last."""
+    known = json.loads(DATES.read_text())
+    lines = ["| page | printed | commit |", "|---|---|---|"]
+    for path, said in sorted(known.items()):
+        if path.startswith("docs/"):
+            page = path.removeprefix("docs/benchmarks/")
+            title = (ROOT / path).read_text().partition("\n")[0].lstrip("# ")
+            lines.append(f"| [{title}]({page}) | {said['date']} | {said['commit']} |")
+    return "\n".join(lines)
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "demo-line": demo_line,
+    "demo-block": demo_block,
+    "equality-table": equality_table,
+    "soak-line": soak_line,
+    "fuzz-line": fuzz_line,
+    "restart-line": restart_line,
+    "results-table": results_table,
+    "measured-table": measured_table,
+    "printed-table": printed_table,
+}
+
+
+def drawn() -> dict[Path, str]:
+    """Return the pictures by their files."""
+    folder = ROOT / "docs/pictures"
+    made = {folder / "tiers.svg": pictures.tiers()}
+    demo, runs, soak = found("demo"), found("equality"), found("soak")
+    if demo is not None:
+        even = is_even(demo.last)
+        made[folder / "demo.svg"] = pictures.demo(demo.last, demo.when, even)
+    if runs is not None:
+        told = answers(runs.records)
+        made[folder / "answers.svg"] = pictures.answers(
+            told.tiers, told.sums["wrong"], runs.when
+        )
+    if soak is not None:
+        made[folder / "memory.svg"] = pictures.memory(soak.last["series"], soak.when)
+    return made
+
+
+def written() -> dict[Path, str]:
+    """Return what every file that we make is to hold."""
+    texts = {page: filled(page.read_text()) for page in pages()}
+    return {**texts, **drawn()}
+
+
+def note_dates() -> None:
+    """Ask git once when a record that does not say so was committed."""
+    known = json.loads(DATES.read_text()) if DATES.exists() else {}
+    for kind in KINDS.values():
+        for path in ROOT.glob(kind.pattern):
+            name = path.relative_to(ROOT).as_posix()
+            record = json.loads(path.read_text())
+            has_date = "date" in record or re.search(r"\d{8}T\d{6}Z", path.name)
+            if name in known or (has_date and "commit" in record):
+                continue
+            asked = ("git", "log", "--diff-filter=A", "--format=%cs %h", "--", name)
+            told = subprocess.run(
+                asked, cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout.split()
+            if told:
+                known[name] = {"date": told[-2], "commit": told[-1]}
+    DATES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write, or check; 0 where nothing differed or everything was written."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args(arguments).check
+    if not check:
+        note_dates()
+    changed = []
+    for path, text in written().items():
+        if path.exists() and path.read_text() == text:
+            continue
+        changed.append(path.relative_to(ROOT).as_posix())
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    stale = [name for name in KINDS if (run := found(name)) and not run.is_current]
+    missing = [name for name in KINDS if found(name) is None]
+    print(json.dumps({"changed": changed, "earlier": stale, "missing": missing}))
+    return 1 if check and changed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,264 @@
+"""README, docs and examples: links for the site, commands, figures, settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import docs_hooks
+import pytest
+import results
+import test_docs as commands
+
+from sgl_tiered.engines.sglang import config
+
+ROOT = Path(__file__).parents[3]
+GB = 10**9
+FIGURE = re.compile(
+    r"\b\d[\d.,]*\s?(?:ms|us|s|%|times|x|tokens/s|requests/s|MB/s|GB/s|points)(?![\w/-])"
+)
+"""What a measurement looks like."""
+
+
+# --- links of the site ---------------------------------------------------------------
+
+
+def rewritten(text: str) -> tuple[str, list[str]]:
+    """Rewrite a page of the docs that lies in ``docs/guides``."""
+    pages = {
+        "docs/guides/disk.md": "guides/disk.md",
+        "docs/plan/capacity.md": "plan/capacity.md",
+        **docs_hooks.beside_the_code(),
+    }
+    return docs_hooks.rewrite_links(text, "guides/disk.md", pages)
+
+
+@pytest.mark.parametrize(
+    ("link", "wanted"),
+    [
+        ("[a](../plan/capacity.md#how)", "[a](../plan/capacity.md#how)"),
+        (
+            "[a](../../sgl_tiered/router/README.md)",
+            "[a](../code/sgl_tiered/router/README.md)",
+        ),
+        ("[a](../../sgl_tiered/router)", "[a](../code/sgl_tiered/router/README.md)"),
+        ("[`Makefile`](../../Makefile)", "`Makefile`"),
+        ("[targets](../../Makefile)", "targets (`Makefile`)"),
+        ("![a](../pictures/answers.svg)", "![a](../pictures/answers.svg)"),
+        ("[a](https://example.org/x.md)", "[a](https://example.org/x.md)"),
+        ("[a](#here)", "[a](#here)"),
+        ("```text\n[a](nothing.md)\n```", "```text\n[a](nothing.md)\n```"),
+    ],
+)
+def test_links_are_turned_for_the_site(link: str, wanted: str) -> None:
+    """Pages are linked as pages, other files are named, code is left alone."""
+    assert rewritten(f"x {link}" if link[0] != "`" else link)[0].endswith(wanted)
+    assert rewritten(link)[1] == []
+
+
+def test_a_link_to_nothing_is_told() -> None:
+    """The strict build fails on it."""
+    assert rewritten("[a](../nothing.md)")[1] == ["../nothing.md"]
+
+
+def test_the_first_sentence_is_of_the_text() -> None:
+    """Headings, pictures and comments are none, and links are words."""
+    text = "# Title\n\n![p](a.svg)\n\n<!-- x -->\n**See [this](b.md).** Then that."
+    assert docs_hooks.first_sentence(text) == "See this."
+    assert docs_hooks.first_sentence("```sh\nmake\n```\n\n- One: two.") == "One"
+
+
+def test_every_page_has_its_place() -> None:
+    """The navigation names each page of ``docs/`` once, and no other."""
+    named = re.findall(r"\s(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    there = [p.relative_to(ROOT / "docs") for p in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(path.as_posix() for path in there)
+
+
+# --- commands ------------------------------------------------------------------------
+
+
+def test_every_command_says_how_it_is_run() -> None:
+    """A comment before a block is one that the runner knows."""
+    found = [block for page in commands.pages() for block in commands.blocks(page)]
+    assert {block.how for block in found} == set(commands.HOWS)
+    assert all(block.reason for block in found if block.how == "not on a CPU")
+
+
+def test_a_wrong_comment_is_refused(tmp_path: Path) -> None:
+    """A word that nobody knows does not turn a block off."""
+    page = tmp_path / "page.md"
+    page.write_text("<!-- docs: later -->\n```sh\ntrue\n```\n")
+    with pytest.raises(ValueError, match=r"page\.md:2"):
+        commands.blocks(page, tmp_path)
+
+
+@pytest.mark.parametrize(("text", "failed"), [("true", 0), ("false\ntrue", 1)])
+def test_a_block_fails_with_its_first_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, failed: int
+) -> None:
+    """The runner counts what failed, and its last line is one JSON object."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples/README.md").write_text("")
+    (tmp_path / "README.md").write_text(f"```sh\n{text}\n```\n")
+    assert commands.main([], tmp_path) == failed
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (told["blocks"], told["run"], told["failed"]) == (1, 1, failed)
+
+
+# --- figures -------------------------------------------------------------------------
+
+
+def test_figures_are_what_the_records_say() -> None:
+    """``make results`` would change nothing but the words on an earlier source."""
+    for path, text in results.written().items():
+        seen = path.read_text().replace(results.CHANGED, "")
+        assert seen == text.replace(results.CHANGED, ""), path.name
+
+
+def test_a_typed_figure_does_not_last() -> None:
+    """What stands in a block is made anew, whatever it was."""
+    page = ROOT / "docs/benchmarks/index.md"
+    text = page.read_text()
+    typed = re.sub(r"(<!-- results: fuzz-line -->\n).*?(?=\n<!--)", r"\1 9 %", text)
+    assert typed != text
+    assert results.filled(typed) == results.filled(text)
+
+
+def test_readme_has_no_figure_of_its_own() -> None:
+    """Outside of blocks and commands nothing looks like a measurement."""
+    text = (ROOT / "README.md").read_text()
+    blocks = r"<!-- results: .*?<!-- /results -->|```.*?```|<!--.*?-->"
+    assert FIGURE.findall(re.sub(blocks, "", text, flags=re.S)) == []
+    assert FIGURE.findall("TTFT falls from 12 ms") == ["12 ms"]
+
+
+@pytest.fixture
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty checkout with one kind of record; its source today is ``now``."""
+    kind = results.Kind("records/*.json", "make it", ("sgl_tiered",))
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "DATES", tmp_path / "dates.json")
+    monkeypatch.setattr(results, "KINDS", {"it": kind})
+    monkeypatch.setattr(results, "source_hash", lambda *_: "now")
+    results.found.cache_clear()
+    (tmp_path / "records").mkdir()
+    yield tmp_path / "records"
+    results.found.cache_clear()
+
+
+def keep(folder: Path, name: str, source: str, date: str) -> None:
+    """Write a record."""
+    record = {"source": source, "date": date, "commit": f"{name}0000000"}
+    (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_a_record_of_todays_source_counts_before_newer_ones(records: Path) -> None:
+    """And of several of them the last is named."""
+    keep(records, "a", "now", "2026-01-01")
+    keep(records, "b", "now", "2026-01-02")
+    keep(records, "c", "other", "2026-01-03")
+    found = results.found("it")
+    assert len(found.records) == 2
+    assert found.when == "2026-01-02, b000000"
+
+
+def test_a_record_of_an_earlier_source_says_so(records: Path) -> None:
+    """The newest is shown, and never as today's."""
+    keep(records, "a", "old", "2026-01-01")
+    keep(records, "b", "older", "2025-12-31")
+    assert results.found("it").when == f"2026-01-01, a000000{results.CHANGED}"
+
+
+def test_without_a_record_there_is_no_figure(records: Path) -> None:
+    """The command that makes one is named instead."""
+    assert results.found("it") is None
+
+
+@pytest.mark.parametrize(("first_s", "claims"), [(1.1, True), (4.0, False)])
+def test_no_speed_is_claimed_of_an_uneven_machine(
+    monkeypatch: pytest.MonkeyPatch, first_s: float, claims: bool
+) -> None:
+    """Where equal work took one server longer, its other times say nothing."""
+    first = {"tiered": 1.0, "plain": first_s}
+    record = {
+        "ttft_s": {name: {"s0.t0": it, "s0.t1": 9.0} for name, it in first.items()},
+        "summaries": {
+            name: {"later_ttft_p50_s": it} for name, it in (("plain", 8), ("tiered", 2))
+        },
+        "equal": 40,
+        "answers": 40,
+        "shape": {"num_sessions": 10},
+        "machine": {"cores": 2, "accelerators": []},
+        "working_set_tokens": 4,
+        "pool_tokens": 1,
+        "load_before": 0.1,
+    }
+    kind = results.KINDS["demo"]
+    found = results.Found(kind, (record,), "2026-01-01", "abcdef0123", True)
+    monkeypatch.setattr(results, "found", lambda name: found)
+    told = results.demo_line()
+    assert "40 of 40 answers equal" in told
+    assert ("4.0 times lower" in told) is claims
+    assert ("No speed is claimed" in told) is not claims
+
+
+def test_kinds_of_records_hash_what_their_programs_hash() -> None:
+    """Else no record would ever be today's."""
+    programs = {
+        "equality": ("tests/equality/tally.py", "PRODUCT"),
+        "soak": ("tests/soak/__main__.py", "SOURCES"),
+        "fuzz": ("tests/fuzz/__main__.py", "SOURCES"),
+        "demo": ("benchmarks/serving/demo.py", "SOURCES"),
+    }
+    for name, (path, word) in programs.items():
+        said = re.search(rf"^{word} = \((.*?)\)$", (ROOT / path).read_text(), re.M)
+        folders = tuple(re.findall(r'"([^"]+)"', said[1]))
+        assert results.KINDS[name].folders == folders, name
+
+
+# --- settings ------------------------------------------------------------------------
+
+
+def flags() -> list[str]:
+    """Return the names of all flags of ours, without importing SGLang."""
+    room = ROOT / "sgl_tiered/engines/sglang"
+    texts = [path.read_text() for path in room.rglob("args.py")]
+    return re.findall(r"^    tiered_(\w+): A\[", "\n".join(texts), re.M)
+
+
+def test_an_unknown_key_would_be_refused(tmp_path: Path) -> None:
+    """So the examples have none."""
+    file = tmp_path / "odd.toml"
+    file.write_text('host-sise = "1GB"\n')
+    with pytest.raises(config.ConfigError, match="host_sise"):
+        config.read_config(dict.fromkeys(flags()) | {"config": str(file)})
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "examples/settings").glob("*.toml")), ids=lambda f: f.stem
+)
+def test_settings_are_what_the_server_takes(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every example of a file is read by the server's own reader.
+
+    The machine is one that has what the file asks for.
+    """
+    monkeypatch.setattr(config, "available_memory_bytes", lambda: 2000 * GB)
+    monkeypatch.setattr(config, "largest_bytes", lambda source: 512 * GB)
+    known = tomllib.loads(file.read_text())
+    # Only where disks are mounted and which node is CXL is this machine's own.
+    here = {"config": str(file)}
+    if "disk-path" in known:
+        num = len(known["disk-path"]) if isinstance(known["disk-path"], list) else 1
+        here["disk_path"] = ",".join(str(tmp_path / str(each)) for each in range(num))
+    if "cxl" in known:
+        here["cxl"] = "emulate:memory"
+    ranks = 8 if file.stem == "eight_gpus" else 1
+    read = config.read_config(dict.fromkeys(flags()) | here, num_ranks=ranks)
+    assert read.host_bytes == config.parse_size("x", known["host-size"])
+    assert read.disk_bytes == config.parse_size("x", known["disk-size"])
