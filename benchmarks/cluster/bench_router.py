@@ -27,9 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).parents[1] / "baselines"))
 
 import numpy as np
+from against import model
 from against.answers import Reference, judge, kept_reference, record_reference
 from against.ports import Range
-from against.records import ROOT, Call
+from against.records import ROOT, Call, busy_cores
 from against.running import Running
 from routers import arms, loads, report
 from routers.arms import PAGE, Front
@@ -42,10 +43,8 @@ from sgl_tiered_workloads.cluster.running import Cluster
 from sgl_tiered_workloads.driver import run_sessions
 from sgl_tiered_workloads.fork_server import fork_servers
 from sgl_tiered_workloads.harness.turns import rotated
-from sgl_tiered_workloads.model import make_model
 from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
 
-MODEL = "bench"
 MINUTES = 45.0
 _MANY_USERS = 8
 _CALIBRATION_REQUESTS = 100
@@ -57,7 +56,7 @@ _STOP_S = 60.0
 def design() -> dict[str, Any]:
     """Return what is measured; calls of another design do not add up with ours."""
     return {
-        "model": MODEL,
+        "model": model.FACTS,
         "page": PAGE,
         "pool_tokens": arms.POOL_TOKENS,
         "servers": arms.NUM_SERVERS,
@@ -81,7 +80,7 @@ class Bench:
         self.ports: Ports = Range(args.ports) if args.ports else Ports()
         peers = {"sglang-router": router_version(args.sglang_router)}
         sizes = {**design(), "requests": args.requests}
-        self.call = Call("router", sizes, args.records, peers)
+        self.call = Call("router", sizes, args.records, peers, busy_cores())
 
     def say(self, text: str) -> None:
         """Print one line with the time since the start."""
@@ -92,7 +91,7 @@ class Bench:
 
     async def run(self) -> None:
         """Measure cells until the time is up."""
-        model = await asyncio.to_thread(make_model, MODEL, self.args.models.resolve())
+        folder = await asyncio.to_thread(model.half_bench, self.args.models)
         while True:
             cells = report.next_cells(
                 self.call.all_blocks, self.args.servers, self.args.loads
@@ -102,13 +101,13 @@ class Bench:
                 return
             wanted = [cell for cell, n in cells if (cell[0], n) == (backend, repeat)]
             seeds = {self._seed(load, repeat) for _, load, _ in wanted}
-            await self._references(model, seeds)
-            await self._with_servers(backend, model, repeat)
+            await self._references(folder, seeds)
+            await self._with_servers(backend, folder, repeat)
 
-    async def _with_servers(self, backend: str, model: Path, repeat: int) -> None:
+    async def _with_servers(self, backend: str, folder: Path, repeat: int) -> None:
         """Measure one repeat of the cells of a kind of servers, while time is left."""
         logs = self.out / "logs" / backend
-        members = arms.servers(backend, model, self.ports, self.out / "plugins")
+        members = arms.servers(backend, folder, self.ports, self.out / "plugins")
         cluster = Cluster(members, logs, ports=self.ports, say=self.say)
         async with Running(cluster):
             while self._fits():
@@ -210,12 +209,12 @@ class Bench:
         name = f"{load}-{self.args.requests}-{seed}-{self.call.header['design']}.jsonl"
         return self.out / "reference" / name
 
-    async def _references(self, model: Path, seeds: set[tuple[str, int]]) -> None:
+    async def _references(self, folder: Path, seeds: set[tuple[str, int]]) -> None:
         """Record plain SGLang's answers to schedules that have none yet."""
         missing = sorted(each for each in seeds if not self._path(*each).exists())
         if not missing:
             return
-        device = arms.reference_device(model)
+        device = arms.reference_device(folder)
         member = new_member(device, COLOCATED, "plain", self.ports, events=False)
         logs = self.out / "logs" / "plain"
         cluster = Cluster([member], logs, ports=self.ports, say=self.say)

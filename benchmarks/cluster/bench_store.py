@@ -26,21 +26,20 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).parents[1] / "baselines"))
 
+from against import model
 from against.answers import Reference, judge, whole
 from against.ports import Range
-from against.records import Call
+from against.records import Call, busy_cores
 from against.running import Running
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.cluster.running import Cluster
 from sgl_tiered_workloads.fork_server import fork_servers
 from sgl_tiered_workloads.harness.control import rounding_spread
-from sgl_tiered_workloads.model import make_model
 from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
 from stores import arms, loads, report
 from stores.arms import PAGE, RECOMPUTE
 from stores.playing import REST_S, Played, play, warm_up
 
-MODEL = "bench"
 MINUTES = 45.0
 _STOP_S = 90.0
 """Before the end: what it takes to stop, and to write."""
@@ -51,7 +50,7 @@ _ROUNDED = 8
 def design(asks: int) -> dict[str, Any]:
     """Return what is measured; calls of another design do not add up with ours."""
     return {
-        "model": MODEL,
+        "model": model.FACTS,
         "page": PAGE,
         "pool_tokens": arms.POOL_TOKENS,
         "host_tokens": arms.host_tokens(),
@@ -73,7 +72,7 @@ class Bench:
         self.began_s = time.monotonic()
         self.out: Path = args.out.resolve()
         sizes = design(args.asks) | {"arms": args.arms}
-        self.call = Call("store", sizes, args.records, peer_versions())
+        self.call = Call("store", sizes, args.records, peer_versions(), busy_cores())
 
     def say(self, text: str) -> None:
         """Print one line with the time since the start."""
@@ -84,12 +83,12 @@ class Bench:
         """Play repeats until the time is up."""
         if len(self.call.before) >= self.args.repeats:
             return
-        model = await asyncio.to_thread(make_model, MODEL, self.args.models.resolve())
+        folder = await asyncio.to_thread(model.half_bench, self.args.models)
         logs = self.out / "logs"
         # A registry of before names servers that are gone.
         shutil.rmtree(logs, ignore_errors=True)
         ports = Range(self.args.ports) if self.args.ports else Ports()
-        made = arms.make_arms(self.args.arms, model, ports, logs)
+        made = arms.make_arms(self.args.arms, folder, ports, logs)
         members = [member for arm in made.values() for member in arm.members]
         services = [service for arm in made.values() for service in arm.services]
         cluster = Cluster(members, logs, services=services, ports=ports, say=self.say)

@@ -3,13 +3,16 @@
 The first line says what ran and where, each further one is a block: one cell of the
 plan, in which all that is compared took turns. A block is written when it is whole, so
 that a call that is ended loses the one under way and no other. Blocks of several calls
-add up where source, design and machine are the same.
+add up where source, design and machine are the same, and whether others computed beside
+them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,18 +26,29 @@ from sgl_tiered_workloads.harness.machine import (
     versions,
 )
 
-__all__ = ["PRODUCT", "ROOT", "Call", "design_hash", "read_blocks"]
+__all__ = ["PRODUCT", "ROOT", "Call", "busy_cores", "design_hash", "read_blocks"]
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = ("sgl_tiered", "kernels", "platform_dist")
 """Folders whose source decides what is measured of ours."""
-_ADDS_UP = ("bench", "source", "design", "machine")
+_ADDS_UP = ("bench", "source", "design", "machine", "alone")
+_ALONE = 0.25
+"""Cores at work before a call, below which it has the machine for itself."""
+_LOOKS_S = 3.0
 
 
 def design_hash(design: Mapping[str, Any]) -> str:
     """Return what names a design (sizes, loads, arms): 12 hex digits."""
     text = json.dumps(design, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def busy_cores(seconds: float = _LOOKS_S) -> float:
+    """Return how many cores are at work in the next seconds."""
+    before = _work()
+    time.sleep(seconds)
+    busy, whole = (now - then for now, then in zip(_work(), before, strict=True))
+    return round((os.cpu_count() or 1) * busy / max(whole, 1), 2)
 
 
 class Call:
@@ -45,6 +59,7 @@ class Call:
         design: what is measured; all of it is written down.
         folder: of the records.
         peers: versions of what is compared with.
+        busy: cores that are at work before anything of ours is started.
     """
 
     def __init__(
@@ -53,6 +68,7 @@ class Call:
         design: Mapping[str, Any],
         folder: Path,
         peers: Mapping[str, str],
+        busy: float,
     ) -> None:
         self.header: dict[str, Any] = {
             "kind": "call",
@@ -64,6 +80,8 @@ class Call:
             "versions": {**versions(), **peers},
             "machine": machine_facts(),
             "sizes": dict(design),
+            "busy_before": busy,
+            "alone": busy < _ALONE,
         }
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         self.path = folder / f"{bench}-{self.header['source'][:12]}-{now}.jsonl"
@@ -80,7 +98,11 @@ class Call:
         if not self.blocks:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.header) + "\n")
-        told = {"kind": "block", **block}
+        told = {
+            "kind": "block",
+            "alone": self.header["alone"],
+            **block,
+        }
         self.blocks.append(told)
         with self.path.open("a") as out:
             out.write(json.dumps(told) + "\n")
@@ -108,3 +130,11 @@ def _lines(path: Path) -> Sequence[dict[str, Any]]:
     if not whole:
         return [{}]
     return [json.loads(line) for line in whole]
+
+
+def _work() -> tuple[int, int]:
+    """Return the ticks of all cores at work, and all of them, since the start."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    ticks = [int(word) for word in words]
+    # The fourth and fifth are idle, the latter while a disk is waited for.
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)

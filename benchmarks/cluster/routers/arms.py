@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from against.model import host_tier
 from hicache_cpu.distribution import hicache_env
 from sgl_tiered_workloads.cluster.members import COLOCATED, Member, new_member
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.cluster.running import router, sglang_router
 from sgl_tiered_workloads.processes import Service
-from sgl_tiered_workloads.systems import CPU_FLAGS, Device, Tiers, hicache_spec
+from sgl_tiered_workloads.systems import CPU_FLAGS, Device, hicache_spec
 
 __all__ = [
     "BACKENDS",
@@ -45,8 +46,6 @@ PAGE = 16
 POOL_TOKENS = 3_072
 """Of a device; the host behind it holds as many. Three of them are a quarter of the
 working set of each load."""
-TOKEN_BYTES = 12_288
-"""KV of a token of the model ``bench``."""
 REFERENCE_TOKENS = 65_536
 LAYOUT = "page_first_direct"
 """Of HiCache's host memory: the one that our hooks copy as fast as our own."""
@@ -72,7 +71,7 @@ def servers(kind: str, model: Path, ports: Ports, plugins: Path) -> list[Member]
     for number in range(NUM_SERVERS):
         name = f"{kind}{number}"
         if kind == "tiered":
-            flags: Sequence[str] = Tiers(POOL_TOKENS * TOKEN_BYTES).flags
+            flags: Sequence[str] = host_tier(POOL_TOKENS)
             env = None
         else:
             bare = Device(model, 0, PAGE)

@@ -104,6 +104,7 @@ def summary(blocks: Sequence[Block]) -> dict[str, Any]:
         "wrong": wrong,
         "judged": sum(_sums(blocks, "judged").values()),
         "blocks": len(blocks),
+        "alone": all(block["alone"] for block in blocks),
         "cells": len(repeats),
         "repeats_least": min(repeats.values(), default=0),
         "complete": _is_complete(repeats),

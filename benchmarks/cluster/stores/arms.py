@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from against.model import TOKEN_BYTES, host_tier
 from hicache_cpu.distribution import hicache_env
 from sgl_tiered_workloads.cluster.members import COLOCATED, Member, new_member
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.processes import Service
-from sgl_tiered_workloads.systems import CPU_FLAGS, Device, Tiers, hicache_spec
+from sgl_tiered_workloads.systems import CPU_FLAGS, Device, hicache_spec
 from stores.loads import working_set_tokens
 
 __all__ = [
@@ -43,8 +44,6 @@ ARMS = (*POOLS, MOONCAKE_STORE, RECOMPUTE)
 PAGE = 64
 """What HiCache's authors take with a store; ours takes it as well."""
 POOL_TOKENS = 4_096
-TOKEN_BYTES = 12_288
-"""KV of a token of the model ``bench``."""
 REFERENCE_TOKENS = 65_536
 LAYOUT = "page_first_direct"
 _HOST = "127.0.0.1"
@@ -101,7 +100,7 @@ def _pool(name: str, device: Device, ports: Ports, logs: Path) -> Arm:
     registry = logs / f"registry-{name}"
     registry.parent.mkdir(parents=True, exist_ok=True)
     flags = (
-        *Tiers(host_tokens() * TOKEN_BYTES).flags,
+        *host_tier(host_tokens()),
         "--tiered-pool",
         f"file:{registry}",
         "--tiered-pool-transport",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from against.answers import Reference, judge
 from against.intervals import figure, mean, median_of, percentile, ratio
 from against.ports import Range
-from against.records import Call, design_hash, read_blocks
+from against.records import Call, busy_cores, design_hash, read_blocks
 from sgl_tiered_workloads.gate import Spread
 from sgl_tiered_workloads.records import RequestRecord
 
@@ -20,9 +21,11 @@ DESIGN = {"pool_tokens": 64, "loads": ["chats"]}
 SPREAD = Spread(max_logprob=0.1, mean_logprob=0.05, max_gap=0.1, num_tokens=10)
 
 
-def call(folder: Path, design: Mapping[str, object] = DESIGN) -> Call:
+def call(
+    folder: Path, design: Mapping[str, object] = DESIGN, busy: float = 0.0
+) -> Call:
     """Begin a call of a bench named ``some``."""
-    return Call("some", design, folder, {"peer": "1.0"})
+    return Call("some", design, folder, {"peer": "1.0"}, busy)
 
 
 def draws(seed: int = 1) -> np.random.Generator:
@@ -52,6 +55,18 @@ def test_blocks_of_something_else_do_not_count(tmp_path: Path, name: str) -> Non
     other = {**before.header, name: "another"}
     assert read_blocks(tmp_path, before.header) != []
     assert read_blocks(tmp_path, other) == []
+
+
+def test_a_call_beside_others_does_not_count_with_one_alone(tmp_path: Path) -> None:
+    """Its figures are of a machine with fewer cores."""
+    call(tmp_path, busy=1.5).keep({"cell": 1})
+    assert [block["alone"] for block in call(tmp_path, busy=1.0).before] == [False]
+    assert call(tmp_path, busy=0.1).before == []
+
+
+def test_cores_at_work_are_between_none_and_all() -> None:
+    """Whatever the machine does just now."""
+    assert 0.0 <= busy_cores(0.05) <= (os.cpu_count() or 1)
 
 
 def test_a_call_that_kept_nothing_leaves_no_file(tmp_path: Path) -> None:

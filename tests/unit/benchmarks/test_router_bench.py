@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from against.model import TOKEN_BYTES
 from routers import arms, loads, report
 from routers.playing import Asking
 from sgl_tiered_workloads.cluster.ports import Ports
@@ -171,6 +172,7 @@ def block(
         "load": load,
         "share": share,
         "repeat": repeat,
+        "alone": True,
         "arms": told,
     }
 
@@ -260,8 +262,7 @@ def test_both_kinds_of_servers_have_the_same_memory(tmp_path: Path) -> None:
             assert flags[flags.index("--hicache-ratio") + 1] == "1"
         else:
             size = flags[flags.index("--tiered-host-size") + 1]
-            whole = arms.POOL_TOKENS * arms.TOKEN_BYTES
-            assert 0.97 * whole < int(size.removesuffix("MB")) * 1e6 <= whole
+            assert int(size) == arms.POOL_TOKENS * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("name", arms.ROUTERS)

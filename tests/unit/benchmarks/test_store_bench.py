@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from against.model import TOKEN_BYTES
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.records import RequestRecord
 from stores import arms, loads, report
@@ -96,7 +97,7 @@ def test_mooncake_store_is_as_its_authors_have_it(tmp_path: Path) -> None:
     master, store = arm.services
     assert "mooncake_master" in master.command[0]
     assert "mooncake_client" in store.command[0]
-    size = arms.shared_tokens() * arms.TOKEN_BYTES
+    size = arms.shared_tokens() * TOKEN_BYTES
     assert f"--global_segment_size={size}" in store.command
     flags = arm.members[0].spec.flags
     config = json.loads(
@@ -117,6 +118,8 @@ def test_pools_differ_by_their_transport(tmp_path: Path) -> None:
         transport = flags[flags.index("--tiered-pool-transport") + 1]
         assert name == f"pool-{transport}"
         told.append(flags[flags.index("--tiered-pool") + 1])
+        host = flags[flags.index("--tiered-host-size") + 1]
+        assert int(host) == arms.host_tokens() * TOKEN_BYTES
     assert len(set(told)) == len(arms.POOLS)
     assert len(every[arms.RECOMPUTE].members) == 1
 
@@ -141,7 +144,7 @@ def block(repeat: int = 0, **counts: int) -> dict[str, Any]:
             "judged": 12,
             **counts,
         }
-    return {"repeat": repeat, "arms": told}
+    return {"repeat": repeat, "alone": True, "arms": told}
 
 
 def test_figures_of_blocks() -> None:
