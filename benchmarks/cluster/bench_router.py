@@ -178,6 +178,7 @@ class Bench:
         return {
             **report.arm_block(played.records, sorted(documents)),
             "lost": len(played.lost),
+            "unsent": len(reference.records) - len(played.records),
             "broken": played.num_broken,
             "evicted_tokens": played.evicted_tokens,
             "cached": played.cached,
@@ -193,8 +194,9 @@ class Bench:
         self.say(
             f"{backend} {load} {share} {name}: TTFT mean {np.mean(times):.0f} ms, P99 "
             f"{np.percentile(times, 99):.0f} ms, cached {cached:.1%}, evicted "
-            f"{told['evicted_tokens']} tokens, lost {told['lost']}, broken "
-            f"{told['broken']}, wrong {told['wrong']} of {told['judged']}"
+            f"{told['evicted_tokens']} tokens, lost {told['lost']}, unsent "
+            f"{told['unsent']}, broken {told['broken']}, wrong {told['wrong']} of "
+            f"{told['judged']}"
         )
         for line in told["told"]:
             self.say(f"  {line}")

@@ -64,7 +64,7 @@ def summary(blocks: Sequence[Block]) -> dict[str, Any]:
         ),
         "shared_hits_by_arm": {name: _shared_hits(blocks, name) for name in names},
         "blocks": len(blocks),
-        "alone": all(block["alone"] for block in blocks),
+        "alone": bool(blocks) and all(block["alone"] for block in blocks),
         "complete": len(blocks) >= WANTED_REPEATS and names == list(ARMS),
     }
 

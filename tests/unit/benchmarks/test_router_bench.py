@@ -161,6 +161,7 @@ def block(
             "prompt_tokens": 1000,
             "cached": {"device": 300, "host": 200},
             "lost": 0,
+            "unsent": 3,
             "broken": 0,
             "evicted_tokens": 64,
             "wrong": 0,
@@ -194,6 +195,7 @@ def test_figures_of_blocks() -> None:
     assert "router_hicache_p99_vs_session" not in told
     assert (told["evictions"], told["lost"], told["wrong"]) == (64, 0, 0)
     assert (told["blocks"], told["cells"], told["repeats_least"]) == (12, 6, 2)
+    assert told["unsent_by_router"][arms.OURS] == 36
     assert told["complete"] is False
     assert report.is_right(told)
     json.dumps(told)
