@@ -26,6 +26,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.append(str(Path(__file__).parents[1] / "baselines"))
 
+import numpy as np
 from against import model
 from against.answers import Reference, judge, whole
 from against.ports import Range
@@ -43,6 +44,7 @@ from stores.playing import REST_S, Played, play, warm_up
 MINUTES = 45.0
 _STOP_S = 90.0
 """Before the end: what it takes to stop, and to write."""
+_WARM_SEED = 500_000
 _ROUNDED = 8
 """Prompts that are computed in parts, to see how plain SGLang rounds."""
 
@@ -102,10 +104,12 @@ class Bench:
         seed = self.args.seed * 1_000 + repeat
         for server in cluster.servers.values():
             await asyncio.to_thread(server.flush_cache)
-        await warm_up(cluster, list(cluster.servers))
+        generator = np.random.default_rng(seed + _WARM_SEED)
+        for arm in made.values():
+            await warm_up(cluster, arm, generator)
         steps = loads.draw(seed, self.args.asks)
         self.say(f"repeat {repeat}: {self.args.asks} asks each")
-        played = await play(cluster, made, steps, self.say)
+        played = await play(cluster, made, steps, generator, self.say)
         plain = cluster.servers[made[RECOMPUTE].members[0].name]
         asked = [whole(record) for record in played[RECOMPUTE].asked]
         spread = await rounding_spread(plain, asked, PAGE, _ROUNDED)
@@ -159,7 +163,7 @@ def peer_versions() -> dict[str, str]:
 
 
 def main() -> int:
-    """Run a call; 0 unless an answer was wrong or is missing."""
+    """Run a call; 0 unless an answer was wrong or missing, or nothing was shared."""
     full = os.environ.get("FULL") == "1"
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/bench-store"))

@@ -14,13 +14,13 @@ from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest, random_tokens
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 from stores.arms import RECOMPUTE, Arm
-from stores.loads import RESTART_AT, Step, asks
+from stores.loads import ANSWER_TOKENS, RESTART_AT, Step, asks
 
 __all__ = ["Played", "play", "warm_up"]
 
 REST_S = 0.3
 """Between a computation and what is measured after it, so that its copies are made."""
-_WARM_TOKENS = 512
+_WARM_TOKENS, _WARM_REST_S = 512, 1.0
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ async def play(
     cluster: Cluster,
     arms: Mapping[str, Arm],
     steps: Sequence[Step],
+    generator: np.random.Generator,
     say: Callable[[str], None],
 ) -> dict[str, Played]:
     """Let all arms do the same steps, in turns; one request runs at a time.
@@ -52,6 +53,7 @@ async def play(
         cluster: in which all servers run.
         arms: by name.
         steps: of the schedule.
+        generator: of what warms up the servers that were started again.
         say: takes progress lines.
     """
     played = {name: Played() for name in arms}
@@ -72,30 +74,44 @@ async def play(
             played[name].asked.append(await _send(url, step.ask, number))
         num_asked += 1
         if num_asked == restart_at:
-            await _restart(cluster, arms, played)
+            await _restart(cluster, arms, played, generator)
             say(f"a server of each pair was started again after {num_asked} asks")
         elif num_asked % 50 == 0:
             say(f"{num_asked} asks each")
     return played
 
 
-async def warm_up(cluster: Cluster, names: Sequence[str]) -> None:
-    """Let servers compute, hit and decode before anything counts."""
-    for name in names:
-        # Tokens that are in no schedule.
-        seed = [ord(letter) for letter in name]
-        prompt = _tokens(seed)
-        for turn in range(3):
-            request = PlannedRequest(f"warm{turn}.n0.compute", prompt, 4)
-            await _send(cluster.url(name), request, 0)
+async def warm_up(cluster: Cluster, arm: Arm, generator: np.random.Generator) -> None:
+    """Let servers compute, hit, decode and fetch from each other; nothing of it counts.
+
+    Args:
+        cluster: in which they run.
+        arm: whose servers.
+        generator: of prompts that are in no schedule.
+    """
+    prompts = {
+        member.name: random_tokens(generator, _WARM_TOKENS, VOCAB_TOKENS)
+        for member in arm.members
+    }
+    for name, prompt in prompts.items():
+        for _ in range(2):
+            await _send(cluster.url(name), _warming(prompt), 0)
+    await asyncio.sleep(_WARM_REST_S)
+    for name in prompts:
+        for other, prompt in prompts.items():
+            if other != name:
+                await _send(cluster.url(name), _warming(prompt), 0)
 
 
-def _tokens(seed: Sequence[int]) -> tuple[int, ...]:
-    return random_tokens(np.random.default_rng(seed), _WARM_TOKENS, VOCAB_TOKENS)
+def _warming(prompt: tuple[int, ...]) -> PlannedRequest:
+    return PlannedRequest("warm.n0.compute", prompt, ANSWER_TOKENS)
 
 
 async def _restart(
-    cluster: Cluster, arms: Mapping[str, Arm], played: Mapping[str, Played]
+    cluster: Cluster,
+    arms: Mapping[str, Arm],
+    played: Mapping[str, Played],
+    generator: np.random.Generator,
 ) -> None:
     for name, arm in arms.items():
         if len(arm.members) == 1:
@@ -103,7 +119,7 @@ async def _restart(
         member = arm.members[-1].name
         cluster.kill(member)
         await asyncio.to_thread(cluster.restart, member)
-        await warm_up(cluster, [member])
+        await warm_up(cluster, arm, generator)
         played[name].num_restarts += 1
 
 

@@ -70,8 +70,10 @@ def summary(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def is_right(told: Mapping[str, Any]) -> bool:
-    """Return whether no answer was wrong and none is missing."""
-    return not told["wrong"] and not told["lost"] and bool(told["judged"])
+    """Return whether no answer was wrong or missing, and all who share did share."""
+    hits = told["shared_hits_by_arm"]
+    is_shared = all(hits[name] > 0.0 for name in hits if name != RECOMPUTE)
+    return not told["wrong"] and not told["lost"] and bool(told["judged"]) and is_shared
 
 
 def table(blocks: Sequence[Block]) -> Iterable[str]:

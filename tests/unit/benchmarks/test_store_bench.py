@@ -170,6 +170,16 @@ def test_what_must_not_be(fault: str) -> None:
     assert not report.is_right(report.summary([block(**{fault: 1})]))
 
 
+@pytest.mark.parametrize("name", [arms.POOLS[1], arms.MOONCAKE_STORE])
+def test_who_never_shared_is_no_rival(name: str) -> None:
+    """Figures of an arm that found nothing at its neighbour say nothing of sharing."""
+    idle = block()
+    idle["arms"][name]["cached_tokens"] = dict.fromkeys(
+        idle["arms"][name]["cached_tokens"], 0
+    )
+    assert not report.is_right(report.summary([idle]))
+
+
 def test_no_block_is_no_result() -> None:
     """A call in which nothing was measured is not right."""
     assert not report.is_right(report.summary([]))
