@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# peers.sh VENV: installs what only the cluster bench compares with, once: sglang-router,
+# peers.sh VENV: installs what only the benches of routers compare with, once: sglang-router,
 # into an environment of its own, .cache/sglang-router, as it brings packages that nothing
 # else here wants.
 set -euo pipefail

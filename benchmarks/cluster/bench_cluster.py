@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from against.running import Running
 from parts.arms import (
     CC,
     FRONTS,
@@ -163,7 +164,7 @@ class Bench:
         behind = list(services.values())
         cluster = Cluster(members, logs, behind=behind, ports=ports, say=self.say)
         result: dict[str, Any] = {}
-        async with _Running(cluster):
+        async with Running(cluster):
             servers = list(cluster.servers.values())
             cold_s = await self._cold_s(servers)
             self.say(f"a cold document takes {cold_s:.2f} s")
@@ -256,7 +257,7 @@ class Bench:
         cluster = Cluster(plain_servers(model, ports, 1), logs, say=self.say)
         users = ClosedLoop(NUM_USERS)
         spreads: list[Spread] = []
-        async with _Running(cluster):
+        async with Running(cluster):
             (server,) = cluster.servers.values()
             for load in LOADS:
                 sessions = draw_sessions(load, ROUNDED, self.args.seed, self.args.data)
@@ -292,7 +293,7 @@ class Bench:
         judge = members[0 if PLAIN in group else -1].name
         behind = [system.front for system in systems.values()]
         cluster = Cluster(members, logs, behind=behind, ports=ports, say=self.say)
-        async with _Running(cluster):
+        async with Running(cluster):
             for system in systems.values():
                 await self._warm(system)
             for load in LOADS:
@@ -381,7 +382,7 @@ class Bench:
         self.say("a server in a pool, beside plain SGLang")
         ports, logs = Ports(), self._logs("pool")
         members = pooled_members(model, ports, f"file:{logs / 'registry'}")
-        async with _Running(Cluster(members, logs, ports=ports, say=self.say)) as all_:
+        async with Running(Cluster(members, logs, ports=ports, say=self.say)) as all_:
             return await measure_pooled(all_.servers, self.rng, self.say, self.problems)
 
     # -- Sending and judging ---------------------------------------------------
@@ -458,24 +459,6 @@ class Bench:
     def _logs(self, name: str) -> Path:
         logs: Path = self.args.out.resolve() / "logs" / name
         return logs
-
-
-class _Running:
-    """A cluster that runs while it is entered; started and ended on a thread."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    async def __aenter__(self) -> Cluster:
-        try:
-            return await asyncio.to_thread(self._cluster.__enter__)
-        except BaseException:
-            # Its thread goes on, whatever befalls this task; stop what it waits for.
-            await asyncio.to_thread(self._cluster.stop)
-            raise
-
-    async def __aexit__(self, *details: object) -> None:
-        await asyncio.to_thread(self._cluster.stop)
 
 
 def main() -> int:
