@@ -98,7 +98,7 @@ results: install ## figures and pictures of README and docs, from committed reco
 
 .PHONY: test-docs
 test-docs: install ## every command of README and docs that runs on a CPU (--long: all of them)
-	@$(PY) scripts/test_docs.py $(ARGS)
+	@$(PY) scripts/docs_commands.py $(ARGS)
 
 .PHONY: lint
 lint: install ## ruff, mypy --strict and the import contracts

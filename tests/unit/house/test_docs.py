@@ -7,10 +7,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import docs_commands as commands
 import docs_hooks
 import pytest
 import results
-import test_docs as commands
 
 from sgl_tiered.engines.sglang import config
 
