@@ -407,6 +407,7 @@ def test_unknown_choices_are_refused(seen, name):
         assert choice in last
 
 
+@pytest.mark.full
 def test_the_real_command_line_refuses_in_one_sentence(model):
     """launch_server itself ends with code 2 and one sentence, without a traceback."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
