@@ -63,26 +63,29 @@ def told_once(what: object, tell: Callable[[], Any]) -> Any:
     return recorded_once(folder / f"told-{name}.pickle", tell)
 
 
-def output_of(program: str, *args: object, **env: str) -> Any:
+def output_of(program: str, *args: object, fresh: bool = False, **env: str) -> Any:
     """Return what a program beside this file prints last, from JSON.
 
     Args:
         program: its file's name.
         args: for it.
+        fresh: whether it is to import SGLang itself.
         env: variables of its environment, besides this process's.
     """
     words = [str(arg) for arg in args]
-    return told_once([program, words, env], lambda: _run(program, words, env))
+    return told_once(
+        [program, words, fresh, env], lambda: _run(program, words, fresh, env)
+    )
 
 
-def _run(program: str, words: list[str], env: dict[str, str]) -> Any:
+def _run(program: str, words: list[str], fresh: bool, env: dict[str, str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         out, err, own = Path(folder, "out"), Path(folder, "err"), Path(folder, "own")
         own.mkdir()
         command = [str(Path(__file__).parent / program)]
         command += [str(own) if word == FOLDER else word for word in words]
         with out.open("wb") as log, err.open("wb") as errors:
-            if os.environ.get("TIERED_FORK") == "0":
+            if fresh or os.environ.get("TIERED_FORK") == "0":
                 process: Any = subprocess.Popen(
                     [sys.executable, *command],
                     stdout=log,

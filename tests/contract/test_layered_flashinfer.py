@@ -13,7 +13,8 @@ ROUNDING = 1e-4
 @pytest.fixture(scope="module")
 def told():
     """What the program saw."""
-    return output_of("flashinfer_program.py")
+    # Fresh: what modules of ours hook when they are imported is looked at.
+    return output_of("flashinfer_program.py", fresh=True)
 
 
 def test_every_layer_is_read_where_it_lies(told):
