@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
@@ -160,7 +160,12 @@ shapes = st.builds(
 )
 
 
+CUT_ROWS = Shape(tokens=17, dim=64, hidden=50, run=True, dtype=TYPES["bf16"], heads=6)
+"""No whole number of tiles, by which oneDNN reads where there are units for them."""
+
+
 @settings(max_examples=60)
+@example(shape=CUT_ROWS, seed=0)
 @given(shape=shapes, seed=st.integers(0, 1000))
 def test_the_cpu_form_equals_the_reference(shape, seed):
     """Whatever the shape, the rotation, the type and where rows and slots lie."""

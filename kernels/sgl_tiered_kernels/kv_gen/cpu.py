@@ -16,6 +16,8 @@ from sgl_tiered_kernels.tensors import first_of_run
 
 __all__ = ["rebuild_kv"]
 
+_TILE = 32
+
 
 def rebuild_kv(
     acts: torch.Tensor,
@@ -48,9 +50,14 @@ def rebuild_kv(
 
 
 def _take(acts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return the rows; a view where they are consecutive."""
+    """Return the rows; a view where they are consecutive.
+
+    Where a processor has units for bfloat16, oneDNN reads rows by ``_TILE`` numbers,
+    and multiplies what stands in the gap behind a row by 0: a NaN makes all NaN.
+    """
     first = first_of_run(rows)
-    if first >= 0:
+    reads_no_gap = acts.shape[1] % _TILE == 0 or acts.stride(0) == acts.shape[1]
+    if first >= 0 and reads_no_gap:
         return acts[first : first + rows.numel()]
     return acts.index_select(0, rows)
 
