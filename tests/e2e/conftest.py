@@ -171,6 +171,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         _SERVERS.append(Servers(tmp_path_factory.mktemp("logs")))
         shared = functools.partial(SharedForkServer, run_folder(tmp_path_factory))
         fork_server.ForkServer = shared
+        fork_server.MODULES += ("tests.e2e.forked_start",)
         fork_servers()
     (servers,) = _SERVERS
     try:
