@@ -7,6 +7,7 @@ of it.
 """
 
 import importlib
+import sys
 from types import FunctionType
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -20,15 +21,14 @@ MODULES = (
     "numba.typed",
     "sglang.srt.arg_groups.pipeline",
     "sglang.srt.constrained.xgrammar_backend",
-    "sglang.srt.disaggregation.mooncake.conn",
     "sglang.srt.distributed.device_communicators.custom_all_reduce",
     "sglang.srt.distributed.device_communicators.pymscclpp",
-    "sglang.srt.entrypoints.openai.serving_responses",
     "sglang.srt.mem_cache.rust_tree_core",
     "sgl_tiered_kernels.attention_mass.cpu",
     "sgl_tiered_kernels.paged_attention.cpu",
 )
-"""None of them imports ``prometheus_client``."""
+"""None of them imports ``prometheus_client``, which looks at its import for the folder
+that SGLang makes for a server's metrics."""
 
 LOOK_S, LOOK_OFTEN_S = 5, 0.2
 """SGLang looks every 5 s whether it was asked to end."""
@@ -44,5 +44,6 @@ def look_often(watchdog: FunctionType) -> None:
 
 for name in MODULES:
     importlib.import_module(name)
+assert "prometheus_client" not in sys.modules, "metrics of servers would go nowhere"
 probe._BUDGET_S = 0.05
 look_often(TokenizerManager.sigterm_watchdog)
