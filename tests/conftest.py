@@ -12,8 +12,10 @@ run) where ``CI`` is set and ``dev`` (new examples each time) elsewhere. The pro
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -46,6 +48,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for marker, wanted in _LEFT_OUT.items():
         option = "--" + marker.replace("_", "-")
         parser.addoption(option, action="store_true", help=f"also run {wanted}")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Let the processes of a run collect one after the other.
+
+    The first rewrites the asserts of all tests and compiles what they import, where
+    that was not done yet; it takes two thirds of its time, and the others read it.
+    """
+    if not hasattr(session.config, "workerinput"):
+        return (yield)
+    folder = session.config._tmp_path_factory.getbasetemp().parent
+    with (folder / "collection.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 def pytest_collection_modifyitems(

@@ -1,13 +1,18 @@
-"""Runs the contract program, each mode once per session."""
+"""Runs the contract program, each mode once in a run of the tests."""
 
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.contract.story_support import output_of
+from tests.contract.story_support import output_of, share
 
 MODELS = Path(__file__).parents[2] / ".cache" / "models"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared(tmp_path_factory):
+    share(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

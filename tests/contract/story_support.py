@@ -2,20 +2,26 @@
 
 A program has a process of its own, as it changes what it stands on. Importing SGLang is
 most of its time, so it is forked from a process that has done it, which stays for the
-next one; ``TIERED_FORK=0`` starts it with an interpreter of its own.
+next one; ``TIERED_FORK=0`` starts it with an interpreter of its own. Each program runs
+once: all processes of a run of the tests share the process and what programs print.
 """
 
 import atexit
 import functools
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sgl_tiered_workloads.fork_server import MODULES, ForkServer
+
+from tests.shared_run import SharedForkServer, recorded_once, run_folder
 
 CORES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 """SGLang's tree cores, and the classes behind them."""
@@ -25,12 +31,36 @@ ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
 
 
+_RUN: list[Path] = []
+"""The folder of this run, once it is there."""
+FOLDER = "{folder}"
+"""Among a program's arguments: an empty folder of its own."""
+
+
+def share(factory: pytest.TempPathFactory) -> None:
+    """Share with the processes of this run from now on."""
+    _RUN[:] = [run_folder(factory)]
+
+
 @functools.cache
 def image() -> ForkServer:
     """Return the process that has imported SGLang; it ends with this one."""
-    server = ForkServer(MODULES, ENV).__enter__()
+    (folder,) = _RUN
+    server = SharedForkServer(folder, MODULES, ENV).__enter__()
     atexit.register(server.close)
     return server
+
+
+def told_once(what: object, tell: Callable[[], Any]) -> Any:
+    """Return what a call returns that is made once in this run.
+
+    Args:
+        what: names it, as JSON.
+        tell: makes it.
+    """
+    (folder,) = _RUN
+    name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
+    return recorded_once(folder / f"told-{name}.pickle", tell)
 
 
 def output_of(program: str, *args: object, fresh: bool = False, **env: str) -> Any:
@@ -42,9 +72,18 @@ def output_of(program: str, *args: object, fresh: bool = False, **env: str) -> A
         fresh: whether it is to import SGLang itself.
         env: variables of its environment, besides this process's.
     """
-    command = [str(Path(__file__).parent / program), *map(str, args)]
+    words = [str(arg) for arg in args]
+    return told_once(
+        [program, words, fresh, env], lambda: _run(program, words, fresh, env)
+    )
+
+
+def _run(program: str, words: list[str], fresh: bool, env: dict[str, str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
+        out, err, own = Path(folder, "out"), Path(folder, "err"), Path(folder, "own")
+        own.mkdir()
+        command = [str(Path(__file__).parent / program)]
+        command += [str(own) if word == FOLDER else word for word in words]
         with out.open("wb") as log, err.open("wb") as errors:
             if fresh or os.environ.get("TIERED_FORK") == "0":
                 process: Any = subprocess.Popen(

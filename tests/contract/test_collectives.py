@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.contract.story_support import image, output_of
+from tests.contract.story_support import image, output_of, told_once
 
 pytestmark = pytest.mark.sglang
 
@@ -28,6 +28,11 @@ def free_port():
 @pytest.fixture(scope="module")
 def ranks():
     """What both ranks saw."""
+    return told_once("collectives of two ranks", tell)
+
+
+def tell():
+    """Run both ranks."""
     port = free_port()
     # Before two threads ask for it.
     image()

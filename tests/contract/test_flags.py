@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from sgl_tiered.engines.sglang.config import CHOICES, FAULT_ENV
+from tests.contract.story_support import told_once
 
 pytestmark = pytest.mark.sglang
 
@@ -328,6 +329,11 @@ BAD_CHOICES = {name: [*ON, f"--tiered-{name.replace('_', '-')}=no"] for name in 
 def seen(look, model, tmp_path_factory):
     """What came of every command line, by name."""
     tmp = tmp_path_factory.mktemp("flags")
+    return told_once("all command lines", lambda: tell(look, model, tmp))
+
+
+def tell(look, model, tmp):
+    """Try every command line."""
     (tmp / "a-file").write_text("")
     (tmp / "good.toml").write_text('host-size = "32MB"\nload-policy = "never"\n')
     (tmp / "key.toml").write_text("host_sise = 1\n")
@@ -401,6 +407,7 @@ def test_unknown_choices_are_refused(seen, name):
         assert choice in last
 
 
+@pytest.mark.full
 def test_the_real_command_line_refuses_in_one_sentence(model):
     """launch_server itself ends with code 2 and one sentence, without a traceback."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]

@@ -7,11 +7,10 @@ told apart: a launch waits until the loader has queued the copies, not until the
 
 import functools
 import json
-import tempfile
 
 import pytest
 
-from tests.contract.story_support import CORES, output_of
+from tests.contract.story_support import CORES, FOLDER, output_of
 
 pytestmark = pytest.mark.sglang
 
@@ -48,8 +47,7 @@ SPARSE = {
 @functools.cache
 def told(story, core="rust"):
     """Return what a story tells; one line of JSON says what was counted in it."""
-    with tempfile.TemporaryDirectory() as folder:
-        return output_of("waits_program.py", story, core, folder)
+    return output_of("waits_program.py", story, core, FOLDER)
 
 
 def show(capsys, story, core="rust"):

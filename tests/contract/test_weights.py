@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract.story_support import output_of
+from tests.contract.story_support import FOLDER, output_of
 
 pytestmark = pytest.mark.sglang
 
@@ -32,10 +32,9 @@ HARMLESS = {
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def told():
     """What the program saw, by story."""
-    folder = tmp_path_factory.mktemp("weights")
-    return output_of("weights_program.py", folder)
+    return output_of("weights_program.py", FOLDER)
 
 
 def test_every_method_of_sglangs_manager_is_watched_or_known(told):

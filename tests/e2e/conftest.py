@@ -1,7 +1,7 @@
 """Servers of the end-to-end tests: one at a time in each process of the tests.
 
 It is reused as long as the flags agree. What plain SGLang answers is recorded once for
-all processes of a run.
+all processes of a run, and SGLang is imported once for all of them.
 
 A test asks for a server by its spec. The one that runs is handed out again if its spec
 is equal, else it is stopped first; so tests of one server stand together in a file.
@@ -11,14 +11,14 @@ Whatever happens, the last one is stopped at the end of the session.
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import os
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sgl_tiered_workloads import fork_server
 from sgl_tiered_workloads.fork_server import fork_servers
 from sgl_tiered_workloads.model import make_model
 from sgl_tiered_workloads.server import ServerSpec, SglangServer, free_port
@@ -35,6 +35,7 @@ from tests.e2e.e2e_support import (
     record_reference,
     wait_until,
 )
+from tests.shared_run import SharedForkServer, recorded_once, run_folder
 
 __all__: list[str] = []
 
@@ -168,6 +169,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """
     if not _SERVERS:
         _SERVERS.append(Servers(tmp_path_factory.mktemp("logs")))
+        shared = functools.partial(SharedForkServer, run_folder(tmp_path_factory))
+        fork_server.ForkServer = shared
+        fork_server.MODULES += ("tests.e2e.forked_start",)
         fork_servers()
     (servers,) = _SERVERS
     try:
@@ -196,21 +200,7 @@ def model() -> Path:
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of this run that all its processes see."""
-    folder = tmp_path_factory.getbasetemp()
-    # A process of several has a folder of its own in the run's.
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-
-
-def recorded_once(file: Path, record: Callable[[], Reference]) -> Reference:
-    """Return what a file has; the first process to ask records it, others wait."""
-    with file.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not file.exists():
-            content = pickle.dumps(record())
-            file.write_bytes(content)
-        found = pickle.loads(file.read_bytes())
-    assert isinstance(found, Reference)
-    return found
+    return run_folder(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from tests.e2e.e2e_support import (
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
+FULL = pytest.mark.full
 CASE = Case(16, overlap=False)
 
 
@@ -126,7 +127,9 @@ def test_abort_of_one_of_two_readers(server, plain):
     assert_right_and_idle(server, plain, cold, request)
 
 
-@pytest.mark.parametrize("delay_s", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "delay_s", [pytest.param(0.1, marks=FULL), 0.5, pytest.param(1.0, marks=FULL)]
+)
 def test_abort_while_layers_arrive(server, plain, delay_s):
     """A request aborted while its layers arrive leaves nothing behind."""
     request = prompt(3)

@@ -47,10 +47,23 @@ def ask(server, prompt, **fields):
 
 
 def update(server, model, *, flush):
-    """Load other weights into a server."""
+    """Load other weights into a server, once its last request has left the batch.
+
+    That is a moment after its answer: until then SGLang loads them and flushes nothing.
+    """
     body = {"model_path": str(model), "flush_cache": flush}
-    told = server.post("/update_weights_from_disk", body)
-    assert told["success"], told
+
+    def is_updated():
+        try:
+            told = server.post("/update_weights_from_disk", body)
+        except RuntimeError as error:
+            if "requests are still running" not in str(error):
+                raise
+            return False
+        assert told["success"], told
+        return True
+
+    wait_until(is_updated, "the batch is empty")
 
 
 def known(server):

@@ -373,7 +373,8 @@ class OnlyQuestions(HostilePoolMachine):
 @pytest.mark.parametrize(
     ("remove", "machine"),
     [
-        (_unchecked, OnlyBlocks),
+        # 200 examples until it is found.
+        pytest.param(_unchecked, OnlyBlocks, marks=pytest.mark.full),
         (_unknown, HostilePoolMachine),
         (_unfit, OnlyQuestions),
     ],

@@ -607,7 +607,8 @@ class MemPoolMachine(RuleBasedStateMachine):
 
 TestMemPool = MemPoolMachine.TestCase
 TestMemPool.settings = settings(
-    max_examples=60,
+    # 30, and 300 in the profile ``full``.
+    max_examples=settings.default.max_examples * 3 // 10,
     stateful_step_count=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

@@ -295,7 +295,8 @@ class RanksMachine(RuleBasedStateMachine):
 
 TestRanks = RanksMachine.TestCase
 TestRanks.settings = settings(
-    max_examples=40,
+    # 20, and 200 in the profile ``full``.
+    max_examples=settings.default.max_examples // 5,
     stateful_step_count=50,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

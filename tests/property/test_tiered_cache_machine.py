@@ -847,7 +847,8 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
 TestTieredCacheMachine = TieredCacheMachine.TestCase
 TestTieredCacheMachine.settings = settings(
-    max_examples=120,
+    # 60, and 600 in the profile ``full``.
+    max_examples=settings.default.max_examples * 3 // 5,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -65,7 +65,9 @@ class OwnStart(Agreement):
         return value
 
 
-@pytest.mark.parametrize(("num_ranks", "seed"), [(2, 3), (2, 4), (3, 5)])
+@pytest.mark.parametrize(
+    ("num_ranks", "seed"), [(2, 3), pytest.param(2, 4, marks=pytest.mark.full), (3, 5)]
+)
 def test_ranks_decide_alike(num_ranks: int, seed: int) -> None:
     """Clocks, links, measurements and ends of transfers of their own; one log: order,
     admissions, waits, loads, offloads, evictions (by the cache's digest), lengths."""

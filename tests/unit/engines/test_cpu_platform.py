@@ -8,7 +8,6 @@ import pytest
 
 # SGLang warns while it is imported on a machine without CUDA.
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
-pytest.importorskip("sglang")
 
 
 def settle(given=None, locked=()):

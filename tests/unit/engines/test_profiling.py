@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.sglang
-pytest.importorskip("sglang")
 torch = pytest.importorskip("torch")
 
 from sgl_tiered_kernels.attention_mass.reference import (  # noqa: E402

@@ -7,7 +7,6 @@ import warnings
 import pytest
 
 pytestmark = pytest.mark.sglang
-pytest.importorskip("sglang")
 torch = pytest.importorskip("torch")
 
 from sgl_tiered_kernels.kv_gen import (  # noqa: E402

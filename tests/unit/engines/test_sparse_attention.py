@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.sglang
-pytest.importorskip("sglang")
 torch = pytest.importorskip("torch")
 
 from sgl_tiered.sparse.gauge import MassGauge  # noqa: E402
