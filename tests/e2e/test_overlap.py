@@ -15,6 +15,7 @@ from tests.faults.fault_support import Prompts, assert_same, dropped_to, faults,
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
 CASE = Case(16, overlap=True, spins=True)
+MAX_ROUNDS = 5
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +40,27 @@ def server(servers, model, plain):
     return servers.get(spec)
 
 
+def repaired(state):
+    """Return how many tokens were computed in the place of loads that failed late."""
+    return state["counters"].get("tokens_repaired", 0)
+
+
 def test_a_crowd_is_answered_right_while_loads_break(server, plain):
     """What did not come is computed; no slot and no source is left behind."""
-    requests = Prompts().take(6)
-    cold = dropped_to(server, "host", requests)
-    before = stats(server)["counters"].get("tokens_repaired", 0)
-    with faults(server, "host:fault=error@0.4/load,seed=3"):
-        assert_same(plain, cold, queue_behind(server, requests))
-        assert struck(server, "host") > 0
-    state = settle(server)
-    assert state["counters"]["tokens_repaired"] > before
+    prompts = Prompts()
+    before = repaired(stats(server))
+    # A load that fails before its batch has begun is computed as if it had not been: it
+    # takes rounds until one fails behind a batch, and each has to be right.
+    for seed in range(3, 3 + MAX_ROUNDS):
+        requests = prompts.take(6)
+        cold = dropped_to(server, "host", requests)
+        with faults(server, f"host:fault=error@0.4/load,seed={seed}"):
+            assert_same(plain, cold, queue_behind(server, requests))
+            assert struck(server, "host") > 0
+        state = settle(server)
+        if repaired(state) > before:
+            break
+    assert repaired(state) > before
     assert pinned(state) == 0
     # Once it is over, with whatever is where it is now.
     assert_same(plain, cold, queue_behind(server, requests, seed=2))
