@@ -14,9 +14,9 @@ is one JSON object:
 - ``ready_delay_s_5m_pages``: seconds from the start of the process to the first answer,
   with the folder less without; the difference of the medians of ``--starts`` each.
 - ``adopt_s_idle``: from the opening of the folder to the last page, nothing else to do.
-- ``throughput_while_adopting``: tokens per second of clients in a closed loop, half
-  a minute after they began with the server, over those of the same clients on the same
-  server once all is adopted; the median of ``--rounds`` restarts.
+- ``throughput_while_adopting``: tokens per second of clients in a closed loop from the
+  moment the server is ready, over those of the same clients on the same server once all
+  is adopted; the median of ``--rounds`` restarts.
 - ``salts_exponent``: slope of log CPU time over log salts, of scanning, arranging and
   adopting a fixed number of pages in a fixed number of prompts, without a server.
 - ``state_bytes_per_page``: what the scheduler's resident memory grew by, and its peak.
@@ -71,10 +71,6 @@ HOST_BYTES = 64 * MB
 POOL_TOKENS = 8192
 SALTS = (4, 40, 400, 4000)
 CLIENTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 64, 64
-WARM_S = 30.0
-"""Of load before a window: a server without any pages took 399 tokens per second in its
-first 25 seconds and 532 in those after, since oneDNN compiles a program for each number
-of rows where the processor has units for bfloat16."""
 
 
 def open_tier(folder: Path, num_pages: int, fingerprint: str) -> DiskTier:
@@ -271,8 +267,8 @@ def throughput(server: SglangServer, seconds: float) -> dict[str, Any]:
     """Return tokens per second while pages are adopted, and after that."""
     rates = {}
     with Load(server) as load:
-        began_s = time.monotonic() + WARM_S
-        time.sleep(WARM_S + seconds)
+        began_s = time.monotonic() + 2.0
+        time.sleep(2.0 + seconds)
         ended_s = time.monotonic()
         told = state(server)["adoption"]
         if told["state"] == "done":
@@ -281,8 +277,8 @@ def throughput(server: SglangServer, seconds: float) -> dict[str, Any]:
         rates["while"] = load.rate(began_s, ended_s)
     rest = wait_adopted(server)
     with Load(server) as load:
-        began_s = time.monotonic() + WARM_S
-        time.sleep(WARM_S + seconds)
+        began_s = time.monotonic() + 2.0
+        time.sleep(2.0 + seconds)
         rates["after"] = load.rate(began_s, time.monotonic())
     return {
         "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},

@@ -135,15 +135,21 @@ class Adapters:
 
         try:
             settings, tensors = adapter_tensors(adapter)
-            return hash_tensors(settings + self._served(), tensors).digest
+            found = hash_tensors(settings + self._served(), tensors)
         except Exception:
             # A server that keeps no KV of an adapter is better than none.
             logger.exception(
                 "sgl-tiered: adapter %s could not be read; its KV is not kept", lora_id
             )
-            if self._metrics is not None:
-                self._metrics.add("adapters_unreadable")
+            self._count_unreadable()
             return ""
+        if found.num_unreadable:
+            self._count_unreadable()
+        return found.digest
+
+    def _count_unreadable(self) -> None:
+        if self._metrics is not None:
+            self._metrics.add("adapters_unreadable")
 
     def _served(self) -> bytes:
         """Return what of the server's settings shapes an adapter's part."""

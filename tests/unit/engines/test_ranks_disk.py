@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,12 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
+from sgl_tiered.engines.sglang.rank_disk import (
+    _IDLE_S,
+    _SHARE,
+    DiskAdoption,
+    open_disk,
+)
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.emulator import Emulator
@@ -36,6 +42,9 @@ from tests.unit.tiers.disk_support import (
 
 DIGEST = Namespace("model", "bfloat16", 2).digest()
 LAYOUT = PageLayout(num_layers=2, page_tokens=2, token_bytes=96)
+NUM_SLOTS, NUM_LEFT = 1024, 600
+BUSY_S = 0.04
+"""Of passes while requests run, after which a slice is due."""
 
 
 def both(work):
@@ -64,7 +73,7 @@ class Left:
     """A disk that has something from a former server, and lets nobody read it yet."""
 
     tier_id = TierId.DISK
-    num_slots = 64
+    num_slots = NUM_SLOTS
 
     def __init__(self, num, is_open=True):
         self.num = num
@@ -84,7 +93,7 @@ class Left:
         self.forgotten += addresses.tolist()
 
 
-def make_cache(num_slots=64):
+def make_cache(num_slots=NUM_SLOTS):
     tiers = (TierId.HOST, TierId.DISK)
     return TieredCache(
         CacheConfig(LAYOUT, tuple(TierConfig(tier, num_slots) for tier in tiers)),
@@ -100,7 +109,7 @@ def num_on_disk(cache):
     return cache.stats.pages_adopted[TierId.DISK]
 
 
-@pytest.mark.parametrize(("nums", "num_adopted"), [((40, 40), 40), ((40, 39), 0)])
+@pytest.mark.parametrize(("nums", "num_adopted"), [((600, 600), 600), ((600, 599), 0)])
 def test_what_is_left_is_taken_over_if_it_is_the_same_on_all_ranks(nums, num_adopted):
     """A crash may have cut the ranks off apart: then all of it is forgotten."""
     both_read = threading.Barrier(2)
@@ -114,6 +123,7 @@ def test_what_is_left_is_taken_over_if_it_is_the_same_on_all_ranks(nums, num_ado
         both_read.wait()
         seen = []
         for _ in range(20):
+            agreement.own_clock.advance(BUSY_S)
             agreement.meet({})
             adoption.advance()
             agreement.note("adopted", num_on_disk(cache))
@@ -127,7 +137,7 @@ def test_what_is_left_is_taken_over_if_it_is_the_same_on_all_ranks(nums, num_ado
     assert rest == others
     assert first == second
     assert first[-1] == num_adopted
-    assert rest == ([[], 0] if num_adopted else [list(range(64)), 1])
+    assert rest == ([[], 0] if num_adopted else [list(range(NUM_SLOTS)), 1])
     if num_adopted:
         assert 0 < first[1] < num_adopted, "not in slices"
 
@@ -148,13 +158,14 @@ def test_ranks_wait_for_the_slowest():
         adoption._reader.join()
         agreement.all(True)
         for _ in range(5):
+            agreement.own_clock.advance(BUSY_S)
             agreement.meet({})
         return num_on_disk(cache)
 
     assert both(work) == [8, 8]
 
 
-def alone(num, is_open=True, num_slots=64, metrics=None):
+def alone(num, is_open=True, num_slots=NUM_SLOTS, metrics=None):
     disk, cache = Left(num, is_open), make_cache(num_slots)
     agreement, metrics = Agreement(ManualClock()), metrics or MetricsRegistry()
     return disk, cache, DiskAdoption(cache, disk, agreement, metrics)
@@ -162,33 +173,60 @@ def alone(num, is_open=True, num_slots=64, metrics=None):
 
 def test_a_single_rank_takes_over_what_there_is():
     """Without a word to anybody; fewer at a time while requests run."""
-    disk, cache, adoption = alone(40)
+    disk, cache, adoption = alone(NUM_LEFT)
     adoption._reader.join()
     adoption.advance()
     assert num_on_disk(cache) == 0
-    assert cache.occupancy(TierId.DISK).used_slots == 40
+    assert cache.occupancy(TierId.DISK).used_slots == NUM_LEFT
+    adoption._clock.advance(BUSY_S)
     adoption.advance()
-    assert 0 < num_on_disk(cache) < 40
+    assert 0 < num_on_disk(cache) < NUM_LEFT
     adoption.is_idle = lambda: True
-    adoption._clock.advance(0.1)
+    adoption._clock.advance(_IDLE_S)
     adoption.advance()
     assert adoption.is_done
-    assert num_on_disk(cache) == 40
+    assert num_on_disk(cache) == NUM_LEFT
     assert disk.forgotten == []
     cache.check()
 
 
 def test_a_gap_between_two_requests_is_not_taken():
     """Clients that ask again at once leave gaps; a long slice would hold them up."""
-    _, cache, adoption = alone(200, num_slots=256)
+    _, cache, adoption = alone(NUM_LEFT)
     adoption._reader.join()
     adoption.advance()
     adoption.advance()
-    busy = num_on_disk(cache)
     adoption.is_idle = lambda: True
     adoption._clock.advance(0.003)
     adoption.advance()
-    assert busy < num_on_disk(cache) < 200, "a gap of 3 ms is not what is free"
+    assert num_on_disk(cache) == 0, "a gap of 3 ms is not what is free"
+
+
+@pytest.mark.parametrize("pass_s", [1e-3, 4e-3, 5e-2, 1.0])
+def test_slices_take_their_share_of_passes_of_any_length(pass_s):
+    """Each has a cost of its own, which short passes do not pay for."""
+    _, _, adoption = alone(NUM_LEFT)
+    adoption._reader.join()
+    adoption.advance()
+    clock, begun, taken_s, num_pages = adoption._clock, adoption._adoption, 0.0, 0
+
+    def step(most):
+        nonlocal taken_s, num_pages
+        took_s = 5e-4 + 4e-6 * most
+        clock.advance(took_s)
+        taken_s, num_pages = taken_s + took_s, num_pages + most
+        return most
+
+    adoption._adoption = SimpleNamespace(
+        step=step, take_refused=begun.take_refused, num_left=1
+    )
+    began_s = clock.now()
+    while clock.now() < began_s + 60.0:
+        clock.advance(pass_s)
+        adoption.advance()
+    # What pages take is learned within the first slices.
+    assert taken_s < 1.2 * _SHARE * 60.0
+    assert num_pages > 60.0 * 1000
 
 
 def test_the_start_does_not_wait_for_the_disk():
@@ -207,13 +245,14 @@ def test_the_start_does_not_wait_for_the_disk():
 @pytest.mark.parametrize("how", ["reset", "drop"])
 def test_what_is_dropped_is_not_adopted_later(when, how):
     """Whenever that happens; and the disk forgets all of it."""
-    disk, cache, adoption = alone(40, is_open=when != "while it is read")
+    disk, cache, adoption = alone(NUM_LEFT, is_open=when != "while it is read")
     if when != "while it is read":
         adoption._reader.join()
         adoption.advance()
     if when == "half way":
+        adoption._clock.advance(BUSY_S)
         adoption.advance()
-        assert 0 < num_on_disk(cache) < 40
+        assert 0 < num_on_disk(cache) < NUM_LEFT
     adoption.discard()
     if how == "reset":
         cache.reset()
@@ -223,7 +262,7 @@ def test_what_is_dropped_is_not_adopted_later(when, how):
     adoption.finish()
     give_back(cache)
     disk.forget(cache.take_forgotten(TierId.DISK))
-    num_forgotten = disk.num_slots if when == "while it is read" else 40
+    num_forgotten = disk.num_slots if when == "while it is read" else NUM_LEFT
     assert sorted(disk.forgotten) == list(range(num_forgotten))
     assert cache.occupancy(TierId.DISK).used_slots == 0
     assert cache.num_namespaces == 0

@@ -576,6 +576,21 @@ def test_an_adapter_that_cannot_be_read_is_nobodys(caplog):
     assert metrics.snapshot()["counters"]["adapters_unreadable"] == 1
 
 
+def test_an_adapter_of_which_a_part_cannot_be_read_is_counted(caplog):
+    """Its KV is found while it is loaded, and by nobody after that."""
+    served, metrics = lora_manager(), MetricsRegistry()
+    adapters = Adapters(served, Agreement(ManualClock()), metrics)
+    served.loras[ID] = lora(1.0)
+    served.loras[ID].embedding_layers = {"lm_head": lambda: None}
+    adapters.loaded(ID)
+    _, content = adapters.parted(ID)
+    other = Adapters(served, Agreement(ManualClock()))
+    assert content
+    assert content != other.parted(ID)[1]
+    assert "cannot be read" in caplog.text
+    assert metrics.snapshot()["counters"]["adapters_unreadable"] == 1
+
+
 @pytest.mark.parametrize("mark", ["", "tiered-exact-base|", "tiered-lossy|"])
 @pytest.mark.parametrize("end", ["", "|"])
 @pytest.mark.parametrize("is_lossy", [False, True])
