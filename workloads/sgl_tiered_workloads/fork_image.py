@@ -127,11 +127,13 @@ class _Image:
                 os.close(pidfd)
             self._selector.close()
             self._control.close()
+            # First, so that the id stands for a group as soon as the owner has it.
+            os.setsid()
+            with contextlib.suppress(OSError):
+                owner.send(json.dumps({"pid": os.getpid()}).encode())
             owner.close()
             return _become(request, log_fd)
         os.close(log_fd)
-        with contextlib.suppress(OSError):
-            owner.send(json.dumps({"pid": pid}).encode())
         pidfd = os.pidfd_open(pid)
         self._programs[pidfd] = (pid, owner)
         self._selector.register(pidfd, selectors.EVENT_READ)
@@ -166,8 +168,6 @@ class _Image:
 
 def _become(request: dict[str, Any], log_fd: int) -> Task:
     """Make this process a program of its own; return what it, or a spare, does."""
-    # First, so that a signal to the group that this id stands for reaches it.
-    os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(log_fd, 1)

@@ -78,7 +78,10 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._owner = owner
         self._reads = threading.Lock()
-        self.pid = int(self._receive()["pid"])
+        told = self._receive()
+        if "pid" not in told:
+            raise RuntimeError("the fork server ended")
+        self.pid = int(told["pid"])
 
     def _receive(self) -> dict[str, Any]:
         data = self._owner.recv(_MESSAGE_BYTES)

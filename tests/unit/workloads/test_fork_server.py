@@ -184,6 +184,16 @@ def test_a_killed_group_is_gone_with_its_children(server, folder):
     assert not group_runs(process.pid)
 
 
+def test_a_program_leads_its_group_when_its_id_is_known(folder):
+    """However late it comes to that: a signal to the group reaches it at once."""
+    slow = "os.setsid = lambda setsid=os.setsid: (time.sleep(0.2), setsid())"
+    (folder / "slow.py").write_text(f"import os, time\n{slow}\n")
+    with ForkServer(["slow"]) as server:
+        process = started(server, folder, "wait", 0)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+
+
 def test_children_outlive_no_killed_parent_as_spares(server, folder):
     """A spare that waits ends with the program, although nobody told it."""
     process = started(server, folder, "wait", 0, num_spares=3)
