@@ -379,7 +379,9 @@ def restart_line() -> str:
         f"On a disk with {_number(record['pages'])} pages a server is ready "
         f"{record['ready_delay_s_5m_pages']:.2f} s later than on an empty one, and has "
         f"taken over all of them {record['adopt_s_idle']:.0f} s after that when idle "
-        f"({record['state_bytes_per_page']} bytes of memory a page; "
+        f"({record['state_bytes_per_page']} bytes of memory a page). Meanwhile it "
+        f"serves {record['throughput_while_adopting']:.0%} of the tokens per second "
+        f"that it serves afterwards ("
         f"`{run.kind.command}`; {run.when}; {_on(record)})."
     )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ sys.path.append(str(Path(__file__).parents[1] / "baselines"))
 import numpy as np
 from against import model
 from against.answers import Reference, judge, kept_reference, record_reference
+from against.calling import Clock, run
 from against.ports import Range
 from against.records import ROOT, Call, busy_cores
 from against.running import Running
@@ -41,9 +41,8 @@ from sgl_tiered_workloads.cluster.members import COLOCATED, Member, new_member
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.cluster.running import Cluster
 from sgl_tiered_workloads.driver import run_sessions
-from sgl_tiered_workloads.fork_server import fork_servers
 from sgl_tiered_workloads.harness.turns import rotated
-from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
+from sgl_tiered_workloads.server import exit_on_signals
 
 MINUTES = 45.0
 _MANY_USERS = 8
@@ -75,19 +74,12 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.began_s = time.monotonic()
+        self.clock = Clock("router", args.minutes, _STOP_S)
         self.out: Path = args.out.resolve()
         self.ports: Ports = Range(args.ports) if args.ports else Ports()
         peers = {"sglang-router": router_version(args.sglang_router)}
         sizes = {**design(), "requests": args.requests}
         self.call = Call("router", sizes, args.records, peers, busy_cores())
-
-    def say(self, text: str) -> None:
-        """Print one line with the time since the start."""
-        passed_s = time.monotonic() - self.began_s
-        print(
-            f"[router {passed_s / 60.0:5.1f} min] {text}", file=sys.stderr, flush=True
-        )
 
     async def run(self) -> None:
         """Measure cells until the time is up."""
@@ -97,7 +89,7 @@ class Bench:
                 self.call.all_blocks, self.args.servers, self.args.loads
             )
             (backend, _, _), repeat = cells[0]
-            if repeat >= self.args.repeats or not self._fits():
+            if repeat >= self.args.repeats or not self.clock.fits(self.call.blocks):
                 return
             wanted = [cell for cell, n in cells if (cell[0], n) == (backend, repeat)]
             seeds = {self._seed(load, repeat) for _, load, _ in wanted}
@@ -108,9 +100,9 @@ class Bench:
         """Measure one repeat of the cells of a kind of servers, while time is left."""
         logs = self.out / "logs" / backend
         members = arms.servers(backend, folder, self.ports, self.out / "plugins")
-        cluster = Cluster(members, logs, ports=self.ports, say=self.say)
+        cluster = Cluster(members, logs, ports=self.ports, say=self.clock.say)
         async with Running(cluster):
-            while self._fits():
+            while self.clock.fits(self.call.blocks):
                 (cell, number), *_ = report.next_cells(
                     self.call.all_blocks, self.args.servers, self.args.loads
                 )
@@ -191,7 +183,7 @@ class Bench:
         times = np.concatenate([np.asarray(t) for t in told["ttft_ms"].values()])
         cached = sum(told["cached"].values()) / max(told["prompt_tokens"], 1)
         backend, load, share = cell
-        self.say(
+        self.clock.say(
             f"{backend} {load} {share} {name}: TTFT mean {np.mean(times):.0f} ms, P99 "
             f"{np.percentile(times, 99):.0f} ms, cached {cached:.1%}, evicted "
             f"{told['evicted_tokens']} tokens, lost {told['lost']}, unsent "
@@ -199,7 +191,7 @@ class Bench:
             f"{told['judged']}"
         )
         for line in told["told"]:
-            self.say(f"  {line}")
+            self.clock.say(f"  {line}")
 
     # -- What plain SGLang answers, and what the servers can do ------------------------
 
@@ -219,7 +211,7 @@ class Bench:
         device = arms.reference_device(folder)
         member = new_member(device, COLOCATED, "plain", self.ports, events=False)
         logs = self.out / "logs" / "plain"
-        cluster = Cluster([member], logs, ports=self.ports, say=self.say)
+        cluster = Cluster([member], logs, ports=self.ports, say=self.clock.say)
         num = self.args.requests
         async with Running(cluster):
             (server,) = cluster.servers.values()
@@ -232,7 +224,7 @@ class Bench:
                     lambda told: loads.cut(told, num),
                 )
                 size = loads.working_set(made.records, PAGE)
-                self.say(f"plain: {load} {seed}: {size} tokens, {made.spread}")
+                self.clock.say(f"plain: {load} {seed}: {size} tokens, {made.spread}")
 
     async def _rate(self, cluster: Cluster, members: list[Member], load: str) -> float:
         """Return the requests/s that the servers can do: measured once, then kept.
@@ -261,14 +253,8 @@ class Bench:
         finally:
             await asyncio.to_thread(front.service.stop)
         rate = _MANY_USERS / float(np.mean([record.e2e_s for record in records]))
-        self.say(f"{load}: the servers do {rate:.2f} requests/s")
+        self.clock.say(f"{load}: the servers do {rate:.2f} requests/s")
         return rate
-
-    def _fits(self) -> bool:
-        """Whether one more block ends in time, by the longest of this call."""
-        taken = [float(block["seconds"]) for block in self.call.blocks]
-        end_s = self.began_s + 60.0 * self.args.minutes - _STOP_S
-        return time.monotonic() + max(taken, default=0.0) < end_s
 
 
 def router_version(python: Path) -> str:
@@ -308,23 +294,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     exit_on_signals()
-    bench = Bench(args)
-    fork_servers()
-    try:
-        asyncio.run(bench.run())
-    except ServerStartError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        bench.say("interrupted: what was measured until then is kept")
-    finally:
-        fork_servers(False)
-    blocks = bench.call.all_blocks
-    for line in report.table(blocks):
-        print(line)
-    told = report.summary(blocks)
-    print(json.dumps(told))
-    return 0 if report.is_right(told) else 1
+    return run(Bench(args), report)
 
 
 if __name__ == "__main__":

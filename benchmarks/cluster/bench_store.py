@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.metadata
-import json
 import os
 import shutil
 import sys
@@ -29,14 +28,14 @@ sys.path.append(str(Path(__file__).parents[1] / "baselines"))
 import numpy as np
 from against import model
 from against.answers import Reference, judge, whole
+from against.calling import Clock, run
 from against.ports import Range
 from against.records import Call, busy_cores
 from against.running import Running
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.cluster.running import Cluster
-from sgl_tiered_workloads.fork_server import fork_servers
 from sgl_tiered_workloads.harness.control import rounding_spread
-from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
+from sgl_tiered_workloads.server import exit_on_signals
 from stores import arms, loads, report
 from stores.arms import PAGE, RECOMPUTE
 from stores.playing import REST_S, Played, play, warm_up
@@ -71,15 +70,10 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.began_s = time.monotonic()
+        self.clock = Clock("store", args.minutes, _STOP_S)
         self.out: Path = args.out.resolve()
         sizes = design(args.asks) | {"arms": args.arms}
         self.call = Call("store", sizes, args.records, peer_versions(), busy_cores())
-
-    def say(self, text: str) -> None:
-        """Print one line with the time since the start."""
-        minutes = (time.monotonic() - self.began_s) / 60.0
-        print(f"[store {minutes:5.1f} min] {text}", file=sys.stderr, flush=True)
 
     async def run(self) -> None:
         """Play repeats until the time is up."""
@@ -93,9 +87,13 @@ class Bench:
         made = arms.make_arms(self.args.arms, folder, ports, logs)
         members = [member for arm in made.values() for member in arm.members]
         services = [service for arm in made.values() for service in arm.services]
-        cluster = Cluster(members, logs, services=services, ports=ports, say=self.say)
+        cluster = Cluster(
+            members, logs, services=services, ports=ports, say=self.clock.say
+        )
         async with Running(cluster):
-            while len(self.call.all_blocks) < self.args.repeats and self._fits():
+            while len(self.call.all_blocks) < self.args.repeats and self.clock.fits(
+                self.call.blocks
+            ):
                 await self._repeat(cluster, made)
 
     async def _repeat(self, cluster: Cluster, made: dict[str, arms.Arm]) -> None:
@@ -108,8 +106,8 @@ class Bench:
         for arm in made.values():
             await warm_up(cluster, arm, generator)
         steps = loads.draw(seed, self.args.asks)
-        self.say(f"repeat {repeat}: {self.args.asks} asks each")
-        played = await play(cluster, made, steps, generator, self.say)
+        self.clock.say(f"repeat {repeat}: {self.args.asks} asks each")
+        played = await play(cluster, made, steps, generator, self.clock.say)
         plain = cluster.servers[made[RECOMPUTE].members[0].name]
         asked = [whole(record) for record in played[RECOMPUTE].asked]
         spread = await rounding_spread(plain, asked, PAGE, _ROUNDED)
@@ -136,7 +134,7 @@ class Bench:
         # Plain SGLang's answers are what others are judged by.
         wrong = judge(reference, played.asked, PAGE)
         reasons = [*wrong.told, *(f"{each.key}: {each.error}" for each in lost[:3])]
-        self.say(
+        self.clock.say(
             f"{name}: {len(told['ttft_ms'])} asks, {told['by_tier']} tokens, "
             f"{len(lost)} lost, {len(wrong.keys)} wrong, {reasons}"
         )
@@ -148,12 +146,6 @@ class Bench:
             "restarts": played.num_restarts,
             "told": [reason[:300] for reason in reasons],
         }
-
-    def _fits(self) -> bool:
-        """Whether one more repeat ends in time, by the longest of this call."""
-        taken = [float(block["seconds"]) for block in self.call.blocks]
-        end_s = self.began_s + 60.0 * self.args.minutes - _STOP_S
-        return time.monotonic() + max(taken, default=0.0) < end_s
 
 
 def peer_versions() -> dict[str, str]:
@@ -187,23 +179,7 @@ def main() -> int:
     if RECOMPUTE not in args.arms:
         parser.error(f"--arms needs {RECOMPUTE}")
     exit_on_signals()
-    bench = Bench(args)
-    fork_servers()
-    try:
-        asyncio.run(bench.run())
-    except ServerStartError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        bench.say("interrupted: what was measured until then is kept")
-    finally:
-        fork_servers(False)
-    blocks = bench.call.all_blocks
-    for line in report.table(blocks):
-        print(line)
-    told = report.summary(blocks)
-    print(json.dumps(told))
-    return 0 if report.is_right(told) else 1
+    return run(Bench(args), report)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ record at once.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
+from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import ServerSpec, ServerStartError
+from sgl_tiered_workloads.turns import Session
 
-__all__ = ["PlayedClient", "at_rest", "played_fleet"]
+__all__ = ["PlayedClient", "answer_all", "at_rest", "played_fleet"]
 
 TICK_S = 0.25
 """Between two looks at a played client's clock."""
@@ -92,3 +94,25 @@ def played_fleet(
                 self.servers[name] = make(self._specs[name])
 
     return PlayedFleet
+
+
+def answer_all(sessions: Sequence[Session]) -> list[RequestRecord]:
+    """Answer every turn with ones, one session after the other."""
+    records: list[RequestRecord] = []
+    for session in sessions:
+        while not session.finished:
+            request = session.next_request()
+            answer = (1,) * request.max_new_tokens
+            session.record_answer(answer)
+            records.append(
+                RequestRecord(
+                    request.key,
+                    len(records),
+                    request.prompt,
+                    0.0,
+                    1.0,
+                    token_times_s=tuple(1.5 + 0.1 * i for i in range(len(answer))),
+                    output=answer,
+                )
+            )
+    return records

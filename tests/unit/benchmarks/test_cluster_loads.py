@@ -14,49 +14,27 @@ from parts.loads import (
     replayed,
     shared_documents,
 )
-from sgl_tiered_workloads.records import RequestRecord
-from sgl_tiered_workloads.turns import Session
 
-
-def play(sessions: list[Session]) -> list[RequestRecord]:
-    """Answer every turn with ones, one session after the other."""
-    records = []
-    for session in sessions:
-        while not session.finished:
-            request = session.next_request()
-            answer = (1,) * request.max_new_tokens
-            session.record_answer(answer)
-            records.append(
-                RequestRecord(
-                    request.key,
-                    len(records),
-                    request.prompt,
-                    0.0,
-                    1.0,
-                    token_times_s=tuple(1.5 + 0.1 * i for i in range(len(answer))),
-                    output=answer,
-                )
-            )
-    return records
+from tests.unit.benchmarks.played import answer_all
 
 
 @pytest.mark.parametrize("name", LOADS)
 def test_a_load_has_as_many_requests_as_asked(name: str) -> None:
     """At most the last session goes beyond; a seed gives the same prompts again."""
-    first = play(draw_sessions(name, 30, 5))
+    first = answer_all(draw_sessions(name, 30, 5))
     sessions = {record.key.rpartition(".")[0] for record in first}
     longest = max(Counter(r.key.rpartition(".")[0] for r in first).values())
     assert 30 <= len(first) < 30 + longest
     assert len(sessions) > 1
-    assert [r.prompt for r in play(draw_sessions(name, 30, 5))] == [
+    assert [r.prompt for r in answer_all(draw_sessions(name, 30, 5))] == [
         record.prompt for record in first
     ]
-    assert play(draw_sessions(name, 30, 6))[0].prompt != first[0].prompt
+    assert answer_all(draw_sessions(name, 30, 6))[0].prompt != first[0].prompt
 
 
 def test_each_document_is_asked_about_by_as_many_users() -> None:
     """At share ratio 2 every prompt of a document's session comes twice."""
-    records = play(shared_documents(3, 2, 5, answer_tokens=1, think_s=0.4))
+    records = answer_all(shared_documents(3, 2, 5, answer_tokens=1, think_s=0.4))
     prompts = Counter(record.prompt for record in records)
     assert set(prompts.values()) == {2}
     documents = {prompt[:DOCUMENT_TOKENS] for prompt in prompts}
@@ -66,8 +44,8 @@ def test_each_document_is_asked_about_by_as_many_users() -> None:
 
 def test_a_replay_sends_the_recorded_prompts() -> None:
     """Whatever is answered the second time, prompts and lengths are the first run's."""
-    told = play(draw_sessions("sharegpt", 10, 5))
-    again = play(replayed(told))
+    told = answer_all(draw_sessions("sharegpt", 10, 5))
+    again = answer_all(replayed(told))
     assert [(r.key, r.prompt, len(r.output)) for r in again] == [
         (r.key, r.prompt, len(r.output)) for r in told
     ]
@@ -75,7 +53,7 @@ def test_a_replay_sends_the_recorded_prompts() -> None:
 
 def test_figures_of_a_cell() -> None:
     """TTFT runs from the start, TPOT over later tokens, JCT to the last one."""
-    records = play(draw_sessions("loogle", 5, 5))
+    records = answer_all(draw_sessions("loogle", 5, 5))
     told = figures(records)
     assert told["ttft_mean_s"] == pytest.approx(0.5)
     assert told["ttft_p99_s"] == pytest.approx(0.5)

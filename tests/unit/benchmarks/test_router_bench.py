@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,8 @@ from routers.playing import Asking
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.sessions import PlannedRequest
-from sgl_tiered_workloads.turns import Session
 
-
-def answer_all(sessions: Sequence[Session]) -> list[RequestRecord]:
-    """Answer every turn with ones, one session after the other."""
-    records: list[RequestRecord] = []
-    for session in sessions:
-        while not session.finished:
-            request = session.next_request()
-            output = (1,) * request.max_new_tokens
-            session.record_answer(output)
-            records.append(
-                RequestRecord(
-                    request.key,
-                    len(records),
-                    request.prompt,
-                    0.0,
-                    1.0,
-                    token_times_s=(1.5,) * len(output),
-                    output=output,
-                )
-            )
-    return records
+from tests.unit.benchmarks.played import answer_all
 
 
 @pytest.mark.parametrize("load", loads.LOADS)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig, TierSetup
 from sgl_tiered.sim.hardware import LinkSpeed
-from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
+from sgl_tiered.sim.requests import SimWorkload
 from sgl_tiered.sim.times import DeviceTimes
+from tests.unit.sim.sim_loads import PAGE, chats
 
-PAGE = 4
 PAGE_BYTES = 4_096
 TIMES = DeviceTimes(
     prefill_overhead_s=1e-3,
@@ -64,21 +63,4 @@ def make_config() -> Callable[..., ServerConfig]:
 @pytest.fixture
 def make_chats() -> Callable[..., SimWorkload]:
     """Return a maker of Poisson requests over shared prefixes."""
-
-    def make(
-        num_requests: int = 60,
-        rate_per_s: float = 20.0,
-        num_prefixes: int = 8,
-        seed: int = 0,
-    ) -> SimWorkload:
-        rng = np.random.default_rng(seed)
-        builder = WorkloadBuilder(PAGE)
-        now_s = 0.0
-        for _ in range(num_requests):
-            now_s += float(rng.exponential(1.0 / rate_per_s))
-            prefix = builder.prefix(int(rng.integers(num_prefixes)), 10)
-            prompt = 40 + int(rng.integers(1, 30))
-            builder.add(now_s, prompt, int(rng.integers(1, 40)), prefix=prefix)
-        return builder.build("chats")
-
-    return make
+    return chats

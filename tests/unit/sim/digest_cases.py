@@ -28,7 +28,6 @@ from sgl_tiered.sim.cluster import (
     DECODE,
     PREFILL,
     ClusterConfig,
-    ClusterRequest,
     simulate_cluster,
 )
 from sgl_tiered.sim.config import LayerSetup, SchedulerConfig, ServerConfig, TierSetup
@@ -49,6 +48,7 @@ from sgl_tiered.sim.stack import LRUCurve
 from sgl_tiered.sim.synthetic import fixed_lengths
 from sgl_tiered.sim.times import DeviceTimes
 from tests.unit.sim.replay_support import PAGE_TOKENS, spell_trace
+from tests.unit.sim.sim_loads import PAGE, chats, sessions
 from tests.unit.workloads import sample_support as samples
 
 __all__ = ["CASES", "Row", "Run"]
@@ -56,7 +56,6 @@ __all__ = ["CASES", "Row", "Run"]
 Row = tuple[float, str, int, float, float]
 Make = Callable[[Path], list["Run"]]
 
-PAGE = 4
 PAGE_BYTES = 4_096
 TIMES = DeviceTimes(
     prefill_overhead_s=1e-3,
@@ -136,24 +135,9 @@ def _server(
     )
 
 
-def _chats(
-    num_requests: int = 200,
-    rate_per_s: float = 80.0,
-    num_prefixes: int = 20,
-    seed: int = 0,
-    *,
-    longest: int = 40,
-) -> SimWorkload:
-    """Return Poisson requests over shared prefixes, answers below ``longest``."""
-    rng = np.random.default_rng(seed)
-    builder = WorkloadBuilder(PAGE)
-    now_s = 0.0
-    for _ in range(num_requests):
-        now_s += float(rng.exponential(1.0 / rate_per_s))
-        prefix = builder.prefix(int(rng.integers(num_prefixes)), 10)
-        prompt = 40 + int(rng.integers(1, 30))
-        builder.add(now_s, prompt, int(rng.integers(1, longest)), prefix=prefix)
-    return builder.build("chats")
+def _chats(num_prefixes: int = 20, *, seed: int = 0, longest: int = 40) -> SimWorkload:
+    """Return chats that come faster than they are answered."""
+    return chats(200, 80.0, num_prefixes, seed, longest=longest)
 
 
 def _crowd(num_requests: int = 40) -> SimWorkload:
@@ -654,22 +638,6 @@ def papers_workloads(folder: Path) -> list[Run]:
 # -- Without a server ------------------------------------------------------------------
 
 
-def _sessions(seed: int, num_sessions: int = 14) -> list[ClusterRequest]:
-    rng = np.random.default_rng(seed)
-    found: list[ClusterRequest] = []
-    for session in range(num_sessions):
-        tokens = np.array([session % 3] * 8, np.int32)
-        after, at_s = -1, float(rng.uniform(0, 20))
-        for _ in range(int(rng.integers(1, 4))):
-            new = rng.integers(0, 99, int(rng.integers(1, 9))).astype(np.int32)
-            answer = rng.integers(0, 99, int(rng.integers(1, 9))).astype(np.int32)
-            tokens = np.concatenate([tokens, new])
-            found.append(ClusterRequest(at_s, tokens, answer, f"s{session}", after))
-            after = len(found) - 1
-            tokens = np.concatenate([tokens, answer])
-    return found
-
-
 @_case
 def clusters(folder: Path) -> list[Run]:
     """Each routing over each kind of instances and each way to keep KV."""
@@ -686,7 +654,7 @@ def clusters(folder: Path) -> list[Run]:
                 uses |= {f"caching:{caching}", *(f"instance:{kind}" for kind in kinds)}
                 config = ClusterConfig(kinds, times, 30, PAGE, 50, link, caching)
                 found = simulate_cluster(
-                    config, _sessions(caching), make_routing(routing)
+                    config, sessions(caching, 14), make_routing(routing)
                 )
                 columns = (found.ttft_s, found.jct_s, found.tpot_s, found.cached_tokens)
                 for number, (ttft, jct, tpot, cached) in enumerate(

@@ -18,6 +18,7 @@ from sgl_tiered.sim.cluster import (
 )
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.times import DeviceTimes
+from tests.unit.sim.sim_loads import sessions
 
 PAGE = 4
 TIMES = DeviceTimes(
@@ -103,22 +104,6 @@ def test_a_full_pool_waits_and_ends() -> None:
             assert np.all(np.diff(np.sort(run(made, *many).jct_s)) > 0)
 
 
-def random_sessions(seed: int) -> list[ClusterRequest]:
-    rng = np.random.default_rng(seed)
-    found: list[ClusterRequest] = []
-    for session in range(12):
-        tokens = np.array([session % 3] * 8, np.int32)
-        after, at_s = -1, float(rng.uniform(0, 20))
-        for _ in range(int(rng.integers(1, 4))):
-            new = rng.integers(0, 99, int(rng.integers(1, 9))).astype(np.int32)
-            answer = rng.integers(0, 99, int(rng.integers(1, 9))).astype(np.int32)
-            tokens = np.concatenate([tokens, new])
-            found.append(ClusterRequest(at_s, tokens, answer, f"s{session}", after))
-            after = len(found) - 1
-            tokens = np.concatenate([tokens, answer])
-    return found
-
-
 @pytest.mark.parametrize("policy", ROUTINGS)
 @pytest.mark.parametrize("caching", [0, 1, 2, 3])
 @pytest.mark.parametrize(
@@ -128,7 +113,7 @@ def test_all_end_and_runs_repeat(
     kinds: tuple[str, ...], caching: int, policy: str
 ) -> None:
     """Random sessions in a small pool; equal runs give equal times."""
-    requests = random_sessions(caching)
+    requests = sessions(caching, 12)
     made = config(*kinds, caching=caching, pool_pages=30)
     results = [simulate_cluster(made, requests, make_routing(policy)) for _ in range(2)]
     assert np.array_equal(results[0].jct_s, results[1].jct_s)
