@@ -135,7 +135,6 @@ class Adoption:
             self._order = self._order[:0]
         self._has_slot = store.table.slots[tier].reserve(found.addresses)
         store.num_held[tier] += int(np.count_nonzero(self._has_slot))
-        store.table.expect(len(found))
         outside = np.ones(len(found), np.bool_)
         outside[self._order] = False
         self._refuse(np.flatnonzero(outside))

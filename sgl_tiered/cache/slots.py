@@ -135,7 +135,12 @@ class SlotAllocator:
         assert more >= 0, f"{self.capacity} slots cannot become {capacity}"
         self._is_free = np.concatenate([self._is_free, np.ones(more, np.bool_)])
         self._num_free += more
-        self._find_runs()
+        ends = self._starts[-1:] + self._lengths[-1:]
+        if more and len(ends) and int(ends[0]) == capacity - more:
+            self._lengths[-1] += more
+        elif more:
+            self._starts = np.append(self._starts, capacity - more)
+            self._lengths = np.append(self._lengths, more)
 
     def _take(self, run: int, num_slots: int) -> Int64s:
         """Take the first slots of one run that has as many or more."""

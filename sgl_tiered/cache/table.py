@@ -33,6 +33,8 @@ LOADING = 0x80
 """Bit of ``flags``: a load of this page is under way. Bit t: ready copy in tier t."""
 
 _FIRST_CAPACITY = 1024
+_MOST_NEW = 1 << 17
+"""Rows or entries that one growth adds, a few ms, for which a pass waits."""
 _WINDOW = 1 << 16
 """Entries looked at together: what is noted of them in between stays in the cache."""
 
@@ -89,27 +91,33 @@ class CacheTable:
         self.num_busy = [0] * len(tiers)
         self.rows = SlotAllocator(_FIRST_CAPACITY)
         self.entries = SlotAllocator(_FIRST_CAPACITY)
-        n = _FIRST_CAPACITY
-        self.flags: UInt8s = np.zeros(n, np.uint8)
-        self.copies: UInt8s = np.zeros(n, np.uint8)
-        self.node: npt.NDArray[Any] = np.full(n, None, dtype=object)
-        self.in_index: Bools = np.zeros(n, np.bool_)
-        self.born: Int64s = np.zeros(n, np.int64)
-        self.keys: UInt8s = np.zeros((n, KEY_BYTES), np.uint8)
-        self.key_known: Bools = np.zeros(n, np.bool_)
-        self.entry_of: list[Int32s] = [np.full(n, -1, np.int32) for _ in tiers]
-        self.entry_row: Int32s = np.full(n, -1, np.int32)
-        self.layer_start: npt.NDArray[np.uint16] = np.zeros(n, np.uint16)
-        self.layer_stop: npt.NDArray[np.uint16] = np.zeros(n, np.uint16)
-        self.representation: UInt8s = np.zeros(n, np.uint8)
-        self.encoding: UInt8s = np.zeros(n, np.uint8)
-        self.tier: UInt8s = np.zeros(n, np.uint8)
-        self.address: Int64s = np.full(n, -1, np.int64)
-        self.num_bytes: Int64s = np.zeros(n, np.int64)
-        self.checksum: UInt64s = np.zeros(n, np.uint64)
-        self.pins: npt.NDArray[np.int32] = np.zeros(n, np.int32)
-        self.state: UInt8s = np.zeros(n, np.uint8)
-        self.doomed: Bools = np.zeros(n, np.bool_)
+        # There are rows without copies too, of pages that are on the device alone.
+        num_rows, num_most = _FIRST_CAPACITY, 2 * sum(num_slots)
+
+        def column(dtype: npt.DTypeLike, fill: int = 0, width: int = 0) -> Any:
+            shape = (0, width) if width else (0,)
+            return _grown(np.empty(shape, dtype), num_rows, fill, num_most)
+
+        self.flags: UInt8s = column(np.uint8)
+        self.copies: UInt8s = column(np.uint8)
+        self.node: npt.NDArray[Any] = column(object)
+        self.in_index: Bools = column(np.bool_)
+        self.born: Int64s = column(np.int64)
+        self.keys: UInt8s = column(np.uint8, width=KEY_BYTES)
+        self.key_known: Bools = column(np.bool_)
+        self.entry_of: list[Int32s] = [column(np.int32, -1) for _ in tiers]
+        self.entry_row: Int32s = column(np.int32, -1)
+        self.layer_start: npt.NDArray[np.uint16] = column(np.uint16)
+        self.layer_stop: npt.NDArray[np.uint16] = column(np.uint16)
+        self.representation: UInt8s = column(np.uint8)
+        self.encoding: UInt8s = column(np.uint8)
+        self.tier: UInt8s = column(np.uint8)
+        self.address: Int64s = column(np.int64, -1)
+        self.num_bytes: Int64s = column(np.int64)
+        self.checksum: UInt64s = column(np.uint64)
+        self.pins: npt.NDArray[np.int32] = column(np.int32)
+        self.state: UInt8s = column(np.uint8)
+        self.doomed: Bools = column(np.bool_)
 
     # Rows.
 
@@ -332,13 +340,6 @@ class CacheTable:
         self.slots[tier].free(addresses)
         self._forget(tier, addresses)
 
-    def expect(self, num_pages: int) -> None:
-        """Make room for pages with one copy each now rather than by and by."""
-        if num_pages > self.rows.free_slots:
-            self._grow_rows(self.rows.used_slots + num_pages)
-        if num_pages > self.entries.free_slots:
-            self._grow_entries(self.entries.used_slots + num_pages)
-
     def array_bytes(self) -> int:
         """Return the bytes of all columns and allocators' arrays."""
         columns = [v for v in vars(self).values() if isinstance(v, np.ndarray)]
@@ -401,45 +402,65 @@ class CacheTable:
         self._num_forgotten[tier] += len(addresses)
 
     def _grow_rows(self, needed: int) -> None:
-        capacity = max(needed, 2 * self.rows.capacity)
-        more = capacity - self.rows.capacity
+        capacity = _larger(self.rows, needed)
         self.rows.grow(capacity)
-        self.flags = _grown(self.flags, more, 0)
-        self.copies = _grown(self.copies, more, 0)
-        self.node = _grown(self.node, more, None)
-        self.in_index = _grown(self.in_index, more, False)
-        self.born = _grown(self.born, more, 0)
-        self.keys = _grown(self.keys, more, 0)
-        self.key_known = _grown(self.key_known, more, False)
-        self.entry_of = [_grown(column, more, -1) for column in self.entry_of]
+        self.flags = _grown(self.flags, capacity)
+        self.copies = _grown(self.copies, capacity)
+        self.node = _grown(self.node, capacity)
+        self.in_index = _grown(self.in_index, capacity)
+        self.born = _grown(self.born, capacity)
+        self.keys = _grown(self.keys, capacity)
+        self.key_known = _grown(self.key_known, capacity)
+        self.entry_of = [_grown(column, capacity, -1) for column in self.entry_of]
 
     def _grow_entries(self, needed: int) -> None:
-        capacity = max(needed, 2 * self.entries.capacity)
-        more = capacity - self.entries.capacity
+        capacity = _larger(self.entries, needed)
         self.entries.grow(capacity)
-        self.entry_row = _grown(self.entry_row, more, -1)
-        self.layer_start = _grown(self.layer_start, more, 0)
-        self.layer_stop = _grown(self.layer_stop, more, 0)
-        self.representation = _grown(self.representation, more, 0)
-        self.encoding = _grown(self.encoding, more, 0)
-        self.tier = _grown(self.tier, more, 0)
-        self.address = _grown(self.address, more, -1)
-        self.num_bytes = _grown(self.num_bytes, more, 0)
-        self.checksum = _grown(self.checksum, more, 0)
-        self.pins = _grown(self.pins, more, 0)
-        self.state = _grown(self.state, more, FREE)
-        self.doomed = _grown(self.doomed, more, False)
+        self.entry_row = _grown(self.entry_row, capacity, -1)
+        self.layer_start = _grown(self.layer_start, capacity)
+        self.layer_stop = _grown(self.layer_stop, capacity)
+        self.representation = _grown(self.representation, capacity)
+        self.encoding = _grown(self.encoding, capacity)
+        self.tier = _grown(self.tier, capacity)
+        self.address = _grown(self.address, capacity, -1)
+        self.num_bytes = _grown(self.num_bytes, capacity)
+        self.checksum = _grown(self.checksum, capacity)
+        self.pins = _grown(self.pins, capacity)
+        self.state = _grown(self.state, capacity, FREE)
+        self.doomed = _grown(self.doomed, capacity)
 
 
 def _ignore(rows: Int32s) -> None:
     """Take no note of rows."""
 
 
-def _grown(column: npt.NDArray[Any], more: int, fill: object) -> npt.NDArray[Any]:
-    shape = (len(column) + more, *column.shape[1:])
-    # Zeros are not written, so that they take no memory before they are used.
-    grown = np.zeros(shape, column.dtype)
-    grown[: len(column)] = column
-    if fill is None or fill:
+def _larger(allocator: SlotAllocator, needed: int) -> int:
+    """Return a capacity of so many or more: twice as many, until that takes long."""
+    now = allocator.capacity
+    return max(needed, now + min(now, _MOST_NEW))
+
+
+def _grown(
+    column: npt.NDArray[Any], capacity: int, fill: int = 0, num_most: int = 0
+) -> npt.NDArray[Any]:
+    """Return a column of so many rows: the same memory, as long as it lasts.
+
+    What is new is ``fill``, or None in a column of objects.
+
+    Args:
+        column: [n, ...].
+        capacity: rows that it is to have, at least n.
+        fill: of what is new.
+        num_most: rows for which memory is to last, where it does not yet.
+    """
+    whole = column if column.base is None else column.base
+    if len(whole) < capacity:
+        shape = (max(num_most, 2 * len(whole), capacity), *column.shape[1:])
+        # Takes no memory before it is written, objects neither: they read as None.
+        new = np.empty if column.dtype == object else np.zeros
+        whole = new(shape, column.dtype)
+        whole[: len(column)] = column
+    grown = whole[:capacity]
+    if fill:
         grown[len(column) :] = fill
     return grown

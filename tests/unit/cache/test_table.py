@@ -1,0 +1,55 @@
+"""The table grows where it is, by little at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sgl_tiered.cache.table import _MOST_NEW, CacheTable
+from sgl_tiered.core.ids import TierId
+
+
+def columns(table: CacheTable) -> dict[str, np.ndarray]:
+    """Return the columns, each under a name."""
+    found = {k: v for k, v in vars(table).items() if isinstance(v, np.ndarray)}
+    return found | {f"entry_of-{t}": each for t, each in enumerate(table.entry_of)}
+
+
+@pytest.mark.parametrize("slots", [(8,), (3 * _MOST_NEW, 100)])
+def test_what_was_written_stays_in_growing_columns(slots):
+    """Beyond what was expected too, which is copied; new rows and entries are empty."""
+    tiers = (TierId.HOST, TierId.DISK)[: len(slots)]
+    table = CacheTable(tiers, slots, num_layers=2, page_bytes=64)
+    other = CacheTable(tiers, slots, num_layers=2, page_bytes=64)
+    node = object()
+    first = table.alloc_rows(1000)
+    table.keys[first] = 7
+    table.node[first] = node
+    table.slots[0].reserve(np.arange(4))
+    entries = table.add_copies(0, first[:4], np.arange(4))
+    before = columns(table)
+    copied = {name: column.copy() for name, column in before.items()}
+    sizes = []
+    for _ in range(9):
+        was = table.rows.capacity
+        table.alloc_rows(table.rows.free_slots + 1)
+        sizes.append(table.rows.capacity - was)
+    table._grow_entries(table.rows.capacity)
+    assert max(sizes) <= _MOST_NEW
+    for name, column in columns(table).items():
+        old = before[name]
+        empty = columns(other)[name][0]
+        assert len(column) == table.rows.capacity
+        assert np.array_equal(column[:1000], copied[name][:1000]), name
+        if name not in ("born", "key_known"):
+            assert all(np.all(each == empty) for each in column[len(old) :][[0, -1]])
+        assert np.shares_memory(column, old) == (len(slots) == 2), name
+    assert table.entry_of[0][first[:4]].tolist() == entries.tolist()
+    assert table.node[first[-1]] is node
+
+
+def test_an_adoption_of_millions_grows_by_little():
+    """Columns that nobody wrote to take no memory, so that many can be planned."""
+    table = CacheTable((TierId.DISK,), (1 << 24,), num_layers=2, page_bytes=64)
+    assert table.rows.capacity == table.entries.capacity == 1024
+    assert len(table.keys.base) >= 1 << 24
