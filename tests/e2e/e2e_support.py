@@ -221,6 +221,28 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+def change_weights(
+    server: SglangServer, call: str, request: dict[str, Any]
+) -> dict[str, Any]:
+    """Let a server take other weights, once its last request has left the batch.
+
+    That is a moment after its answer: until then SGLang loads them and flushes nothing.
+    """
+    told: dict[str, Any] = {}
+
+    def is_taken() -> bool:
+        try:
+            told.update(server.post(f"/{call}", request))
+        except RuntimeError as error:
+            if "requests are still running" not in str(error):
+                raise
+            return False
+        return True
+
+    wait_until(is_taken, "the batch is empty")
+    return told
+
+
 def settle(server: SglangServer) -> dict[str, Any]:
     """Wait until no transfer runs or is due; return the state then."""
     last: list[Any] = [None]

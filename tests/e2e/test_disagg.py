@@ -23,6 +23,7 @@ from tests.e2e.disagg_support import (
 from tests.e2e.e2e_support import (
     MODELS,
     REFERENCE_POOL_TOKENS,
+    change_weights,
     drop,
     edge,
     pinned,
@@ -265,7 +266,7 @@ def test_kv_of_other_weights_is_kept_by_nobody(pair, model):
 
     def update(weights):
         body = {"model_path": str(weights), "flush_cache": True}
-        told = pair.prefill.post("/update_weights_from_disk", body)
+        told = change_weights(pair.prefill, "update_weights_from_disk", body)
         assert told["success"], told
 
     def stored():

@@ -15,7 +15,15 @@ from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
 from sgl_tiered_workloads.tokenizer import VOCAB_TOKENS
 
 from tests.e2e.cpu_server import CPU_SERVER
-from tests.e2e.e2e_support import MODELS, Case, drop, settle, stats, wait_until
+from tests.e2e.e2e_support import (
+    MODELS,
+    Case,
+    change_weights,
+    drop,
+    settle,
+    stats,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
@@ -47,23 +55,10 @@ def ask(server, prompt, **fields):
 
 
 def update(server, model, *, flush):
-    """Load other weights into a server, once its last request has left the batch.
-
-    That is a moment after its answer: until then SGLang loads them and flushes nothing.
-    """
+    """Load other weights into a server."""
     body = {"model_path": str(model), "flush_cache": flush}
-
-    def is_updated():
-        try:
-            told = server.post("/update_weights_from_disk", body)
-        except RuntimeError as error:
-            if "requests are still running" not in str(error):
-                raise
-            return False
-        assert told["success"], told
-        return True
-
-    wait_until(is_updated, "the batch is empty")
+    told = change_weights(server, "update_weights_from_disk", body)
+    assert told["success"], told
 
 
 def known(server):

@@ -13,7 +13,15 @@ import pytest
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.systems import MB, Device, Tiers, plain_spec, tiered_spec
 
-from tests.e2e.e2e_support import MODELS, drop, pinned, settle, stats, wait_until
+from tests.e2e.e2e_support import (
+    MODELS,
+    change_weights,
+    drop,
+    pinned,
+    settle,
+    stats,
+    wait_until,
+)
 from tests.scenarios.scenario_support import (
     PAGE,
     PLAIN_POOL,
@@ -69,7 +77,7 @@ def update(server, folder, *, flush):
         ("update_weights_from_tensor", sent),
         ("end_weight_update", {}),
     ):
-        told = server.post(f"/{call}", asked)
+        told = change_weights(server, call, asked)
         assert told["success"], told
     del tensors
 
