@@ -245,20 +245,21 @@ def change_weights(
 
 def settle(server: SglangServer) -> dict[str, Any]:
     """Wait until no transfer runs or is due; return the state then."""
-    last: list[Any] = [None]
+    state: dict[str, Any] = {"edges": None, "occupancy": None}
 
     def still() -> bool:
-        state = stats(server)
-        moved = (state["edges"], state["occupancy"])
-        same = moved == last[0] and pinned(state) == 0
-        last[0] = moved
+        before = (state["edges"], state["occupancy"])
+        state.clear()
+        state.update(stats(server))
+        same = before == (state["edges"], state["occupancy"]) and pinned(state) == 0
         if not same:
             # Two looks apart from each other: a demotion follows an offload.
             time.sleep(0.2)
         return same
 
     wait_until(still, "transfers end")
-    return stats(server)
+    # Not a third look: a write that a full disk refused may be tried again by then.
+    return state
 
 
 def drop(server: SglangServer, *tiers: str) -> None:
