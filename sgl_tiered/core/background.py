@@ -13,10 +13,13 @@ _NICE = 10
 the device is the CPU, one displaced thread holds up all threads of a kernel."""
 
 
-def give_way() -> None:
+def give_way(nice: int = _NICE) -> None:
     """Lower the priority of the calling thread for good.
 
     Linux knows a priority per thread; elsewhere nothing happens.
+
+    Args:
+        nice: the new one; 19 is the lowest.
     """
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -86,6 +87,7 @@ class Left:
     def recover(self):
         if self.num < 0:
             raise RuntimeError("a fault of ours")
+        self.is_read.set()
         self.gate.wait()
         return found_pages(self.num)
 
@@ -230,11 +232,17 @@ def test_slices_take_their_share_of_passes_of_any_length(pass_s):
 
 
 def test_the_start_does_not_wait_for_the_disk():
-    """A folder that hangs: nothing is found, and nothing held up."""
+    """A folder that hangs: nothing is found, and nothing held up.
+
+    Nor by the computing of it, which has the lowest priority: of this machine's cores
+    the forward may need all.
+    """
     disk, cache, adoption = alone(5, is_open=False)
     for _ in range(3):
         adoption.advance()
     assert adoption.is_scanning
+    assert disk.is_read.wait(60)
+    assert os.getpriority(os.PRIO_PROCESS, adoption._reader.native_id) == 19
     assert adoption.stats()["state"] == "scanning"
     disk.gate.set()
     adoption.finish()
