@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from sgl_tiered.cache.index import Node, RadixIndex
-from sgl_tiered.cache.table import CacheTable
+from sgl_tiered.cache.table import CacheTable, grown
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt8s
 
@@ -272,17 +271,12 @@ class CopyWatch:
 
     def _fit(self) -> None:
         """Grow with the table."""
-        more = len(self._table.flags) - len(self._told)
-        if more <= 0:
+        capacity, most = len(self._table.flags), self._table.num_most
+        if capacity <= len(self._told):
             return
-        self._told = _longer(self._told, more)
-        self._is_news = _longer(self._is_news, more)
-        self._is_waiting = _longer(self._is_waiting, more)
-        self._has_name = _longer(self._has_name, more)
-        self._names = _longer(self._names, more)
-        self._states = _longer(self._states, more)
-
-
-def _longer(column: npt.NDArray[Any], more: int) -> npt.NDArray[Any]:
-    shape = (more, *column.shape[1:])
-    return np.concatenate([column, np.zeros(shape, column.dtype)])
+        self._told = grown(self._told, capacity, num_most=most)
+        self._is_news = grown(self._is_news, capacity, num_most=most)
+        self._is_waiting = grown(self._is_waiting, capacity, num_most=most)
+        self._has_name = grown(self._has_name, capacity, num_most=most)
+        self._names = grown(self._names, capacity, num_most=most)
+        self._states = grown(self._states, capacity, num_most=most)

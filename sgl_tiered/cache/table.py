@@ -1,6 +1,7 @@
 """The cache table: which copies of which pages exist, where, and in what state.
 
-Two sets of columns (numpy, grown by doubling). A *row* stands for a page. An *entry*
+Two sets of columns (numpy), which grow in place while the memory lasts that is reserved
+for them. A *row* stands for a page. An *entry*
 is one copy of a page's layer span: tier, address, bytes, representation, encoding,
 checksum, pins and state. ``entry_of[t][row]`` finds in O(1) the copy that spans all
 layers in tier number ``t`` (the position in the configuration, fastest first), be it KV
@@ -25,7 +26,7 @@ from sgl_tiered.core.ids import Encoding, Representation, TierId
 from sgl_tiered.core.keys import KEY_BYTES
 from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt8s, UInt64s
 
-__all__ = ["FREE", "IN_FLIGHT", "LOADING", "READY", "CacheTable"]
+__all__ = ["FREE", "IN_FLIGHT", "LOADING", "READY", "CacheTable", "grown"]
 
 FREE, IN_FLIGHT, READY = 0, 1, 2
 """States of an entry."""
@@ -60,6 +61,7 @@ class CacheTable:
         born: int64 per row, ``version`` when it was allocated.
         keys, key_known: page key per row, once derived.
         entry_of: per tier, int32 per row, -1 for none.
+        num_most: rows and entries for which memory is reserved.
         num_busy: per tier, entries that are pinned or in flight.
         version: grows with every change that can make a decision stale.
         on_rows_freed: each is called with rows that are given back.
@@ -91,12 +93,14 @@ class CacheTable:
         self.num_busy = [0] * len(tiers)
         self.rows = SlotAllocator(_FIRST_CAPACITY)
         self.entries = SlotAllocator(_FIRST_CAPACITY)
+        num_slots_in_all = sum(num_slots)
         # There are rows without copies too, of pages that are on the device alone.
-        num_rows, num_most = _FIRST_CAPACITY, 2 * sum(num_slots)
+        self.num_most = num_slots_in_all + min(num_slots_in_all, _MOST_NEW)
 
         def column(dtype: npt.DTypeLike, fill: int = 0, width: int = 0) -> Any:
             shape = (0, width) if width else (0,)
-            return _grown(np.empty(shape, dtype), num_rows, fill, num_most)
+            new = np.empty(shape, dtype)
+            return grown(new, _FIRST_CAPACITY, fill, self.num_most)
 
         self.flags: UInt8s = column(np.uint8)
         self.copies: UInt8s = column(np.uint8)
@@ -343,6 +347,9 @@ class CacheTable:
     def array_bytes(self) -> int:
         """Return the bytes of all columns and allocators' arrays."""
         columns = [v for v in vars(self).values() if isinstance(v, np.ndarray)]
+        # What is None takes memory as well.
+        whole: Any = self.node.base
+        columns.append(whole[len(self.node) :])
         columns += [*self.entry_of, *self._forgotten]
         allocators = [*self.slots, self.rows, self.entries]
         return sum(c.nbytes for c in columns) + sum(9 * a.capacity for a in allocators)
@@ -404,30 +411,30 @@ class CacheTable:
     def _grow_rows(self, needed: int) -> None:
         capacity = _larger(self.rows, needed)
         self.rows.grow(capacity)
-        self.flags = _grown(self.flags, capacity)
-        self.copies = _grown(self.copies, capacity)
-        self.node = _grown(self.node, capacity)
-        self.in_index = _grown(self.in_index, capacity)
-        self.born = _grown(self.born, capacity)
-        self.keys = _grown(self.keys, capacity)
-        self.key_known = _grown(self.key_known, capacity)
-        self.entry_of = [_grown(column, capacity, -1) for column in self.entry_of]
+        self.flags = grown(self.flags, capacity)
+        self.copies = grown(self.copies, capacity)
+        self.node = grown(self.node, capacity)
+        self.in_index = grown(self.in_index, capacity)
+        self.born = grown(self.born, capacity)
+        self.keys = grown(self.keys, capacity)
+        self.key_known = grown(self.key_known, capacity)
+        self.entry_of = [grown(column, capacity, -1) for column in self.entry_of]
 
     def _grow_entries(self, needed: int) -> None:
         capacity = _larger(self.entries, needed)
         self.entries.grow(capacity)
-        self.entry_row = _grown(self.entry_row, capacity, -1)
-        self.layer_start = _grown(self.layer_start, capacity)
-        self.layer_stop = _grown(self.layer_stop, capacity)
-        self.representation = _grown(self.representation, capacity)
-        self.encoding = _grown(self.encoding, capacity)
-        self.tier = _grown(self.tier, capacity)
-        self.address = _grown(self.address, capacity, -1)
-        self.num_bytes = _grown(self.num_bytes, capacity)
-        self.checksum = _grown(self.checksum, capacity)
-        self.pins = _grown(self.pins, capacity)
-        self.state = _grown(self.state, capacity, FREE)
-        self.doomed = _grown(self.doomed, capacity)
+        self.entry_row = grown(self.entry_row, capacity, -1)
+        self.layer_start = grown(self.layer_start, capacity)
+        self.layer_stop = grown(self.layer_stop, capacity)
+        self.representation = grown(self.representation, capacity)
+        self.encoding = grown(self.encoding, capacity)
+        self.tier = grown(self.tier, capacity)
+        self.address = grown(self.address, capacity, -1)
+        self.num_bytes = grown(self.num_bytes, capacity)
+        self.checksum = grown(self.checksum, capacity)
+        self.pins = grown(self.pins, capacity)
+        self.state = grown(self.state, capacity, FREE)
+        self.doomed = grown(self.doomed, capacity)
 
 
 def _ignore(rows: Int32s) -> None:
@@ -440,12 +447,13 @@ def _larger(allocator: SlotAllocator, needed: int) -> int:
     return max(needed, now + min(now, _MOST_NEW))
 
 
-def _grown(
+def grown(
     column: npt.NDArray[Any], capacity: int, fill: int = 0, num_most: int = 0
 ) -> npt.NDArray[Any]:
     """Return a column of so many rows: the same memory, as long as it lasts.
 
-    What is new is ``fill``, or None in a column of objects.
+    What is reserved of numbers takes no memory before it is written; of objects it
+    takes 8 bytes each. What is new is ``fill``, or None in a column of objects.
 
     Args:
         column: [n, ...].
@@ -456,7 +464,6 @@ def _grown(
     whole = column if column.base is None else column.base
     if len(whole) < capacity:
         shape = (max(num_most, 2 * len(whole), capacity), *column.shape[1:])
-        # Takes no memory before it is written, objects neither: they read as None.
         new = np.empty if column.dtype == object else np.zeros
         whole = new(shape, column.dtype)
         whole[: len(column)] = column

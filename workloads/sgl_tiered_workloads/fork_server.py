@@ -80,7 +80,7 @@ class ForkedProcess:
         self._reads = threading.Lock()
         told = self._receive()
         if "pid" not in told:
-            raise RuntimeError("the fork server ended")
+            raise RuntimeError(f"the program ended with {told['code']} as it began")
         self.pid = int(told["pid"])
 
     def _receive(self) -> dict[str, Any]:

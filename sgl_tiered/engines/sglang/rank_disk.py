@@ -283,8 +283,10 @@ class DiskAdoption:
         self._stepped_at_s = now_s = self._clock.now()
         seconds = self._seconds
         seconds["longest_slice_s"] = max(seconds["longest_slice_s"], now_s - began_s)
-        if num_done:
-            self._page_s += (now_s - began_s) / num_done / 8 - self._page_s / 8
+        if num_done and adoption.num_left:
+            # For each that was asked for: where runs are short it takes fewer, and as
+            # long.
+            self._page_s += (now_s - began_s) / num_pages / 8 - self._page_s / 8
         if adoption.num_left:
             return
         self._state = _DONE

@@ -150,3 +150,20 @@ def test_an_empty_tier_has_no_runs() -> None:
     nothing = slots.alloc(0)
     assert nothing is not None
     assert len(nothing) == 0
+
+
+def test_what_grows_is_free_behind_what_is_there() -> None:
+    """It goes on from a run that touches the end, or is one of its own."""
+    slots = SlotAllocator(0)
+    slots.grow(0)
+    assert slots._starts.tolist() == []
+    slots.grow(4)
+    slots.grow(6)
+    assert (slots._starts.tolist(), slots._lengths.tolist()) == ([0], [6])
+    slots.alloc(6)
+    slots.free(np.array([1, 2]))
+    slots.grow(9)
+    assert (slots._starts.tolist(), slots._lengths.tolist()) == ([1, 6], [2, 3])
+    slots.grow(9)
+    assert (slots._starts.tolist(), slots._lengths.tolist()) == ([1, 6], [2, 3])
+    assert (slots.capacity, slots.free_slots) == (9, 5)

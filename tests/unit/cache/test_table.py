@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import psutil
 import pytest
 
+from sgl_tiered.cache.copy_watch import CopyWatch
+from sgl_tiered.cache.index import RadixIndex
 from sgl_tiered.cache.table import _MOST_NEW, CacheTable
 from sgl_tiered.core.ids import TierId
 
@@ -48,8 +53,32 @@ def test_what_was_written_stays_in_growing_columns(slots):
     assert table.node[first[-1]] is node
 
 
-def test_an_adoption_of_millions_grows_by_little():
-    """Columns that nobody wrote to take no memory, so that many can be planned."""
-    table = CacheTable((TierId.DISK,), (1 << 24,), num_layers=2, page_bytes=64)
-    assert table.rows.capacity == table.entries.capacity == 1024
-    assert len(table.keys.base) >= 1 << 24
+def test_what_is_reserved_takes_little_memory_and_lasts():
+    """Numbers that nobody wrote take none; objects take 8 bytes each."""
+    num_slots = 1 << 22
+    process = psutil.Process()
+    before = process.memory_info().rss
+    table = CacheTable((TierId.DISK,), (num_slots,), num_layers=2, page_bytes=64)
+    used = process.memory_info().rss - before
+    assert used < 10 * num_slots
+    # Beside the ten bytes of the tier's slots.
+    assert table.array_bytes() >= (8 + 10) * num_slots
+    keys = table.keys
+    while table.rows.capacity < num_slots:
+        was = table.rows.capacity
+        table.alloc_rows(table.rows.free_slots + 1)
+        assert table.rows.capacity - was <= _MOST_NEW
+    assert np.shares_memory(keys, table.keys)
+
+
+def test_who_watches_copies_grows_in_place_too():
+    """What it keeps is as long as the table."""
+    slots = 3 * _MOST_NEW
+    table = CacheTable((TierId.DISK,), (slots,), num_layers=2, page_bytes=64)
+    watch = CopyWatch(table, RadixIndex(table, 64, print), 64, SimpleNamespace())
+    watch._fit()
+    before = watch._states
+    table.alloc_rows(2 * _MOST_NEW)
+    watch._fit()
+    assert len(watch._states) == len(table.flags)
+    assert np.shares_memory(before, watch._states)
