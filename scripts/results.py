@@ -375,13 +375,17 @@ def restart_line() -> str:
     if run is None:
         return _missing("restart")
     record = run.last
+    full, empty = record["starts_s"]["full"], record["starts_s"]["empty"]
+    adopted = [window["adopted_when_the_window_ended"] for window in record["busy"]]
     return (
-        f"On a disk with {_number(record['pages'])} pages a server is ready "
-        f"{record['ready_delay_s_5m_pages']:.2f} s later than on an empty one, and has "
-        f"taken over all of them {record['adopt_s_idle']:.0f} s after that when idle "
-        f"({record['state_bytes_per_page']} bytes of memory a page). Meanwhile it "
+        f"On a disk with {_number(record['pages'])} pages a server is ready after "
+        f"{min(full):.1f} to {max(full):.1f} s, on an empty one after {min(empty):.1f} "
+        f"to {max(empty):.1f}; when idle it has taken over all of them "
+        f"{record['adopt_s_idle']:.0f} s after it opened the folder "
+        f"({record['state_bytes_per_page']} bytes of memory a page). Under load it "
         f"serves {record['throughput_while_adopting']:.0%} of the tokens per second "
-        f"that it serves afterwards ("
+        f"that it serves afterwards, and takes over {_number(min(adopted))} to "
+        f"{_number(max(adopted))} pages in the first minute ("
         f"`{run.kind.command}`; {run.when}; {_on(record)})."
     )
 
