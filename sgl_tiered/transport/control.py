@@ -56,8 +56,10 @@ __all__ = ["ControlClient", "ControlServer", "Handler", "Request", "set_limits"]
 
 R = TypeVar("R", bound=Message)
 
-_HEARTBEAT_MS = 1000
-_HEARTBEAT_TIMEOUT_MS = 5000
+_IDLE_S = 2
+"""Of silence, before the kernel asks whether the other machine is there."""
+_DEAD_S = 5
+"""Without an answer of its kernel, before the connection is closed."""
 _RECONNECT_MS = 50
 _MAX_RECONNECT_MS = 1000
 _MAX_TAKEN_AT_ONCE = 256
@@ -591,13 +593,18 @@ class ControlClient:
 
 
 def set_limits(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None:
-    """Set what both ends of a connection agree on: lengths, heartbeats."""
+    """Set what both ends of a connection agree on: lengths, and when one is dead."""
     # With IPv6 on, an IPv4 endpoint would come back as ::ffff:127.0.0.1.
     socket.ipv6 = "[" in endpoint
     # A longer message closes the connection that it comes over, before it is read.
     socket.maxmsgsize = max_bytes
     # Per connection; more wait at the sender.
     socket.rcvhwm = _MAX_UNREAD
-    socket.heartbeat_ivl = _HEARTBEAT_MS
-    socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+    # The kernel finds what is dead. ZeroMQ's heartbeats abort the process (libzmq up to
+    # 4.3.5) where a connection breaks from which nothing is read as too much is unread.
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = _IDLE_S
+    socket.tcp_keepalive_intvl = 1
+    socket.tcp_keepalive_cnt = _DEAD_S - _IDLE_S
+    socket.tcp_maxrt = 1000 * _DEAD_S
     socket.linger = 0

@@ -335,6 +335,7 @@ def main() -> None:
                     trouble=state["trouble"],
                     lease_left_s=state["lease_left_s"],
                     pushing=process.num_pushing(),
+                    pushes=[push.status.name for push in process.pushes],
                     fetching=under_way["num_fetches"],
                     kept_for_the_gone=under_way["num_quarantined_blocks"],
                     lent=under_way["num_lent_blocks"],

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -364,3 +365,57 @@ def test_a_stopped_server_skips_what_nobody_waits_for(stack: ExitStack) -> None:
     assert reason(client.ask(Ask("two"), Answer, SHORT_S)) == "timeout"
     process.send_signal(signal.SIGCONT)
     assert client.ask(Ask("three"), Answer, LONG_S) == Answer("one,three")
+
+
+HELD_SERVER = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+from test_control import MESSAGES, LOOPBACK, Answer, ControlServer
+goes_on = threading.Event()
+def handle(request):
+    if request.message.text == "hold":
+        print("held", flush=True)
+        goes_on.wait()
+    return Answer(request.message.text)
+print(ControlServer(LOOPBACK, MESSAGES, handle).endpoint, flush=True)
+sys.stdin.readline()
+goes_on.set()
+sys.stdin.read()
+"""
+
+
+def test_a_full_connection_that_breaks_does_not_end_the_process(
+    stack: ExitStack,
+) -> None:
+    """ZeroMQ's heartbeats aborted it: their timer writes to a connection that has
+    broken while nothing was read from it as too much was unread."""
+    folder = str(Path(__file__).parent)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HELD_SERVER, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    endpoint = process.stdout.readline().strip()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = socket.sndhwm = 0
+        socket.connect(endpoint)
+        for text in ("hold", *["more"] * 1000):
+            data = MESSAGES.encode(1, Part.REQUEST, Ask(text), Times(LONG_S))
+            assert isinstance(data, bytes)
+            socket.send(data)
+            if text == "hold":
+                assert process.stdout.readline().strip() == "held"
+        # What fits has arrived; the rest waits here, and is dropped.
+        time.sleep(0.5)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3.0)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    client = ControlClient(endpoint, MESSAGES)
+    stack.callback(client.close)
+    assert client.ask(Ask("there"), Answer, LONG_S) == Answer("there")
