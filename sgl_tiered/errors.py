@@ -3,6 +3,7 @@
 TieredError
 ├── ConfigError               a flag, key or file is wrong (also a ValueError)
 ├── EngineCompatibilityError  this SGLang does not fit (also a RuntimeError)
+├── RanksPartedError          ranks have decided differently (also a RuntimeError)
 ├── TierUnavailableError      a tier cannot be opened at all (also an OSError)
 └── TransportUnavailableError no bytes or messages can be sent (also an OSError)
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "EngineCompatibilityError",
+    "RanksPartedError",
     "TierUnavailableError",
     "TieredError",
     "TransportUnavailableError",
@@ -40,6 +42,21 @@ class ConfigError(TieredError, ValueError):
 
 class EngineCompatibilityError(TieredError, RuntimeError):
     """The plugin cannot attach to this SGLang, or to this model under it."""
+
+
+class RanksPartedError(TieredError, RuntimeError):
+    """Ranks of a server have decided differently: the server must not go on.
+
+    Args:
+        rank: whose facts do not fit what was decided where they were heard.
+        num_ranks: that the server has.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(
+            f"rank {rank} of {num_ranks} has decided differently from another rank; "
+            "restart the server, and please report it"
+        )
 
 
 class TierUnavailableError(TieredError, OSError):

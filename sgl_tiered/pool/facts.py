@@ -26,6 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from sgl_tiered.errors import RanksPartedError
+
 __all__ = ["Fact", "Facts"]
 
 
@@ -115,10 +117,17 @@ class Facts:
         return found
 
     def hear(self, told: Sequence[Mapping[str, Any] | None]) -> None:
-        """Take what the ranks have told at a meeting, by rank."""
+        """Take what the ranks have told at a meeting, by rank.
+
+        Raises:
+            RanksPartedError: one has told a fact that is not open here.
+        """
         for rank, found in enumerate(told):
             for number, value in (found or {}).items():
-                self._open[int(number)].hear(rank, value)
+                fact = self._open.get(int(number))
+                if fact is None:
+                    raise RanksPartedError(rank, len(told))
+                fact.hear(rank, value)
         for over in [n for n in self._told if self._open[n].is_common]:
             del self._open[over]
             self._told.remove(over)

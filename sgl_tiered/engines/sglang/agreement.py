@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import orjson
 
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.errors import TieredError
+from sgl_tiered.errors import RanksPartedError
 
-__all__ = ["ARRIVED", "Agreement", "Ranks", "RanksPartedError", "group_ranks"]
+__all__ = ["ARRIVED", "Agreement", "Ranks", "group_ranks"]
 
 ARRIVED = "arrived"
 """A moment: the request was put into the queue."""
@@ -35,10 +35,6 @@ _ROOM = 252
 
 _Tell = Callable[[], Any]
 _Hear = Callable[[list[Any]], None]
-
-
-class RanksPartedError(TieredError, RuntimeError):
-    """Ranks have decided differently: the server must not go on."""
 
 
 class Ranks(Protocol):
@@ -109,7 +105,8 @@ class Agreement:
             Everybody's, by rank. A single rank gets its own back.
 
         Raises:
-            RanksPartedError: the ranks have noted different decisions.
+            RanksPartedError: the ranks have noted different decisions, or rank 0 has
+                measured what this one does not know.
         """
         ranks = self._ranks
         if ranks is None:
@@ -125,6 +122,8 @@ class Agreement:
         self._num_meetings += 1
         self._shared_s = max(self._shared_s, first_s)
         for number, *values in found[0].get("measured", ()):
+            if number >= len(self._observers):
+                raise RanksPartedError(0, len(found))
             self._observers[number](*values)
         for name, (_, hear) in self._told.items():
             hear([one.get(name) for one in found])
@@ -153,7 +152,8 @@ class Agreement:
         Args:
             name: of the fact.
             tell: returns it, as JSON can write it; None where there is nothing to tell.
-            hear: gets everybody's, by rank; None of those who told nothing.
+            hear: gets everybody's, by rank; None of those who told nothing. It raises
+                ``RanksPartedError`` where one does not fit what was decided here.
         """
         self._told[name] = tell, hear
 
@@ -198,17 +198,35 @@ class Agreement:
             self._noted = zlib.crc32(repr(decided).encode(), self._noted)
 
     def all(self, fact: bool) -> bool:
-        """Return whether something is so on every rank; a message of its own."""
+        """Return whether something is so on every rank; a message of its own.
+
+        Raises:
+            RanksPartedError: another rank asks for something else.
+        """
         if self._ranks is None:
             return fact
         told = self._ranks.gather(b"\1" if fact else b"\0")
+        for rank, one in enumerate(told):
+            if one not in (b"\0", b"\1"):
+                raise RanksPartedError(rank, len(told))
         return all(one == b"\1" for one in told)
 
     def gathered(self, value: Any) -> list[Any]:
-        """Return everybody's value, by rank; for the start, of any length."""
+        """Return everybody's value, by rank; for the start, of any length.
+
+        Raises:
+            RanksPartedError: another rank asks for something else.
+        """
         if self._ranks is None:
             return [value]
-        return [orjson.loads(m) for m in self._ranks.gather(_packed(value))]
+        told = self._ranks.gather(_packed(value))
+        found = []
+        for rank, one in enumerate(told):
+            try:
+                found.append(orjson.loads(one))
+            except orjson.JSONDecodeError as error:
+                raise RanksPartedError(rank, len(told)) from error
+        return found
 
     def first(self, value: Any) -> Any:
         """Return rank 0's value."""
@@ -230,11 +248,7 @@ class Agreement:
                 _, *noted = _HEAD.unpack_from(message)
             first = first or noted
             if not noted or noted != first:
-                raise RanksPartedError(
-                    f"rank {rank} of {len(told)} has decided differently from rank 0 "
-                    f"before meeting {self._num_meetings + 1}; restart the server, and "
-                    "please report it"
-                )
+                raise RanksPartedError(rank, len(told))
         first_s = _HEAD.unpack_from(told[0])[0]
         return first_s, [orjson.loads(m[_HEAD.size :] or b"{}") for m in told]
 

@@ -21,6 +21,7 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import FoundPages
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig, rank_folder
+from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.tiers.base import Tier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
@@ -233,7 +234,10 @@ class DiskAdoption:
 
     def _hear(self, told: list[Any]) -> None:
         if self._state == _ADOPTING:
-            self._adopt(int(told[0]))
+            if not isinstance(told[0], int):
+                # Rank 0 has adopted everything already, or nothing yet.
+                raise RanksPartedError(0, len(told))
+            self._adopt(told[0])
         elif self._state == _SCANNING and None not in told:
             assert self._arranged is not None
             if len(set(told)) > 1:

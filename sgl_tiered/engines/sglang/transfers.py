@@ -21,6 +21,7 @@ from sgl_tiered.cache.waiting_state import Staging
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import Int32s, LoadPlan, PromotePlan, TransferResult
 from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.pipelines.completions import (
     Completion,
     CompletionQueue,
@@ -197,7 +198,11 @@ class SharedTransfers:
         return everywhere
 
     def take(self) -> list[Completion]:
-        """Meet the other ranks; return what has ended on all of them now."""
+        """Meet the other ranks; return what has ended on all of them now.
+
+        Raises:
+            RanksPartedError: what one tells of a transfer does not fit this rank's.
+        """
         facts: dict[str, Any] = {}
         for event in self._completions.drain():
             name = _name(event)
@@ -222,6 +227,10 @@ class SharedTransfers:
     def _merge(self, name: str) -> Completion:
         event = self._mine.pop(name)
         ends = self._told.pop(name)
+        num_pages = _num_pages(event)
+        for rank, one in ends.items():
+            if max(*one.bad, *one.missing, -1, -1) >= num_pages:
+                raise RanksPartedError(rank, self._agreement.num_ranks)
         end = _merged([ends[rank] for rank in sorted(ends)])
         self._agreement.note(name, end.missing, end.bad)
         match event:
@@ -275,6 +284,13 @@ def _name(event: Completion) -> str:
         return f"{event.num_slots:012d} {event.tier.label} {type(event).__name__}"
     plan = event.plans[0] if isinstance(event, LoadFinished) else event.plan
     return f"{plan.plan_id:012d} {type(event).__name__}"
+
+
+def _num_pages(event: Completion) -> int:
+    """Return how many positions an end can name; a load is good or bad as one."""
+    if isinstance(event, SlotsReady | LoadFinished):
+        return 1
+    return len(event.plan.pages)
 
 
 def _end_of(event: Completion) -> _End:

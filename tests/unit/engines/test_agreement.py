@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 
 from sgl_tiered.core.clock import ManualClock
-from sgl_tiered.engines.sglang.agreement import (
-    Agreement,
-    RanksPartedError,
-    group_ranks,
-)
+from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
+from sgl_tiered.errors import RanksPartedError
 from tests.unit.engines.ranks_support import on_two_ranks, run_ranks
 
 NUM_RANKS = 2
@@ -209,6 +206,40 @@ def test_ranks_that_noted_different_decisions_are_told() -> None:
 
     for told in both(work):
         assert told.startswith("rank 1 of 2 has decided differently")
+
+
+@pytest.mark.parametrize("asks", ["meet", "all", "gathered"])
+def test_ranks_at_different_points_are_told(asks) -> None:
+    """What one of them sends is no answer to what the other asks."""
+
+    def work(rank, agreement, clock):
+        other = "meet" if asks != "meet" else "gathered"
+        call = getattr(agreement, other if rank else asks)
+        try:
+            call({})
+        except RanksPartedError as error:
+            return str(error)
+        return "not told"
+
+    for told in both(work):
+        assert "of 2 has decided differently" in told
+
+
+def test_ranks_that_learn_different_things_are_told() -> None:
+    """Rank 0 measures what rank 1 does not know of."""
+
+    def work(rank, agreement, clock):
+        if rank == 0:
+            agreement.learned(lambda value: None)(1.0)
+        try:
+            agreement.meet({})
+        except RanksPartedError as error:
+            return str(error)
+        return ""
+
+    first, second = both(work)
+    assert not first
+    assert second.startswith("rank 0 of 2 has decided differently")
 
 
 def test_who_leaves_waits_for_nobody() -> None:

@@ -7,11 +7,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from sgl_tiered.engines.sglang.agreement import Agreement, RanksPartedError
-from tests.unit.engines.layered_ranks_support import OwnMover, OwnOutages, run_layered
+from sgl_tiered.core.clock import ManualClock
+from sgl_tiered.engines.sglang.agreement import _HEAD, Agreement
+from sgl_tiered.engines.sglang.layered.ranks import SharedMover
+from sgl_tiered.errors import RanksPartedError
+from sgl_tiered.layered.binding import Flight
+from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.testing.fake_layers import FakeLayerCopier
+from tests.unit.engines.layered_ranks_support import (
+    LAYOUT,
+    OwnMover,
+    OwnOutages,
+    run_layered,
+)
+from tests.unit.engines.ranks_support import on_two_ranks
 
 
 class OwnMeasures(Agreement):
@@ -64,6 +78,79 @@ def test_copies_that_are_one_ranks_own_part_them(mover):
         assert any(isinstance(error, ends) for error in errors), errors
     else:
         assert ranks[0].log != ranks[1].log
+
+
+def begin_flight(mover, size):
+    pages, epochs = np.arange(size), np.zeros(size, np.uint32)
+    mover.start(Flight(0, pages, pages.astype(np.int32), epochs, is_up=False))
+
+
+def play_flights(sizes, fails, end):
+    """Let two ranks begin flights, and end by ``end(mover, agreement)``.
+
+    Args:
+        sizes: layer-pages of each flight that leaves, by rank.
+        fails: which rank's copies do.
+        end: whose ``RanksPartedError`` is returned as text, by rank; "" for none.
+    """
+
+    def work(rank, seat):
+        agreement = Agreement(ManualClock(), seat)
+        copier = FakeLayerCopier(LAYOUT.num_layers, 16, 16, LAYOUT.page_tokens)
+        copier.fails = lambda direction: rank == fails
+        mover = SharedMover(agreement, copier, LAYOUT.layer_page_bytes)
+        try:
+            for size in sizes[rank]:
+                begin_flight(mover, size)
+            end(mover, agreement)
+        except RanksPartedError as error:
+            return str(error)
+        finally:
+            agreement.leave()
+            mover.close()
+        return ""
+
+    return on_two_ranks(work)
+
+
+def wait_for_one(mover, agreement):
+    mover.wait()
+
+
+def land_and_meet(mover, agreement):
+    while len(mover._here) < len(mover._flying):
+        LayerMover.wait(mover)
+        mover._take()
+    agreement.meet({})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "end"),
+    [
+        pytest.param(([3], [6]), wait_for_one, id="other sizes, waited for"),
+        pytest.param(([3], [6]), land_and_meet, id="other sizes"),
+        pytest.param(([3], [3, 3]), land_and_meet, id="another number"),
+    ],
+)
+def test_ranks_whose_flights_differ_are_told(sizes, end):
+    """Before what one has told is used as if it were of the other's flight."""
+    first, second = play_flights(sizes, 1, end)
+    assert first.startswith("rank 1 of 2 has decided differently")
+    assert not second
+
+
+def test_a_rank_that_is_told_nothing_of_what_it_waits_for_has_parted():
+    """The other asks as well, and says of no flight that it has landed."""
+    seat = SimpleNamespace(
+        rank=0, num_ranks=2, gather=lambda message: [message, message[: _HEAD.size]]
+    )
+    agreement = Agreement(ManualClock(), seat)
+    copier = FakeLayerCopier(LAYOUT.num_layers, 16, 16, LAYOUT.page_tokens)
+    mover = SharedMover(agreement, copier, LAYOUT.layer_page_bytes)
+    begin_flight(mover, 3)
+    with pytest.raises(RanksPartedError, match="rank 1 of 2 has decided differently"):
+        mover.wait()
+    mover.close()
 
 
 @pytest.mark.parametrize("kind", [OwnMeasures, OwnClock])

@@ -26,6 +26,7 @@ from sgl_tiered.engines.sglang.rank_disk import (
     DiskAdoption,
     open_disk,
 )
+from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.emulator import Emulator
@@ -165,6 +166,27 @@ def test_ranks_wait_for_the_slowest():
         return num_on_disk(cache)
 
     assert both(work) == [8, 8]
+
+
+def test_a_rank_that_adopts_while_rank_0_does_not_has_parted():
+    """Rank 0 says how many pages follow, as long as there are any."""
+
+    def work(rank, agreement):
+        adoption = DiskAdoption(make_cache(), Left(8), agreement, MetricsRegistry())
+        adoption._reader.join()
+        agreement.meet({})
+        assert adoption.is_adopting
+        if rank == 0:
+            adoption.finish()
+        try:
+            agreement.meet({})
+        except RanksPartedError as error:
+            return str(error)
+        return ""
+
+    first, second = both(work)
+    assert not first
+    assert second.startswith("rank 0 of 2 has decided differently")
 
 
 def alone(num, is_open=True, num_slots=NUM_SLOTS, metrics=None):

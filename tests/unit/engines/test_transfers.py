@@ -17,6 +17,7 @@ from sgl_tiered.cost.rebuild import RebuildCosts, TokensCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.probe import common_costs
 from sgl_tiered.engines.sglang.transfers import MAX_OFFLOADS, SharedTransfers
+from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.pipelines.completions import (
     CompletionQueue,
     LoadFigures,
@@ -82,6 +83,12 @@ def offload_plan(plan_id):
     return OffloadPlan(plan_id, TierId.HOST, pages(), pages(), np.zeros(6, np.int64))
 
 
+def promote_plan(plan_id, num=NUM_PAGES):
+    zeros = np.zeros(num, np.int64)
+    ids = TierId.DISK, TierId.HOST
+    return PromotePlan(plan_id, *ids, pages(num), zeros, zeros, zeros.astype(np.uint64))
+
+
 def result(bad=(), num=NUM_PAGES, seconds=1.0, error=""):
     ok = np.ones(num, np.bool_)
     ok[list(bad)] = False
@@ -129,6 +136,32 @@ def test_a_page_is_good_where_it_is_on_all_ranks():
 
     good = [True, False, True, True, False, True]
     assert both(work) == [(good, 2.0, "torn", 100)] * 2
+
+
+@pytest.mark.parametrize("kind", [OffloadFinished, PromoteFinished])
+def test_ranks_whose_transfers_have_different_sizes_have_parted(kind):
+    """What is bad on rank 1 is no page of rank 0's transfer of the same number."""
+
+    def work(side):
+        num = NUM_PAGES if side.rank else NUM_PAGES - 3
+        ended = result([NUM_PAGES - 1] if side.rank else [], num=num)
+        if kind is OffloadFinished:
+            zeros = np.zeros(num, np.int64)
+            plan = OffloadPlan(1, TierId.HOST, pages(num), pages(num), zeros)
+            side.end(OffloadFinished(plan, ended))
+        else:
+            plan = promote_plan(1, num)
+            side.transfers.promoter.submit(plan)
+            side.end(PromoteFinished(plan, pages(num), ended, True))
+        try:
+            side.transfers.take()
+        except RanksPartedError as error:
+            return str(error)
+        return ""
+
+    first, second = both(work)
+    assert first.startswith("rank 1 of 2 has decided differently")
+    assert not second
 
 
 def test_nothing_of_a_read_is_seen_before_its_common_end():
@@ -181,10 +214,7 @@ def test_promotions_end_together_and_their_number_is_bounded_alike():
     """What a rank was told to leave out is left out on all."""
 
     def work(side):
-        zeros = np.zeros(NUM_PAGES, np.int64)
-        sums = zeros.astype(np.uint64)
-        ids = TierId.DISK, TierId.HOST
-        plan = PromotePlan(3, *ids, pages(), zeros, zeros, sums)
+        plan = promote_plan(3)
         read = side.transfers.promoter.submit(plan)
         tried = pages(4 if side.rank else NUM_PAGES)
         ended = result(num=len(tried))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.pool.facts import Facts
 
 
@@ -66,7 +67,7 @@ def test_nothing_is_told_twice() -> None:
     assert (one.num_open, two.num_open) == (0, 0)
 
 
-def test_what_nobody_asked_for_is_a_broken_invariant() -> None:
-    """Ranks that watch different things have parted already."""
-    with pytest.raises(KeyError):
-        Facts(2).hear([{"7": 1}, None])
+def test_ranks_that_watch_different_things_have_parted() -> None:
+    """Whoever hears of a fact that it never asked for says so."""
+    with pytest.raises(RanksPartedError, match="rank 1 of 2"):
+        Facts(2).hear([None, {"7": 1}])

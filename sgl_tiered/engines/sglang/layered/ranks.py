@@ -7,7 +7,8 @@ all (as ``transfers.py`` has it for the tiers). The tables of all ranks are then
 same at every call, and with them all that is decided, without a word on the decisions.
 
 What has landed here is told at the meeting of each pass. Who waits for room meets the
-others for it, and all of them do, since they are all short of the same.
+others for it, and all of them do, since they are all short of the same. What another
+rank tells is of the flights of this one, or the two have parted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.layered.binding import Flight
 from sgl_tiered.layered.mover import CALLED_OFF, Landing, LayerMover
 from sgl_tiered.layered.outage import Outage
@@ -41,10 +43,10 @@ class SharedMover(LayerMover):
         self.to_host = Outage("to the host of some rank", agreement)
         self._num_begun = 0
         # By number, which all ranks count alike: not landed everywhere; landed here; on
-        # how many ranks it has; positions that failed on any.
+        # which ranks it has; positions that failed on any.
         self._flying: dict[int, Flight] = {}
         self._here: dict[int, Landing] = {}
-        self._told: dict[int, int] = {}
+        self._told: dict[int, set[int]] = {}
         self._bad: dict[int, set[int]] = {}
         self._failed: dict[int, str] = {}
         self._numbers: dict[int, int] = {}
@@ -74,6 +76,9 @@ class SharedMover(LayerMover):
 
         A message to the others, unless one has landed: the oldest flight has on all
         ranks when they have met.
+
+        Raises:
+            RanksPartedError: it has not, or one tells of what is no flight here.
         """
         if self._everywhere or not self._flying:
             return bool(self._everywhere)
@@ -83,7 +88,10 @@ class SharedMover(LayerMover):
             super().wait()
             self._take()
         self._agreement.ask("layers")
-        assert self._everywhere, f"flight {oldest} has not landed on all ranks"
+        if not self._everywhere:
+            num_ranks = self._agreement.num_ranks
+            silent = set(range(num_ranks)) - self._told[oldest]
+            raise RanksPartedError(min(silent), num_ranks)
         return True
 
     def _take(self) -> None:
@@ -115,23 +123,34 @@ class SharedMover(LayerMover):
 
     def _hear(self, told: list[Any]) -> None:
         """Take note of what has landed on each rank; None from one without news."""
-        for runs, bad in filter(None, told):
-            for first, last in runs:
-                for number in range(first, last + 1):
-                    self._told[number] = self._told.get(number, 0) + 1
-            for number, positions, error in bad:
-                self._bad.setdefault(number, set()).update(positions)
-                if error:
-                    self._failed.setdefault(number, error)
+        for rank, news in enumerate(told):
+            if news is not None:
+                self._hear_of(rank, *news, num_ranks=len(told))
         # Alone at the end: what has landed here has landed.
         everywhere = [
             number
-            for number, num_ranks in self._told.items()
-            if num_ranks >= len(told) and number in self._here
+            for number, ranks in self._told.items()
+            if len(ranks) >= len(told) and number in self._here
         ]
         for number in sorted(everywhere):
             del self._flying[number], self._told[number]
             self._everywhere.append(self._merged(number))
+
+    def _hear_of(
+        self, rank: int, runs: list[Any], bad: list[Any], *, num_ranks: int
+    ) -> None:
+        """Take note of what has landed on one rank, if this one has begun the same."""
+        for first, last in runs:
+            for number in range(first, last + 1):
+                if number not in self._flying:
+                    raise RanksPartedError(rank, num_ranks)
+                self._told.setdefault(number, set()).add(rank)
+        for number, positions, error in bad:
+            if max(positions) >= len(self._flying[number]):
+                raise RanksPartedError(rank, num_ranks)
+            self._bad.setdefault(number, set()).update(positions)
+            if error:
+                self._failed.setdefault(number, error)
 
     def _merged(self, number: int) -> Landing:
         landing, bad = self._here.pop(number), self._bad.pop(number, None)
