@@ -42,7 +42,7 @@ _IDLE_S = 0.1
 """Without work before the engine counts as idle: clients that ask again as soon as they
 are answered leave gaps of a few milliseconds, which are theirs."""
 _FIRST_PAGE_S = 4e-6
-"""What a page takes until it was measured."""
+"""What a page that is asked for takes, until it was measured."""
 _DIGEST_PAGES = 1 << 16
 _SCAN_NICE = 19
 """The lowest: seconds of computing for millions of pages, in which a server with as
@@ -215,13 +215,15 @@ class DiskAdoption:
         give_way(_SCAN_NICE)
         try:
             arranged = arrange(self._disk.recover())
+            if self._agreement.is_shared:
+                self._digest = _digest_of(arranged)
         except Exception:
-            # A server without its old pages is better than none.
+            # A server without its old pages is better than none. The digest stays
+            # empty, which no pages have.
             logger.exception("sgl-tiered: what is on disk could not be read")
             self._metrics.add("adoptions_unreadable")
             arranged = arrange(FoundPages.of([]))
         self._seconds["read_s"] = self._clock.now() - self._began_s
-        self._digest = _digest_of(arranged) if self._agreement.is_shared else ""
         self._arranged = arranged
 
     def _tell(self) -> Any:
@@ -282,16 +284,15 @@ class DiskAdoption:
         adoption = self._adoption
         assert adoption is not None
         began_s = self._clock.now()
-        num_done = adoption.step(num_pages)
+        adoption.step(num_pages)
         adoption.take_refused()
         self._stepped_at_s = now_s = self._clock.now()
         seconds = self._seconds
         seconds["longest_slice_s"] = max(seconds["longest_slice_s"], now_s - began_s)
-        if num_done and adoption.num_left:
+        if adoption.num_left:
             # For each that was asked for: where runs are short it takes fewer, and as
             # long.
             self._page_s += (now_s - began_s) / num_pages / 8 - self._page_s / 8
-        if adoption.num_left:
             return
         self._state = _DONE
         seconds["total_s"] = now_s - self._began_s
