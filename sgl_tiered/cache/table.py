@@ -15,6 +15,7 @@ nobody uses are doomed as well, and freed step by step (``Removal``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ from sgl_tiered.core.keys import KEY_BYTES
 from sgl_tiered.core.plans import Bools, Int32s, Int64s, UInt8s, UInt64s
 
 __all__ = ["FREE", "IN_FLIGHT", "LOADING", "READY", "CacheTable", "grown"]
+
+logger = logging.getLogger(__name__)
 
 FREE, IN_FLIGHT, READY = 0, 1, 2
 """States of an entry."""
@@ -61,7 +64,8 @@ class CacheTable:
         born: int64 per row, ``version`` when it was allocated.
         keys, key_known: page key per row, once derived.
         entry_of: per tier, int32 per row, -1 for none.
-        num_most: rows and entries for which memory is reserved.
+        num_most: rows and entries for which memory is reserved from the start, where
+            the system lets it be.
         num_busy: per tier, entries that are pinned or in flight.
         version: grows with every change that can make a decision stale.
         on_rows_freed: each is called with rows that are given back.
@@ -94,13 +98,20 @@ class CacheTable:
         self.rows = SlotAllocator(_FIRST_CAPACITY)
         self.entries = SlotAllocator(_FIRST_CAPACITY)
         num_slots_in_all = sum(num_slots)
-        # There are rows without copies too, of pages that are on the device alone.
+        # There are rows without copies too, of pages that are on the device alone. Of
+        # more of them than this (of 16 tokens: 2 million tokens) one growth copies the
+        # columns of rows, 0.1 s for a million rows, and doubles the room. Reserving for
+        # the device would cost 8 bytes a page, of all of its pages, for good.
         self.num_most = num_slots_in_all + min(num_slots_in_all, _MOST_NEW)
+        is_refused = False
 
         def column(dtype: npt.DTypeLike, fill: int = 0, width: int = 0) -> Any:
+            nonlocal is_refused
             shape = (0, width) if width else (0,)
-            new = np.empty(shape, dtype)
-            return grown(new, _FIRST_CAPACITY, fill, self.num_most)
+            new = grown(np.empty(shape, dtype), _FIRST_CAPACITY, fill, self.num_most)
+            whole: Any = new.base
+            is_refused |= len(whole) < self.num_most
+            return new
 
         self.flags: UInt8s = column(np.uint8)
         self.copies: UInt8s = column(np.uint8)
@@ -122,6 +133,14 @@ class CacheTable:
         self.pins: npt.NDArray[np.int32] = column(np.int32)
         self.state: UInt8s = column(np.uint8)
         self.doomed: Bools = column(np.bool_)
+        if is_refused:
+            logger.warning(
+                "sgl-tiered: the system refuses to reserve memory for a table of %d "
+                "pages, so it is copied as it grows, for which a pass waits up to a "
+                "second; let it reserve (sysctl vm.overcommit_memory=0, or a larger "
+                "vm.overcommit_ratio), or give the tiers fewer pages",
+                num_slots_in_all,
+            )
 
     # Rows.
 
@@ -453,7 +472,9 @@ def grown(
     """Return a column of so many rows: the same memory, as long as it lasts.
 
     What is reserved of numbers takes no memory before it is written; of objects it
-    takes 8 bytes each. What is new is ``fill``, or None in a column of objects.
+    takes 8 bytes each. Less is reserved where the system refuses it, as one with
+    ``vm.overcommit_memory=2`` does. What is new is ``fill``, or None in a column of
+    objects.
 
     Args:
         column: [n, ...].
@@ -463,11 +484,22 @@ def grown(
     """
     whole = column if column.base is None else column.base
     if len(whole) < capacity:
-        shape = (max(num_most, 2 * len(whole), capacity), *column.shape[1:])
-        new = np.empty if column.dtype == object else np.zeros
-        whole = new(shape, column.dtype)
+        more = max(2 * len(whole), capacity)
+        try:
+            whole = _new(column, max(num_most, more))
+        except MemoryError:
+            try:
+                whole = _new(column, more)
+            except MemoryError:
+                whole = _new(column, capacity)
         whole[: len(column)] = column
-    grown = whole[:capacity]
+    longer = whole[:capacity]
     if fill:
-        grown[len(column) :] = fill
-    return grown
+        longer[len(column) :] = fill
+    return longer
+
+
+def _new(column: npt.NDArray[Any], num_rows: int) -> npt.NDArray[Any]:
+    """Return room for so many rows of a column, each of 0 or None."""
+    make = np.empty if column.dtype == object else np.zeros
+    return make((num_rows, *column.shape[1:]), column.dtype)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sgl_tiered.cache import table as table_module
 from sgl_tiered.cache.copy_watch import CopyWatch
 from sgl_tiered.cache.index import RadixIndex
 from sgl_tiered.cache.table import _MOST_NEW, CacheTable
@@ -100,3 +101,30 @@ def test_who_watches_copies_grows_in_place_too():
     assert len(watch._states) == len(table.flags)
     assert np.shares_memory(before, watch._states)
     assert int(watch._told.sum()) == len(before)
+
+
+def test_a_system_that_reserves_nothing_ahead_is_no_reason_to_stop(monkeypatch, caplog):
+    """As with vm.overcommit_memory=2: the columns are copied as they grow, and it is
+    said once that they are."""
+    zeros, empty, most = np.zeros, np.empty, 20_000
+
+    def refusing(make):
+        def made(shape, *args, **kwargs):
+            if np.prod(shape) >= most * 2:
+                raise MemoryError
+            return make(shape, *args, **kwargs)
+
+        return made
+
+    monkeypatch.setattr(table_module.np, "zeros", refusing(zeros))
+    monkeypatch.setattr(table_module.np, "empty", refusing(empty))
+    table = CacheTable((TierId.HOST,), (most,), num_layers=2, page_bytes=64)
+    assert caplog.text.count("vm.overcommit_memory") == 1
+    rows = table.alloc_rows(1000)
+    table.born[rows] = 5
+    table.checksum[:] = 3
+    table.alloc_rows(1000)
+    assert (table.born[rows] == 5).all()
+    table._grow_entries(2000)
+    assert (table.checksum[:1024] == 3).all()
+    assert (table.entry_row[1024:] == -1).all()
