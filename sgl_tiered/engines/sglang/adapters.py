@@ -9,7 +9,8 @@ share their KV, over restarts, between peers and under whatever name.
 SGLang loads an adapter that it had put aside anew under its old id, and its device's
 tree knows KV by the id. Where the content is another by then, what the tree has may be
 of either, and of both one behind the other: the tiers neither find nor keep KV under
-this id until the device has been emptied.
+this id until the device has been emptied. So it is where the content is not known, or
+was not, as a part of it could not be read.
 
 Each rank loads an adapter whole, and at the same point of its requests, so all ranks
 agree on the hash there. On the scheduler's thread, where SGLang loads as well.
@@ -41,7 +42,9 @@ class Adapters:
     Args:
         manager: SGLang's ``LoRAManager``; None where the server has no adapters.
         agreement: between the ranks.
-        metrics: counts adapters that cannot be read.
+        metrics: counts adapters that cannot be read, or a part of them
+            (``adapters_unreadable``), and those of which nothing is kept or found until
+            the device is empty (``adapters_mixed``).
     """
 
     def __init__(
@@ -54,10 +57,12 @@ class Adapters:
         self._manager = manager
         self._agreement = agreement
         self._hashes: dict[str, str] = {}
-        # Of adapters whose KV may be on the device, the first content; and those that
-        # have come with another since.
+        # Of adapters whose KV may be on the device, the first content, empty where that
+        # is not known; and those that have come with another since, or may have.
         self._on_device: dict[str, str] = {}
         self._mixed: set[str] = set()
+        # Those that are loaded and could not be read, or a part of them.
+        self._unread: set[str] = set()
         for lora_id in sorted(self._loaded):
             self.loaded(lora_id)
 
@@ -78,32 +83,50 @@ class Adapters:
             Whether the device may have KV of another content under this id.
         """
         # Ranks on other machines may have been given other files.
-        told = self._agreement.gathered(self._hash(lora_id))
-        if not all(told):
-            # Also where it could not be unloaded before.
-            self._hashes.pop(lora_id, None)
+        told = self._agreement.gathered(self._read(lora_id))
+        # Also where it could not be unloaded before.
+        self.unloaded(lora_id)
+        if not any(told):
             return False
-        content = xxhash.xxh3_128("".join(told).encode()).hexdigest()
-        self._hashes[lora_id] = content
-        if self._on_device.setdefault(lora_id, content) == content:
+        is_read = all(one and one[1] for one in told)
+        content = ""
+        if all(one and one[0] for one in told):
+            joined = "".join(digest for digest, _ in told)
+            content = xxhash.xxh3_128(joined.encode()).hexdigest()
+            self._hashes[lora_id] = content
+        if not is_read:
+            self._unread.add(lora_id)
+            # Chance, if anything: the next one will not be equal to it.
+            content = ""
+        if lora_id not in self._on_device:
+            self._on_device[lora_id] = content
+            return False
+        former = self._on_device[lora_id]
+        if content and former == content:
             return False
         self._mixed.add(lora_id)
+        self._count("adapters_mixed")
         logger.warning(
-            "sgl-tiered: adapter %s was loaded with another content than before, and "
-            "SGLang may still have KV of the former on the device: until the cache is "
-            "flushed (POST /flush_cache), nothing of it is kept or found below",
+            "sgl-tiered: adapter %s was loaded again, %s, and SGLang may still have KV "
+            "of the former on the device: until the cache is flushed (POST "
+            "/flush_cache), nothing of it is kept or found below",
             lora_id,
+            "with another content than before"
+            if content and former
+            else "whether with the same content is not known, since some of it could "
+            "not be read",
         )
         return True
 
     def emptied(self) -> None:
         """Note that no KV is left on the device."""
         self._mixed.clear()
-        self._on_device = dict(self._hashes)
+        self._on_device = {**self._hashes, **dict.fromkeys(self._unread, "")}
 
     def unloaded(self, lora_id: str) -> None:
         """Take note of an adapter that SGLang has no longer."""
         self._hashes.pop(lora_id, None)
+        self._unread.discard(lora_id)
 
     def parted(self, extra_key: str) -> tuple[str, str] | None:
         """Return a key without its adapter, and the adapter's hash; empty for none.
@@ -126,11 +149,14 @@ class Adapters:
         """SGLang's adapters by id."""
         return {} if self._manager is None else self._manager.loras
 
-    def _hash(self, lora_id: str) -> str:
-        """Return the hash of an adapter; empty where there is none to be had."""
+    def _read(self, lora_id: str) -> list[Any]:
+        """Return an adapter's hash, and whether that is of all of it; [] without it.
+
+        The hash is empty where nothing can be read, and chance where a part cannot.
+        """
         adapter = self._loaded.get(lora_id)
         if adapter is None:
-            return ""
+            return []
         from sgl_tiered.engines.sglang.fingerprint import adapter_tensors, hash_tensors
 
         try:
@@ -141,15 +167,15 @@ class Adapters:
             logger.exception(
                 "sgl-tiered: adapter %s could not be read; its KV is not kept", lora_id
             )
-            self._count_unreadable()
-            return ""
+            self._count("adapters_unreadable")
+            return ["", False]
         if found.num_unreadable:
-            self._count_unreadable()
-        return found.digest
+            self._count("adapters_unreadable")
+        return [found.digest, not found.num_unreadable]
 
-    def _count_unreadable(self) -> None:
+    def _count(self, what: str) -> None:
         if self._metrics is not None:
-            self._metrics.add("adapters_unreadable")
+            self._metrics.add(what)
 
     def _served(self) -> bytes:
         """Return what of the server's settings shapes an adapter's part."""

@@ -591,6 +591,50 @@ def test_an_adapter_of_which_a_part_cannot_be_read_is_counted(caplog):
     assert metrics.snapshot()["counters"]["adapters_unreadable"] == 1
 
 
+def test_an_adapter_of_which_a_part_cannot_be_read_may_be_the_same(caplog):
+    """When it is loaded again: nothing is said of another content, and nothing kept or
+    found until the device is empty, which counts."""
+    served, metrics = lora_manager(), MetricsRegistry()
+    adapters = Adapters(served, Agreement(ManualClock()), metrics)
+    served.loras[ID] = lora(1.0)
+    served.loras[ID].embedding_layers = {"lm_head": lambda: None}
+    assert not adapters.loaded(ID)
+    assert adapters.loaded(ID)
+    assert adapters.parted(ID) is None
+    assert "another content" not in caplog.text
+    assert "is not known" in caplog.text
+    adapters.emptied()
+    assert adapters.parted(ID)[1] != ""
+    assert adapters.loaded(ID), "the device may have KV of a part that nobody has read"
+    served.loras[ID] = lora(1.0)
+    adapters.loaded(ID)
+    assert "another content" not in caplog.text
+    adapters.emptied()
+    served.loras[ID] = lora(2.0)
+    adapters.loaded(ID)
+    assert "another content" in caplog.text
+    assert metrics.snapshot()["counters"]["adapters_mixed"] == 4
+
+
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_kv_of_an_adapter_that_could_not_be_read_is_not_the_next_ones(is_flushed):
+    """What it has computed is on the device when its id comes back with a content that
+    is known, be it the one before."""
+    served = lora_manager(**{f"_{ID}": 1.0})
+    adapters = Adapters(served, Agreement(ManualClock()))
+    del served.loras[ID].scaling
+    assert adapters.loaded(ID)
+    assert adapters.parted(ID) is None
+    if is_flushed:
+        # It goes on computing.
+        adapters.emptied()
+    served.loras[ID] = lora(1.0)
+    adapters.loaded(ID)
+    assert adapters.parted(ID) is None
+    adapters.emptied()
+    assert adapters.parted(ID)[1] != ""
+
+
 @pytest.mark.parametrize("mark", ["", "tiered-exact-base|", "tiered-lossy|"])
 @pytest.mark.parametrize("end", ["", "|"])
 @pytest.mark.parametrize("is_lossy", [False, True])
