@@ -26,7 +26,11 @@ __all__ = ["DevicePrefetcher", "DeviceRoom", "Waiting"]
 
 
 class Waiting(Protocol):
-    """A request that waits, as `waiting_state.WaitingLoad` knows it."""
+    """A request that waits, as `waiting_state.WaitingLoad` knows it.
+
+    Equal to nothing but itself, and kept by whoever knows it: its ``id`` may be another
+    one's once it is gone.
+    """
 
     digest: bytes
     tokens: Int32s
@@ -66,7 +70,7 @@ class DeviceRoom(Protocol):
 @dataclass(slots=True, eq=False)
 class _Fetching:
     plan: LoadPlan
-    waiters: set[int] = field(default_factory=set)
+    waiters: set[Waiting] = field(default_factory=set)
 
 
 class DevicePrefetcher:
@@ -104,7 +108,7 @@ class DevicePrefetcher:
 
     def is_coming(self, state: Waiting) -> bool:
         """Return whether a fetch under way is for a request."""
-        return any(id(state) in fetch.waiters for fetch in self._fetching.values())
+        return any(state in fetch.waiters for fetch in self._fetching.values())
 
     def advance(
         self,
@@ -218,7 +222,7 @@ class DevicePrefetcher:
         if self._row_plans:
             for number in {self._row_plans.get(row) for row in rows.tolist()}:
                 if number is not None:
-                    self._fetching[number].waiters.add(id(state))
+                    self._fetching[number].waiters.add(state)
 
     def _load_s(self, rows: Int32s, first_page: int) -> float:
         """Return the time of a fetch; 0 where there is none, or its rival is faster."""
@@ -243,7 +247,7 @@ class DevicePrefetcher:
         assert self.room is not None
         fetches = self._cache.promoter.fetches
         plan = fetches.plan(rows, first_page, load_s)
-        self._fetching[plan.plan_id] = _Fetching(plan, {id(state)})
+        self._fetching[plan.plan_id] = _Fetching(plan, {state})
         self._row_plans.update(dict.fromkeys(rows.tolist(), plan.plan_id))
         if self.room.submit(plan, state, keep):
             self.num_started += 1
@@ -255,7 +259,7 @@ class DevicePrefetcher:
         if not self._fetching:
             return
         fetches = self._cache.promoter.fetches
-        alive = {id(state) for state in everybody if _may_use(state)}
+        alive = {state for state in everybody if _may_use(state)}
         for plan_id, fetching in list(self._fetching.items()):
             fetching.waiters &= alive
             if not fetching.waiters or fetches.is_loading(fetching.plan):

@@ -82,7 +82,7 @@ class _Promoting:
     read: Read
     expected_s: float
     give_up_s: float
-    waiters: set[int] = field(default_factory=set)
+    waiters: set[Waiting] = field(default_factory=set)
     is_cancelled: bool = False
 
 
@@ -225,7 +225,7 @@ class Prefetcher:
             return 0.0
         for number in numbers:
             promoting = self._promotions[number]
-            promoting.waiters.add(id(state))
+            promoting.waiters.add(state)
             promoting.read.hurry()
         return max(left_s, _LEAST_S)
 
@@ -297,13 +297,13 @@ class Prefetcher:
         if not self._promotions:
             return
         everybody = [*(state for state, _ in waiting), *others]
-        alive = {id(state) for state in everybody if _may_wait(state)}
+        alive = {state for state in everybody if _may_wait(state)}
         for promoting in self._promotions.values():
             promoting.waiters &= alive
         for (state, _), place in zip(waiting, places, strict=True):
             if _may_wait(state):
                 for number in self._plans_of(place):
-                    self._promotions[number].waiters.add(id(state))
+                    self._promotions[number].waiters.add(state)
         for promoting in self._promotions.values():
             if not promoting.waiters:
                 self._cancel(promoting)
@@ -385,7 +385,7 @@ class Prefetcher:
             read,
             now_s + takes_s,
             now_s + max(_MIN_PATIENCE_S, _PATIENCE_FACTOR * takes_s),
-            {id(state)},
+            {state},
         )
         self._row_plans.update(dict.fromkeys(plan.pages.tolist(), plan.plan_id))
         self.num_started += 1

@@ -91,7 +91,7 @@ class Resume:
     compute_pages: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WaitingLoad(Generic[StagedT]):
     """What is known of one request's load between its arrival and its end.
 

@@ -118,7 +118,7 @@ class FetchBench(Bench):
         others = [WaitingLoad(self.digest, t, PROMPT_PAGES) for t in keep]
         waiting = [(state, self.on_device(self.tokens))]
         waiting += [(other, self.on_device(other.tokens)) for other in others]
-        self.fetcher.keys = {id(s): self.key(s.tokens) for s, _ in waiting}
+        self.fetcher.keys = {s: self.key(s.tokens) for s, _ in waiting}
         self.prefetcher.advance(waiting, (), (0.0,) * len(waiting), 0.0)
         if hold:
             assert self.pool.is_held.wait(PATIENCE_S)

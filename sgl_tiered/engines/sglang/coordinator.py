@@ -35,7 +35,7 @@ Int64s = npt.NDArray[np.int64]
 _MEMORY_TIERS = (TierId.HOST, TierId.CXL)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState(WaitingLoad[StagedRead]):
     """A waiting load, and what else is known of its request.
 

@@ -151,8 +151,8 @@ class DeviceFetcher:
         self._flights: dict[int, _Flight] = {}
         # Tokens that are neither free nor in the tree.
         self.num_lent = 0
-        # Waiting request (by id of its state) -> its prompt as the tree knows it.
-        self.keys: dict[int, RadixKey] = {}
+        # Waiting request -> its prompt as the tree knows it.
+        self.keys: dict[Waiting, RadixKey] = {}
         prefetcher.room = self
 
     def room_pages(self) -> int:
@@ -163,7 +163,7 @@ class DeviceFetcher:
 
     def submit(self, plan: LoadPlan, state: Waiting, keep: Sequence[Waiting]) -> bool:
         """Take slots and start copying; False where there are too few."""
-        key, page = self.keys.get(id(state)), int(self._tree.page_size)
+        key, page = self.keys.get(state), int(self._tree.page_size)
         if key is None:
             return False
         slots = self._take(plan.num_pages * page, keep)
@@ -225,7 +225,7 @@ class DeviceFetcher:
         if shortfall > 0 and self._may_evict:
             # Those far back in the queue are to go first.
             for state in reversed(keep):
-                key = self.keys.get(id(state))
+                key = self.keys.get(state)
                 if key is not None:
                     tree.touch_prefix(key)
             tree.evict_leaves(shortfall)

@@ -106,7 +106,7 @@ class QueuePrefetch:
         room: dict[str, Any] = {}
         if self._fetcher is not None:
             self._fetcher.keys = {
-                id(state): key for (state, _), (_, key) in zip(head, known, strict=True)
+                state: key for (state, _), (_, key) in zip(head, known, strict=True)
             }
             room = self._room([req for req, _ in known], is_built=is_built)
         others = self._states(queue[prefetcher.window :]) if prefetcher.is_busy else []

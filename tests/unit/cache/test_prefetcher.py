@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
+from sgl_tiered.cache.device_prefetcher import DevicePrefetcher, Waiting
 from sgl_tiered.cache.prefetcher import Prefetcher, measured_tpot_s
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.cache.waiting_state import WaitingLoad
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
-from sgl_tiered.core.plans import PromotePlan, TransferResult
+from sgl_tiered.core.plans import LoadPlan, PromotePlan, TransferResult
 from sgl_tiered.policies.prefetch.base import Decoding, QueueFacts
 from sgl_tiered.policies.prefetch.car import CarPrefetch
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
@@ -113,6 +116,27 @@ class Rig:
     def num_pinned(self) -> int:
         tiers = (TierId.HOST, TierId.DISK)
         return sum(self.cache.occupancy(tier).pinned_slots for tier in tiers)
+
+
+class Room:
+    """A device that takes every fetch, and lets none end."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.device = DevicePrefetcher(rig.cache, Eager())
+        self.device.room = self
+        self.num_cancelled = 0
+        self._plans: dict[int, LoadPlan] = {}
+
+    def room_pages(self) -> int:
+        return 64
+
+    def submit(self, plan: LoadPlan, state: Waiting, keep: Sequence[Waiting]) -> bool:
+        self._plans[plan.plan_id] = plan
+        return True
+
+    def cancel(self, plan_id: int) -> None:
+        self.num_cancelled += 1
+        self.device.ended(self._plans.pop(plan_id), landed=False)
 
 
 def done(num_pages: int) -> TransferResult:
@@ -328,3 +352,28 @@ def test_tpot_is_measured_over_gaps():
     assert measured_tpot_s([]) == 0.0
     assert measured_tpot_s([(1, 0.7)]) == 0.0
     assert measured_tpot_s([(11, 1.0), (1, 0.7), (6, 0.5)]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("to_device", [False, True])
+def test_a_new_request_is_not_taken_for_one_that_left(make_rig, to_device):
+    """Though Python may give it the number (``id``) that the other one had: nobody
+    waits for that one's pages any more."""
+    rig = make_rig()
+    rig.keep("abc", on_host=to_device)
+    room = Room(rig)
+    if to_device:
+        rig.prefetcher.device = room.device
+    gone = rig.wait("abc")
+    number = id(gone)
+    rig.look(gone)
+    assert rig.prefetcher.is_busy
+    del gone
+    others = []
+    while len(others) < 100 and (not others or id(others[-1]) != number):
+        others.append(rig.wait("xyz"))
+    rig.look(others[-1])
+    if to_device:
+        assert room.num_cancelled == 1
+    else:
+        (read,) = rig.reader.reads
+        assert read.is_cancelled

@@ -25,6 +25,13 @@ class FakePrefetcher:
         return self.due_s
 
 
+class State:
+    """What is known of a request's load: its name."""
+
+    def __init__(self, name):
+        self.name = name
+
+
 class Rig:
     """A scheduler with a queue of named requests."""
 
@@ -32,7 +39,7 @@ class Rig:
         self.clock = ManualClock()
         self.prefetcher = FakePrefetcher()
         names = [f"r{n}" for n in range(num_waiting)]
-        self.states = {name: SimpleNamespace(name=name) for name in names}
+        self.states = {name: State(name) for name in names}
         self.keys = {name: name for name in names}
         tree = SimpleNamespace(
             page_size=16,

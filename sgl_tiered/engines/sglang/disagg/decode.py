@@ -97,7 +97,7 @@ class DecodeRadixCache(TieredRadixCache):
         for req in reqs:
             if loads.state(req.rid) is None:
                 self._arrived(loads, req)
-        fetcher.keys = {id(state): state.key for state in loads.arriving}
+        fetcher.keys = {state: state.key for state in loads.arriving}
 
         def on_device(state: Arriving) -> int:
             match = self._match_tree(MatchPrefixParams(key=state.key))
