@@ -237,6 +237,8 @@ class Admission:
     ) -> None:
         seq.extend_tokens = new
         plan.parts.append((seq, prefix, new))
+        if self._holding is not None:
+            self._holding.commit(seq)
         if self._lower is not None:
             self._lower.admitted(prefix, new)
         plan.is_whole.append(is_whole)

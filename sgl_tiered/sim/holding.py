@@ -83,6 +83,10 @@ class Holding:
             return waiting
         return [waiting[first], *waiting[:first], *waiting[first + 1 :]]
 
+    def commit(self, seq: Sequence) -> None:
+        """Note that what ``fit`` has let in last of a request joins the pass."""
+        self.control.commit(str(seq.index))
+
     def fit(self, seq: Sequence, context: int, new: int) -> int:
         """Return how many of ``new`` tokens after ``context`` to compute now."""
 

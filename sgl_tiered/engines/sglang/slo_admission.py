@@ -137,13 +137,20 @@ class ServedAdmission:
         can_cut: bool,
         has_room: Callable[[int], bool] | None = None,
     ) -> int:
-        """Return how many of ``new`` tokens after ``prefix`` may be computed now."""
+        """Return how many of ``new`` tokens after ``prefix`` may be computed now.
+
+        They count as part of the pass once ``commit`` says so.
+        """
 
         def pass_s(num_tokens: int) -> float:
             return self._pass_s(req, prefix, num_tokens)
 
         waiter = self._waiter(req, prefix)
         return self.control.fit(waiter, pass_s, new, can_cut=can_cut, has_room=has_room)
+
+    def commit(self, rid: str) -> None:
+        """Note that what ``fit`` has let in last of a request joins the pass."""
+        self.control.commit(rid)
 
     def observe_step(self, batch: Any) -> None:
         """Learn from a decode step."""
@@ -301,6 +308,11 @@ def _slo_adder_class(
                 return verdicts.OTHER
             return type(chosen)(chosen.prefix_len, part, 0, True, chosen.replay_len)
 
+        def _commit_prefill_admission(self, req: Any, chosen: Any, *rest: Any) -> None:
+            """Count what joins the pass: SGLang may have asked twice."""
+            super()._commit_prefill_admission(req, chosen, *rest)
+            admission.commit(req.rid)
+
         def add_chunked_req(self, req: Any) -> Any:
             """Let the unfinished prompt go on, by less, or not in this pass."""
             left = len(req.full_untruncated_fill_ids) - req.prefix_len
@@ -317,6 +329,9 @@ def _slo_adder_class(
             if part < new:
                 others = self.chunked_req_limit
                 self.chunked_req_limit = part if others is None else min(part, others)
-            return super().add_chunked_req(req)
+            begun = super().add_chunked_req(req)
+            if any(added is req for added in self.can_run_list):
+                admission.commit(req.rid)
+            return begun
 
     return SloPrefillAdder

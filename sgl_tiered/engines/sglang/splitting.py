@@ -35,6 +35,8 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             super().__init__(*args, **kwargs)
             self.chunked_req_limit: int | None
             self._has_split = False
+            # Whose prompt is split, if SGLang lets it in.
+            self._split_req: Any = None
             running = self.running_batch
             coordinator.begin_pass(
                 len(scheduler.waiting_queue),
@@ -56,6 +58,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
 
         def _select_prefill_admission(self, req: Any, **facts: Any) -> Any:
             """End the chunk of a split prompt where its back is to begin."""
+            self._split_req = None
             admission = super()._select_prefill_admission(req, **facts)
             if isinstance(admission, AddReqResult):
                 return admission
@@ -70,7 +73,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             if 0 < extend_len < admission.extend_len and not is_taken:
                 if self.rem_chunk_tokens is None:
                     return admission
-                self._has_split = True
+                self._split_req = req
                 return type(admission)(
                     admission.prefix_len, extend_len, 0, True, admission.replay_len
                 )
@@ -90,6 +93,7 @@ def prefill_adder_class(original: Any, scheduler: Any) -> Any:
             if runtime.lookahead is not None:
                 runtime.lookahead.running(req.rid)
             super()._commit_prefill_admission(req, admission, *rest)
+            self._has_split |= self._split_req is req
             if admission.is_chunked:
                 self._keep_rest(req)
 

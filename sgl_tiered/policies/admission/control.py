@@ -81,6 +81,8 @@ class AdmissionControl:
         self._page_tokens = page_tokens
         self._least_tokens = max(least_piece_tokens, page_tokens)
         self._now_s = 0.0
+        # Who was let in last and has not joined the pass: seconds, whether it was cut.
+        self._asked: tuple[CandidateFacts, float, bool] | None = None
         # When each waiting request is due, its TTFT target and its prefill's time.
         self._waiting: dict[str, tuple[float, float, float]] = {}
 
@@ -94,6 +96,7 @@ class AdmissionControl:
     ) -> None:
         """Begin a pass while these requests decode."""
         self._now_s = now_s
+        self._asked = None
         self.policy.begin_pass(running, step_s, now_s)
 
     def see_queue(
@@ -143,7 +146,8 @@ class AdmissionControl:
     ) -> int:
         """Return how many of the next tokens of a request's prompt to compute.
 
-        What it returns counts as part of the pass.
+        It counts as part of the pass once ``commit`` says so. Before that an engine may
+        ask again, or for somebody else: nothing was spent.
 
         Args:
             waiter: of the queue, in its order.
@@ -156,6 +160,7 @@ class AdmissionControl:
         Returns:
             ``num_tokens``, fewer if ``can_cut``, or 0: it is held, or has no room.
         """
+        self._asked = None
         candidate = self._candidate(waiter)
         self._note(waiter)
         left_s = self.policy.judge(candidate)
@@ -165,11 +170,18 @@ class AdmissionControl:
             self.counts.held += 1
             return 0
         if has_room is not None and not has_room(part):
-            # Nothing of it joins the pass, so nothing of it is counted.
             return 0
-        self.counts.cut += part < num_tokens
-        self.counts.hurried += self.policy.took(candidate, pass_s(part))
+        self._asked = candidate, pass_s(part), part < num_tokens
         return part
+
+    def commit(self, rid: str) -> None:
+        """Note that what ``fit`` let in last joins the pass, if it is of ``rid``."""
+        asked, self._asked = self._asked, None
+        if asked is None or asked[0].rid != rid:
+            return
+        candidate, seconds, is_cut = asked
+        self.counts.cut += is_cut
+        self.counts.hurried += self.policy.took(candidate, seconds)
 
     def forget(self, rid: str) -> None:
         """Forget when a request is due: it has been admitted whole, or has left."""

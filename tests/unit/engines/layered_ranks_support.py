@@ -222,6 +222,7 @@ class LayeredRank:
                 self.counts["held"] += 1
                 self.log.append(("held", req.rid))
                 break
+            self.admission.commit()
             self.queue.remove(req)
             batch.append(req)
             self.log.append((req.rid, tuple(self.driver._decided[req.rid])))

@@ -524,6 +524,7 @@ class Rank:
             self.queue.remove(req)
             self.running.append(req)
             batch.append(req)
+            self.admission.commit(req.rid)
             coordinator.admitted(prefix, req.new)
             runtime.lookahead.running(req.rid)
             runtime.agreement.note(req.rid, prefix, req.new)

@@ -81,6 +81,7 @@ def test_a_prompt_whose_pages_would_stay_is_held(make, num_layer_pages, fits):
     driver, admission = make(num_layer_pages)
     assert driver.manager.needed(0, 8 * TOKENS, NOTHING) == 16
     assert admission.admit(request("a", 2), 0, 2 * TOKENS, is_alone=False)
+    admission.commit()
     assert admission.admit(request("b", 6), 0, 6 * TOKENS, is_alone=False) == fits
     assert (passes(driver, 2, 6) == ()) == fits
 
@@ -92,6 +93,7 @@ def test_the_next_part_of_a_prompt_is_held(make, num_layer_pages, fits):
     """What was admitted into the same pass counts."""
     driver, admission = make(num_layer_pages)
     assert admission.admit(request("a", 2), 0, 2 * TOKENS, is_alone=False)
+    admission.commit()
     driver.manager.held = lambda rid: NOTHING
     assert admission.goes_on(request("b", 6), 6 * TOKENS, is_alone=False) == fits
 

@@ -70,13 +70,30 @@ class FakeAdder:
         self.dllm_config = None
         self.can_run_list: list[Any] = []
         self.continued: list[tuple[str, int | None]] = []
+        self.refuses = False
 
     def _select_prefill_admission(self, req: Any, **facts: Any) -> Chosen:
         num_tokens = len(req.full_untruncated_fill_ids) - req.prefix_len
         return Chosen(req.prefix_len, num_tokens, 8, False, 0)
 
-    def add_chunked_req(self, req: Any) -> None:
+    def _commit_prefill_admission(self, req: Any, chosen: Chosen) -> None:
+        self.can_run_list.append(req)
+
+    def add_one_req(self, req: Any, num_asks: int = 1) -> bool:
+        """Ask so often, as after loads that failed; refuse or admit it then."""
+        for _ in range(num_asks):
+            found = self._select_prefill_admission(req)
+        if isinstance(found, AddReqResult) or self.refuses:
+            return False
+        self._commit_prefill_admission(req, found)
+        return True
+
+    def add_chunked_req(self, req: Any) -> Any:
+        if self.refuses:
+            return req
         self.continued.append((req.rid, self.chunked_req_limit))
+        self.can_run_list.append(req)
+        return None
 
 
 def request(
@@ -116,6 +133,12 @@ class FakeRoom:
     def goes_on(self, req: Any, new: int, *, is_alone: bool) -> bool:
         self.asked.append(("goes on", req.rid, new))
         return self.has_room
+
+    def commit(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
 
 
 class Both:
@@ -213,10 +236,10 @@ def test_what_finds_no_room_has_not_been_let_in():
     late = request("a")
     late.time_stats.scheduler_recv_time = NOW_S - 150.0
     both.room.has_room = False
-    assert both.adder()._select_prefill_admission(late) is AddReqResult.OTHER
+    assert not both.adder().add_one_req(late)
     assert both.slo.stats()["hurried"] == 0
     both.room.has_room = True
-    assert both.adder()._select_prefill_admission(late).extend_len == 400
+    assert both.adder().add_one_req(late)
     assert both.slo.stats()["hurried"] == 1
 
 
@@ -387,6 +410,53 @@ def test_an_unfinished_prompt_has_its_room_before_others():
     device.admission.begin([])
     # Two pages with all layers, of three: one is left, and the other prompt needs two.
     assert device.admission.goes_on(part, 2 * PAGE, is_alone=False)
+    device.admission.commit()
     assert not device.admission.admit(other, 0, 2 * PAGE, is_alone=False)
     device.admission.begin([])
     assert device.admission.admit(other, 0, 2 * PAGE, is_alone=False)
+
+
+def search(device: Device) -> Any:
+    """Return an adder that asks for a device's layers."""
+    scheduler = SimpleNamespace(chunked_req=None)
+    make = _layered_adder_class(
+        FakeAdder, scheduler, device.admission, AddReqResult, lambda: None
+    )
+    # Somebody decodes, of whom the device knows nothing.
+    adder = make([request("d", 1, 1)])
+    device.admission.begin([])
+    return adder
+
+
+def test_a_prompt_that_is_asked_for_again_has_its_room_once():
+    """SGLang asks again where nothing could be loaded: those behind keep as much."""
+    kept = []
+    for num_asks in (1, 2):
+        device = Device(5 * LAYERS)
+        adder = search(device)
+        assert adder.add_one_req(request("a", 2 * PAGE), num_asks)
+        assert adder.add_one_req(request("b", 2 * PAGE))
+        decided = np.array([device.driver.decided(rid) for rid in "ab"])
+        kept.append((decided.tolist(), device.admission._left))
+    assert kept[0] == kept[1]
+
+
+def test_a_prompt_that_sglang_refuses_after_us_keeps_no_room():
+    """Nor is it decided which of its layers stay, as it is not computed now."""
+    kept = []
+    for refuses in (False, True):
+        device = Device(5 * LAYERS)
+        adder = search(device)
+        adder.refuses = refuses
+        if refuses:
+            assert not adder.add_one_req(request("a", 2 * PAGE))
+            part = request("b", 4 * PAGE)
+            adder.rem_chunk_tokens = 2 * PAGE
+            assert adder.add_chunked_req(part) is part
+        assert device.driver.decided("a") is None
+        adder.refuses = False
+        assert adder.add_one_req(request("c", 2 * PAGE))
+        decided = device.driver.decided("c")
+        assert decided is not None
+        kept.append((decided.tolist(), device.admission._left))
+    assert kept[0] == kept[1]

@@ -84,6 +84,7 @@ def test_a_cached_prefix_that_a_prompt_keeps_is_room_no_more(driver):
     # The first keeps 3 pages of the cache and a new one, in all layers: 16 of 32.
     hit, fresh = request("hit", 4 * TOKENS - 1), request("fresh", 5 * TOKENS)
     assert admission.admit(hit, 3 * TOKENS, TOKENS - 1, is_alone=True)
+    admission.commit()
     assert not admission.admit(fresh, 0, 5 * TOKENS, is_alone=False)
 
     run_pass(driver, ("hit", [*prefix, 9], 3 * TOKENS, TOKENS - 1))

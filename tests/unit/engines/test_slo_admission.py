@@ -69,7 +69,9 @@ class FakeAdder:
         self.new_chunked_req = None
         self.chunked_req_limit = None
         self.dllm_config = None
+        self.can_run_list = []
         self.continued = []
+        self.refuses = False
 
     def _select_prefill_admission(self, req, **facts):
         num_tokens = len(req.full_untruncated_fill_ids) - req.prefix_len
@@ -78,8 +80,24 @@ class FakeAdder:
         num_tokens = min(num_tokens, room)
         return Admission(req.prefix_len, num_tokens, 8, is_chunked, 0)
 
+    def _commit_prefill_admission(self, req, admission):
+        self.can_run_list.append(req)
+
+    def add_one_req(self, req, num_asks=1):
+        """Ask so often, as after loads that failed; refuse or admit it then."""
+        for _ in range(num_asks):
+            found = self._select_prefill_admission(req)
+        if isinstance(found, AddReqResult) or self.refuses:
+            return AddReqResult.OTHER
+        self._commit_prefill_admission(req, found)
+        return AddReqResult.CONTINUE
+
     def add_chunked_req(self, req):
+        if self.refuses:
+            return req
         self.continued.append((req.rid, self.chunked_req_limit))
+        self.can_run_list.append(req)
+        return None
 
 
 class Rig:
@@ -200,6 +218,34 @@ def test_nothing_is_held_when_nothing_decodes():
     gone.finished = lambda: True
     rig.running = [gone]
     assert rig.adder()._select_prefill_admission(request("c")).extend_len == 400
+
+
+def test_a_prompt_that_is_asked_for_again_is_counted_once():
+    """SGLang asks again where nothing could be loaded: 0.3 s are 288 tokens."""
+    rig = Rig(0.3)
+    adder = rig.adder()
+    assert adder.add_one_req(request("a"), num_asks=2) is AddReqResult.CONTINUE
+    assert rig.admission.stats()["cut"] == 1
+    assert adder.add_one_req(request("b", 16)) is AddReqResult.OTHER
+    assert rig.admission.stats()["held"] == 1
+
+
+def test_a_prompt_that_sglang_refuses_after_us_is_not_counted():
+    """Nor has it spent the decoders' patience, as a part of a prompt or whole."""
+    rig = Rig(0.3)
+    adder = rig.adder()
+    adder.refuses = True
+    assert adder.add_one_req(request("a")) is AddReqResult.OTHER
+    long = request("b", 2_000)
+    assert adder.add_chunked_req(long) is long
+    assert rig.admission.stats()["cut"] == 0
+    adder.refuses = False
+    assert adder.add_one_req(request("c", 288)) is AddReqResult.CONTINUE
+    assert adder.add_one_req(request("d", 288)) is AddReqResult.OTHER
+    adder = rig.adder()
+    assert adder.add_chunked_req(long) is None
+    assert rig.admission.stats()["cut"] == 1
+    assert adder.add_one_req(request("e", 288)) is AddReqResult.OTHER
 
 
 def test_the_most_overdue_goes_to_the_head():

@@ -64,6 +64,7 @@ class Rig:
             schedule_policy, "page_interleave_shard_size", lambda allocator: 1
         )
         self.free = POOL
+        self.crowds = False
         self.part_ends: dict[str, int] = {}
         self.verdicts = schedule_policy.AddReqResult
         cache = SimpleNamespace(
@@ -91,7 +92,7 @@ class Rig:
         runtime = SimpleNamespace(
             coordinator=SimpleNamespace(
                 begin_pass=lambda *queue, **facts: None,
-                crowds=lambda prefix, new: False,
+                crowds=lambda prefix, new: self.crowds,
                 admitted=lambda *facts: None,
                 state=lambda rid: None,
             ),
@@ -123,7 +124,9 @@ class Rig:
 
     def adder(self, running: list[Any] | None = None) -> Any:
         running = running or []
-        batch = SimpleNamespace(reqs=running, is_empty=lambda: not running)
+        batch = SimpleNamespace(
+            reqs=running, is_empty=lambda: not running, batch_size=lambda: len(running)
+        )
         return self.make(PAGE, self.cache, self.allocator, batch, 1.0, 16_384, CHUNK)
 
     def add(self, adder: Any, req: Any, *, behind_chunk: bool = False) -> str:
@@ -184,3 +187,26 @@ def test_a_part_that_does_not_fit_waits_for_the_decoders(rig: Rig) -> None:
     assert adder.add_chunked_req(split) is None
     rig.free = 0
     assert rig.adder().add_chunked_req(split) is None
+
+
+def test_nobody_is_kept_off_for_a_split_prompt_that_sglang_refuses(rig: Rig) -> None:
+    """Who would crowd it joins a pass that it is not in; behind one that is, not."""
+    rig.crowds = True
+    rig.part_ends["s"] = 48
+    adder = rig.adder()
+    asked = dict.fromkeys(("host_hit_length", "swa_host_hit_length"), 0)
+    asked |= {"total_tokens": 700, "truncation_align_size": None}
+    for _ in range(2):
+        # As where nothing could be loaded: it does not crowd itself.
+        assert adder._select_prefill_admission(request("s"), **asked).extend_len == 48
+    delayer = SimpleNamespace(negotiate_should_allow_prefill=lambda **facts: False)
+    adder.prefill_delayer_single_pass = delayer
+    assert rig.add(adder, request("s")) == "OTHER"
+    adder.prefill_delayer_single_pass = None
+    rig.add(adder, request("o"))
+    assert [req.rid for req in adder.can_run_list] == ["o"]
+
+    adder = rig.adder()
+    rig.add(adder, request("s"))
+    assert rig.add(adder, request("o"), behind_chunk=True) == "OTHER"
+    assert [req.rid for req in adder.can_run_list] == ["s"]

@@ -61,6 +61,7 @@ def test_a_prompt_is_cut_to_what_decoders_can_spare():
     subject = control()
     begin(subject, 0.3)
     assert subject.fit(waiter(arrival_s=99.0), pass_s, 500, can_cut=True) == 288
+    subject.commit(waiter().rid)
     assert subject.fit(waiter("x", 99.0), pass_s, 500, can_cut=True) == 0
     assert (subject.counts.cut, subject.counts.held) == (1, 1)
 
@@ -79,7 +80,24 @@ def test_who_is_due_gets_all_and_is_counted():
     begin(subject, 0.0)
     late = waiter(arrival_s=90.0, ttft_slo_s=1.0)
     assert subject.fit(late, pass_s, 500, can_cut=True) == 500
+    subject.commit(late.rid)
     assert subject.counts.hurried == 1
+
+
+def test_what_is_asked_for_is_spent_once_it_joins_the_pass():
+    """However often; and nothing of one that is let in and does not join."""
+    subject = control()
+    begin(subject, 0.3)
+    for rid in ("a", "a", "b"):
+        asked = waiter(rid, arrival_s=99.0)
+        assert subject.fit(asked, pass_s, 500, can_cut=True) == 288
+    subject.commit("a")
+    assert subject.counts.cut == 0, "b was let in last"
+    assert subject.fit(asked, pass_s, 500, can_cut=True) == 288
+    subject.commit("b")
+    subject.commit("b")
+    assert subject.counts.cut == 1
+    assert subject.fit(asked, pass_s, 500, can_cut=True) == 0
 
 
 def test_no_admission_lets_all_in_whole():

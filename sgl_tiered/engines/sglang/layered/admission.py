@@ -9,6 +9,7 @@ made for the first, so that somebody always goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,8 +37,29 @@ __all__ = ["LayerAdmission", "layered_adder_class"]
 Bools = npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class _Reserved:
+    """What a request has of a pass that it has not joined yet.
+
+    Attributes:
+        rid: the request.
+        num_left, num_spare: layer-pages of ``_left`` and ``_spare``.
+        num_new: pages that it begins.
+    """
+
+    rid: str
+    num_left: int
+    num_spare: int
+    num_new: int
+
+
 class LayerAdmission:
     """Compares what prompts need with the layer-pages that are left.
+
+    ``admit`` and ``goes_on`` reserve what a prompt needs, for the one that asked last.
+    ``commit`` says that it has joined the pass. ``cancel`` gives it back, as does the
+    next question: SGLang may ask twice, and may refuse whom we have let in. Room that
+    was made for it stays made.
 
     Args:
         driver: of the pool.
@@ -65,6 +87,7 @@ class LayerAdmission:
         self._left = self._spare = 0
         # Pages that the pass begins, as far as it is put together.
         self._new_pages = 0
+        self._reserved: _Reserved | None = None
         self._running: Sequence[Any] = ()
 
     def see(self, running: Sequence[Any]) -> None:
@@ -75,6 +98,7 @@ class LayerAdmission:
         """Begin a search for prompts, beside requests that decode."""
         self._driver.manager.poll()
         self.see(running)
+        self._reserved = None
         # Each will begin another page, in all layers.
         self._new_pages = len(self._running)
         growth = len(self._running) * self._num_layers
@@ -91,7 +115,7 @@ class LayerAdmission:
         return int(room.free + room.spare + room.landing + room.cached)
 
     def admit(self, req: Any, prefix: int, new: int, *, is_alone: bool) -> bool:
-        """Return whether a prompt may join the pass; note what it retains.
+        """Return whether a prompt may join the pass; reserve room if so.
 
         Args:
             req: SGLang's request, of which nothing was computed in an earlier pass.
@@ -99,6 +123,7 @@ class LayerAdmission:
             new: tokens to be computed in this pass.
             is_alone: nobody else runs or was admitted: it may have all there is.
         """
+        self.cancel()
         retained = self._retained(req, prefix, new)
         need = self._need(req, prefix, new, retained)
         num_new = self._begun(prefix, new)
@@ -111,17 +136,17 @@ class LayerAdmission:
                 # If alone: its pages are read by offloads, which end.
                 return False
             self._left = self.room() - reserved
-        self._left -= need
-        self._spare -= need
-        self._new_pages += num_new
+        self._reserve(_Reserved(req.rid, need, need, num_new))
+        # A load, which comes before the commit, reads it.
         self._driver.decide(req.rid, retained)
         return True
 
     def goes_on(self, req: Any, new: int, *, is_alone: bool) -> bool:
         """Return whether an unfinished prompt may have its next ``new`` tokens.
 
-        If so, those that are admitted after it do not have this room.
+        If so, room for them is reserved.
         """
+        self.cancel()
         held = self._driver.manager.held(req.rid)
         need = self._driver.manager.needed(req.prefix_len, new, held)
         num_new = self._begun(req.prefix_len, new)
@@ -130,9 +155,29 @@ class LayerAdmission:
         fits = need <= self.room() or self.make_room(need)
         if not fits and (not is_alone or self._driver.num_stores):
             return False
-        self._left = self.room() - reserved - need
-        self._new_pages += num_new
+        self._left = self.room() - reserved
+        self._reserve(_Reserved(req.rid, need, 0, num_new))
         return True
+
+    def commit(self) -> None:
+        """Note that who has reserved room joins the pass."""
+        self._reserved = None
+
+    def cancel(self) -> None:
+        """Give back what is reserved: that request does not join the pass."""
+        given, self._reserved = self._reserved, None
+        if given is None:
+            return
+        self._left += given.num_left
+        self._spare += given.num_spare
+        self._new_pages -= given.num_new
+        self._driver.undecide(given.rid)
+
+    def _reserve(self, asked: _Reserved) -> None:
+        self._left -= asked.num_left
+        self._spare -= asked.num_spare
+        self._new_pages += asked.num_new
+        self._reserved = asked
 
     def make_room(self, wanted: int) -> bool:
         """Let layers leave until ``wanted`` layer-pages can be had; say whether so."""
@@ -296,6 +341,17 @@ def _layered_adder_class(
                 return chosen
             return verdicts.OTHER
 
+        def _commit_prefill_admission(self, req: Any, chosen: Any, *rest: Any) -> None:
+            """Keep the room of who joins the pass."""
+            super()._commit_prefill_admission(req, chosen, *rest)
+            admission.commit()
+
+        def add_one_req(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+            """Give back the room of a prompt that SGLang refuses after us."""
+            verdict = super().add_one_req(req, *args, **kwargs)
+            admission.cancel()
+            return verdict
+
         def add_chunked_req(self, req: Any) -> Any:
             """Let the unfinished prompt go on where its next part has room."""
             left = len(req.full_untruncated_fill_ids) - req.prefix_len
@@ -309,6 +365,11 @@ def _layered_adder_class(
                 # Nobody passes it: SGLang has one unfinished prompt at a time.
                 self.rem_input_tokens = 0
                 return req
-            return super().add_chunked_req(req)
+            begun = super().add_chunked_req(req)
+            if any(added is req for added in self.can_run_list):
+                admission.commit()
+            else:
+                admission.cancel()
+            return begun
 
     return LayeredPrefillAdder

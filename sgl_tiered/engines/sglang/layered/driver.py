@@ -161,6 +161,10 @@ class LayerDriver:
         """Say which layers of a prompt its first pass is to leave on the device."""
         self._decided[rid] = retained
 
+    def undecide(self, rid: str) -> None:
+        """Take that back: it has no first pass now."""
+        self._decided.pop(rid, None)
+
     def decided(self, rid: str) -> Bools | None:
         """Return that for the pass; None for a request that had its first."""
         return self._decided.get(rid)
