@@ -35,6 +35,7 @@ from sgl_tiered.layered.base import LayerRoomError, PassRequest
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.layered.outage import Outage
 from sgl_tiered.policies.layers.turns import PauseTurns
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
@@ -81,10 +82,12 @@ class OwnMover(LayerMover):
 
 
 class OwnOutages(SharedMover):
-    """Each rank holds copies back where its own have failed, by its own clock."""
+    """Each rank holds copies back where its own have failed, until one works."""
 
     def __init__(self, *args):
         super().__init__(*args)
+        # On a clock that stands still, however long passes take on this machine.
+        self._own = tuple(Outage("of this rank", ManualClock()) for _ in self._own)
         self.to_device, self.to_host = self._own
 
 

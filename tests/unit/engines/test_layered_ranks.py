@@ -20,6 +20,7 @@ from sgl_tiered.layered.binding import Flight
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 from tests.unit.engines.layered_ranks_support import (
+    FAILS,
     LAYOUT,
     OwnMover,
     OwnOutages,
@@ -66,10 +67,10 @@ def test_ranks_that_agree_on_nothing_part():
     assert ranks[0].log != ranks[1].log
 
 
-@pytest.mark.parametrize("mover", [OwnMover, OwnOutages])
-def test_copies_that_are_one_ranks_own_part_them(mover):
+@pytest.mark.parametrize(("mover", "fails"), [(OwnMover, FAILS), (OwnOutages, 0.4)])
+def test_copies_that_are_one_ranks_own_part_them(mover, fails):
     """All else agreed on: they are told so, or place layers in different ways."""
-    ranks, errors, _ = run_layered(2, 400, 1, mover=mover)
+    ranks, errors, _ = run_layered(2, 400, 1, mover=mover, fails=fails)
     if errors:
         assert any(isinstance(error, RanksPartedError) for error in errors), errors
     else:
