@@ -90,6 +90,13 @@ class OwnOutages(SharedMover):
         self._own = tuple(Outage("of this rank", ManualClock()) for _ in self._own)
         self.to_device, self.to_host = self._own
 
+    def _merged(self, number):
+        # How it ended on all ranks is not to reach what this one holds back by.
+        self.to_device = self.to_host = Outage("of all ranks", ManualClock())
+        landing = super()._merged(number)
+        self.to_device, self.to_host = self._own
+        return landing
+
 
 class Request:
     """A request that all ranks get, as SGLang's."""
