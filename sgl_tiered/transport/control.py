@@ -59,7 +59,8 @@ R = TypeVar("R", bound=Message)
 _IDLE_S = 2
 """Of silence, before the kernel asks whether the other machine is there."""
 _DEAD_S = 5
-"""Without an answer of its kernel, before the connection is closed."""
+"""In which its kernel does not answer, or takes nothing of what we send, before the
+connection is closed."""
 _RECONNECT_MS = 50
 _MAX_RECONNECT_MS = 1000
 _MAX_TAKEN_AT_ONCE = 256
@@ -602,6 +603,7 @@ def set_limits(socket: zmq.Socket[bytes], endpoint: str, max_bytes: int) -> None
     socket.rcvhwm = _MAX_UNREAD
     # The kernel finds what is dead. ZeroMQ's heartbeats abort the process (libzmq up to
     # 4.3.5) where a connection breaks from which nothing is read as too much is unread.
+    # So may a PING of the other end: no instance may have them on.
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = _IDLE_S
     socket.tcp_keepalive_intvl = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +16,15 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from sgl_tiered.errors import ConfigError, TransportUnavailableError
-from sgl_tiered.transport.control import ControlClient, ControlServer, Request
+from sgl_tiered.transport.control import (
+    ControlClient,
+    ControlServer,
+    Request,
+    set_limits,
+)
 from sgl_tiered.transport.keys import KeyPair, make_keys
 from sgl_tiered.transport.messages import (
     VERSION,
@@ -367,6 +374,25 @@ def test_a_stopped_server_skips_what_nobody_waits_for(stack: ExitStack) -> None:
     assert client.ask(Ask("three"), Answer, LONG_S) == Answer("one,three")
 
 
+def test_the_kernel_looks_for_dead_machines(server: ControlServer) -> None:
+    """Nothing else does, so both ends of a connection are told to."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        set_limits(dealer, server.endpoint, MESSAGES.max_bytes)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED)
+        dealer.connect(server.endpoint)
+        assert monitor.poll(1000 * LONG_S)
+        number = recv_monitor_message(monitor)["value"]
+        with socket.socket(fileno=os.dup(number)) as raw:
+            kept = raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            idle_s, user_ms = (
+                raw.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_USER_TIMEOUT)
+            )
+        dealer.disable_monitor()
+        monitor.close(linger=0)
+    assert (kept, idle_s, user_ms) == (1, 2, 5000)
+
+
 HELD_SERVER = """
 import sys, threading
 sys.path.insert(0, sys.argv[1])
@@ -401,13 +427,13 @@ def test_a_full_connection_that_breaks_does_not_end_the_process(
     assert process.stdout is not None
     assert process.stdin is not None
     endpoint = process.stdout.readline().strip()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.linger = socket.sndhwm = 0
-        socket.connect(endpoint)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = dealer.sndhwm = 0
+        dealer.connect(endpoint)
         for text in ("hold", *["more"] * 1000):
             data = MESSAGES.encode(1, Part.REQUEST, Ask(text), Times(LONG_S))
             assert isinstance(data, bytes)
-            socket.send(data)
+            dealer.send(data)
             if text == "hold":
                 assert process.stdout.readline().strip() == "held"
         # What fits has arrived; the rest waits here, and is dropped.

@@ -98,7 +98,7 @@ class LayerAdmission:
         """Begin a search for prompts, beside requests that decode."""
         self._driver.manager.poll()
         self.see(running)
-        self._reserved = None
+        self.cancel()
         # Each will begin another page, in all layers.
         self._new_pages = len(self._running)
         growth = len(self._running) * self._num_layers
