@@ -352,17 +352,22 @@ sys.stdin.read()
 """
 
 
-def test_a_stopped_server_skips_what_nobody_waits_for(stack: ExitStack) -> None:
-    """After SIGCONT a request whose deadline has passed is not carried out."""
-    folder = str(Path(__file__).parent)
+def started(stack: ExitStack, program: str) -> subprocess.Popen[str]:
+    """Run a program that imports this file; it is killed in the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_SERVER, folder],
+        [sys.executable, "-c", program, str(Path(__file__).parent)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     stack.enter_context(process)
     stack.callback(process.kill)
+    return process
+
+
+def test_a_stopped_server_skips_what_nobody_waits_for(stack: ExitStack) -> None:
+    """After SIGCONT a request whose deadline has passed is not carried out."""
+    process = started(stack, STOPPED_SERVER)
     assert process.stdout is not None
     client = ControlClient(process.stdout.readline().strip(), MESSAGES)
     stack.callback(client.close)
@@ -375,7 +380,7 @@ def test_a_stopped_server_skips_what_nobody_waits_for(stack: ExitStack) -> None:
 
 
 def test_the_kernel_looks_for_dead_machines(server: ControlServer) -> None:
-    """Nothing else does, so both ends of a connection are told to."""
+    """Nothing else does. Seen at the end that connects; a server sets the same."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         set_limits(dealer, server.endpoint, MESSAGES.max_bytes)
         monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECTED)
@@ -415,15 +420,7 @@ def test_a_full_connection_that_breaks_does_not_end_the_process(
 ) -> None:
     """ZeroMQ's heartbeats aborted it: their timer writes to a connection that has
     broken while nothing was read from it as too much was unread."""
-    folder = str(Path(__file__).parent)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HELD_SERVER, folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    stack.enter_context(process)
-    stack.callback(process.kill)
+    process = started(stack, HELD_SERVER)
     assert process.stdout is not None
     assert process.stdin is not None
     endpoint = process.stdout.readline().strip()
