@@ -35,6 +35,7 @@ from sgl_tiered.engines.sglang.probe import common_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.weights import WeightsIdentity
+from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import (
     CompletionQueue,
@@ -616,6 +617,15 @@ def on_two_ranks(work):
     if errors:
         raise errors[0]
     return found
+
+
+def parting(call, *args):
+    """Call; return in which words that found the ranks parted, empty if it did not."""
+    try:
+        call(*args)
+    except RanksPartedError as error:
+        return str(error)
+    return ""
 
 
 def run_ranks(num_ranks, num_passes, seed, *, kind=Agreement, meets=True):

@@ -13,7 +13,7 @@ import pytest
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
 from sgl_tiered.errors import RanksPartedError
-from tests.unit.engines.ranks_support import on_two_ranks, run_ranks
+from tests.unit.engines.ranks_support import on_two_ranks, parting, run_ranks
 
 NUM_RANKS = 2
 
@@ -198,11 +198,7 @@ def test_ranks_that_noted_different_decisions_are_told() -> None:
         agreement.note("a", 1)
         agreement.meet({})
         agreement.note("a", rank)
-        try:
-            agreement.meet({})
-        except RanksPartedError as error:
-            return str(error)
-        return ""
+        return parting(agreement.meet, {})
 
     for told in both(work):
         assert told.startswith("rank 1 of 2 has decided differently")
@@ -215,11 +211,7 @@ def test_ranks_at_different_points_are_told(asks) -> None:
     def work(rank, agreement, clock):
         other = "meet" if asks != "meet" else "gathered"
         call = getattr(agreement, other if rank else asks)
-        try:
-            call({})
-        except RanksPartedError as error:
-            return str(error)
-        return "not told"
+        return parting(call, {})
 
     for told in both(work):
         assert "of 2 has decided differently" in told
@@ -231,11 +223,7 @@ def test_ranks_that_learn_different_things_are_told() -> None:
     def work(rank, agreement, clock):
         if rank == 0:
             agreement.learned(lambda value: None)(1.0)
-        try:
-            agreement.meet({})
-        except RanksPartedError as error:
-            return str(error)
-        return ""
+        return parting(agreement.meet, {})
 
     first, second = both(work)
     assert not first

@@ -27,12 +27,11 @@ from sgl_tiered.engines.sglang.rank_disk import (
     DiskAdoption,
     open_disk,
 )
-from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.tiers.emulator import Emulator
 from tests.draining import give_back
-from tests.unit.engines.ranks_support import on_two_ranks
+from tests.unit.engines.ranks_support import on_two_ranks, parting
 from tests.unit.tiers.disk_support import (
     EIO,
     PATIENCE_S,
@@ -178,11 +177,7 @@ def test_a_rank_that_adopts_while_rank_0_does_not_has_parted():
         assert adoption.is_adopting
         if rank == 0:
             adoption.finish()
-        try:
-            agreement.meet({})
-        except RanksPartedError as error:
-            return str(error)
-        return ""
+        return parting(agreement.meet, {})
 
     first, second = both(work)
     assert not first
