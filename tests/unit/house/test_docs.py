@@ -209,10 +209,11 @@ def test_no_speed_is_claimed_of_an_uneven_machine(
 def test_kinds_of_records_hash_what_their_programs_hash() -> None:
     """Else no record would ever be today's."""
     programs = {
-        "equality": ("tests/equality/tally.py", "PRODUCT"),
+        "equality": ("tests/equality/tally.py", "SOURCES"),
         "soak": ("tests/soak/__main__.py", "SOURCES"),
         "fuzz": ("tests/fuzz/__main__.py", "SOURCES"),
         "demo": ("benchmarks/serving/demo.py", "SOURCES"),
+        "restart": ("benchmarks/disk/bench_restart.py", "SOURCES"),
     }
     for name, (path, word) in programs.items():
         said = re.search(rf"^{word} = \((.*?)\)$", (ROOT / path).read_text(), re.M)
