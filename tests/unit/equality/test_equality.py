@@ -18,6 +18,7 @@ from tests.equality.plan import (
     CHAINS,
     FAULTS,
     FEATURES,
+    INERT,
     MIN_PER_CELL,
     TIERS,
     World,
@@ -29,6 +30,7 @@ from tests.equality.plan import (
 from tests.equality.playing import Player
 from tests.equality.reference import PAGE, Kind, Reference, requests
 from tests.equality.tally import (
+    LONG_MINUTES,
     is_right,
     read_calls,
     summary,
@@ -180,6 +182,23 @@ def test_worlds_name_tiers_and_faults_that_there_are(times: int) -> None:
             assert tier in world.tiers
             assert world.fault_text(tier, kind) or kind == "removed"
         assert not world.is_killed or "disk" in world.tiers
+
+
+@pytest.mark.parametrize("times", range(4))
+def test_every_world_has_the_tiers_that_its_features_work_on(times: int) -> None:
+    """A split reads from disk, and so does prefetch that ends at the host."""
+    for world in next_worlds({pair_name(pair): times for pair in pairs()}):
+        ends_at_host = "prefetch" in world.on and not world.fetches_to_device
+        if "splits" in world.on or ends_at_host:
+            assert "disk" in world.tiers
+
+
+def test_inert_pairs_name_features_that_are_on_and_a_reason() -> None:
+    """Nothing else can be left out of what has to act."""
+    named = {pair_name(pair): pair for pair in pairs()}
+    for pair, reasons in INERT.items():
+        assert set(reasons) <= set(named[pair])
+        assert all(reasons.values())
 
 
 def test_a_pair_meets_other_tiers_and_faults_when_it_runs_again() -> None:
@@ -341,7 +360,75 @@ def test_calls_on_one_source_add_up(reference: Reference, tmp_path: Path) -> Non
     assert told["pairs_refused"] == {"activations+pool": "--tiered-pool: no."}
     assert told["cells"]["cxl"]["orders"] == 2 * world["by_tier"]["cxl"]
     assert told["idle_features"] == ["prefetch"]
+    assert told["idle_pairs"] == ["orders+prefetch: prefetch"]
     assert told["cells_empty"] == len(told["empty"]) > 0
     assert is_right(told)
     assert not is_right({**told, "wrong": 1})
     assert not is_right({**told, "planted_caught": 5})
+
+
+def world(pair: tuple[str, ...], **fields: Any) -> dict[str, Any]:
+    """Return the record of a world in which nothing happened but what is given."""
+    counts = ("judged", "compared", "exact", "strict", "wrong", "errors", "kills")
+    return {
+        "pair": pair_name(pair),
+        "on": sorted(World(pair, CHAINS[0]).on),
+        **dict.fromkeys((*counts, "planted", "planted_caught", "split"), 0),
+        "by_tier": {"host": 100},
+        "evidence": {},
+        "struck": [],
+        **fields,
+    }
+
+
+def told_of(*worlds: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return summary([{"source": "a", "minutes": 1.0, "worlds": list(worlds), **fields}])
+
+
+def test_a_world_counts_for_the_features_that_acted_in_it() -> None:
+    """What was on and idle has no answers of its cell; a split prompt is an act."""
+    cells = told_of(
+        world(("orders", "admission"), evidence={"orders": 2, "admission": 0}),
+        world(("layerwise", "splits"), evidence={"layerwise": 1}, split=3),
+        world(("activations", "pool"), evidence={"activations": 1, "pool": 1}),
+    )["cells"]["host"]
+    acted = ("orders", "layerwise", "splits", "activations", "pool")
+    assert cells == {name: 100 * (name in acted) for name in FEATURES}
+
+
+def test_a_pair_is_idle_until_each_of_its_features_acted() -> None:
+    """In one of its worlds at least; a feature that acted elsewhere says nothing."""
+    idle = world(("orders", "admission"), evidence={"orders": 2, "admission": 0})
+    other = world(("admission", "pool"), evidence={"admission": 9, "pool": 1})
+    told = told_of(idle, other)
+    assert told["idle_features"] == []
+    assert told["idle_pairs"] == ["orders+admission: admission"]
+    acts = {**idle, "evidence": {"admission": 1}}
+    assert told_of(idle, other, acts)["idle_pairs"] == []
+
+
+def test_what_cannot_act_is_told_with_its_reason() -> None:
+    """It is no idle pair, and counts for no cell; its partner still has to act."""
+    told = told_of(world(("splits", "pd"), evidence={"splits": 0, "pd": 0}))
+    assert told["pairs_inert"] == {"splits+pd": INERT["splits+pd"]["splits"]}
+    assert told["idle_pairs"] == ["splits+pd: pd"]
+    assert told["cells"]["host"]["splits"] == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "whole"),
+    [
+        ({"minutes": LONG_MINUTES, "pairs": []}, True),
+        ({"minutes": 4.0, "pairs": []}, False),
+        ({"minutes": LONG_MINUTES, "pairs": ["orders+pd"]}, False),
+    ],
+)
+def test_a_whole_call_has_to_fill_its_cells(asked: dict[str, Any], whole: bool) -> None:
+    """One of 45 minutes over all pairs is not right with idle ones or empty cells."""
+    told = told_of(world(("orders", "pd"), compared=1), asked=asked)
+    assert told["is_whole"] is whole
+    assert is_right(told) is not whole
+    full = {"empty": [], "idle_features": [], "idle_pairs": []}
+    assert is_right({**told, **full})
+    for name in full:
+        assert is_right({**told, **full, name: ["orders"]}) is not whole
