@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from sgl_tiered_workloads.gate import Spread
 from sgl_tiered_workloads.records import RequestRecord
 
+from tests.equality import rigs
 from tests.equality.ledger import Ledger
 from tests.equality.plan import (
     CHAINS,
@@ -334,6 +336,72 @@ def test_late_worlds_begin_nothing_new(reference: Reference) -> None:
     told = player.outcome()
     assert told["judged"] == len(reference.requests())
     assert told["kills"] == told["planted"] == 0
+
+
+# -- What makes features act, and how that is counted ---------------------------------
+
+
+class Client:
+    """Takes requests as SGLang's client does; keeps with which wishes each came."""
+
+    sent: ClassVar[list[tuple[str, float]]] = []
+
+    def __init__(self, url: str, timeout_s: float, wishes: Any = None) -> None:
+        self._tpot_s = wishes["tpot_s"]
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def run_open_loop(self, requests: Any) -> list[RequestRecord]:
+        self.sent += [(request.key, self._tpot_s) for request in requests]
+        return [answer(request.key, request.prompt) for request in requests]
+
+
+def test_a_crowd_brings_targets_around_its_servers_own_pace(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower and faster ones, whatever plain's pace is; answers come in their order."""
+    times_s = (0.0, 0.5, 1.0)
+    monkeypatch.setattr(rigs, "StreamingClient", Client)
+    monkeypatch.setattr(
+        rigs,
+        "sequential",
+        lambda server, requests: [
+            answer(one.key, one.prompt, token_times_s=times_s) for one in requests
+        ],
+    )
+    monkeypatch.setattr(Client, "sent", [])
+    asked = reference.requests()
+    server: Any = SimpleNamespace(url="")
+    sender = rigs._Sender(World(("admission", "pool"), CHAINS[0]), reference)
+    sender.send(server, asked, together=False)
+    found = sender.send(server, asked, together=True)
+    assert [one.key for one in found] == [one.key for one in asked]
+    targets = [tpot_s for _, tpot_s in Client.sent]
+    assert len(targets) == len(asked)
+    assert min(targets) < 0.5 < max(targets)
+    assert max(targets) < 5 * min(targets)
+
+
+@pytest.mark.parametrize(
+    ("features", "pages"),
+    [
+        (("prefetch", "pd"), 3),
+        (("layerwise", "prefetch"), 3),
+        (("orders", "prefetch"), 10),
+    ],
+)
+def test_what_a_decode_server_fetches_is_no_prefetch(
+    features: tuple[str, str], pages: int
+) -> None:
+    """It is counted where prefetch goes on to the device, and nowhere else."""
+    counters = {"promoted_pages": 3, "fetched_pages": 7}
+    state: dict[str, Any] = {"counters": counters, "edges": {}}
+    found = rigs._evidence(World(features, CHAINS[0]), [state])
+    assert found["prefetch"] == pages
 
 
 # -- Records --------------------------------------------------------------------------
