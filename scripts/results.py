@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -70,7 +71,7 @@ KINDS = {
     "equality": Kind(
         "tests/equality/records/*.json",
         "make equality",
-        ("sgl_tiered", "kernels", "platform_dist"),
+        ("sgl_tiered", "kernels", "platform_dist", "tests/equality"),
     ),
     "soak": Kind(
         "tests/soak/records/*.json",
@@ -86,7 +87,7 @@ KINDS = {
     "restart": Kind(
         "benchmarks/disk/records/restart-*.json",
         "make bench-restart",
-        ("sgl_tiered",),
+        ("sgl_tiered", "benchmarks/disk"),
     ),
 }
 
@@ -376,7 +377,6 @@ def restart_line() -> str:
         return _missing("restart")
     record = run.last
     full, empty = record["starts_s"]["full"], record["starts_s"]["empty"]
-    adopted = [window["adopted_when_the_window_ended"] for window in record["busy"]]
     return (
         f"On a disk with {_number(record['pages'])} pages a server is ready after "
         f"{min(full):.1f} to {max(full):.1f} s, on an empty one after {min(empty):.1f} "
@@ -384,9 +384,28 @@ def restart_line() -> str:
         f"{record['adopt_s_idle']:.0f} s after it opened the folder "
         f"({record['state_bytes_per_page']} bytes of memory a page). Under load it "
         f"serves {record['throughput_while_adopting']:.0%} of the tokens per second "
-        f"that it serves afterwards, and takes over {_number(min(adopted))} to "
-        f"{_number(max(adopted))} pages in the first minute ("
+        f"that it serves afterwards, and takes over {_adopted(record)} ("
         f"`{run.kind.command}`; {run.when}; {_on(record)})."
+    )
+
+
+def _adopted(record: Record) -> str:
+    """Tell how many pages were taken over under load."""
+    if "adopted_in_the_windows" not in record:
+        # Of a record whose windows began with the scan.
+        ends = [window["adopted_when_the_window_ended"] for window in record["busy"]]
+        return f"{_number(min(ends))} to {_number(max(ends))} pages in the first minute"
+    adopted = record["adopted_in_the_windows"]
+    seconds = statistics.median(each["adopting"]["seconds"] for each in record["busy"])
+    scanning = record["throughput_while_scanning"]
+    while_scanning = (
+        ""
+        if scanning is None
+        else (f"; while it still reads the records it serves {scanning:.0%}")
+    )
+    return (
+        f"{_number(min(adopted))} to {_number(max(adopted))} pages in {seconds:.0f} s"
+        f"{while_scanning}"
     )
 
 

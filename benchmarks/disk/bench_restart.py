@@ -14,9 +14,13 @@ is one JSON object:
 - ``ready_delay_s_5m_pages``: seconds from the start of the process to the first answer,
   with the folder less without; the difference of the medians of ``--starts`` each.
 - ``adopt_s_idle``: from the opening of the folder to the last page, nothing else to do.
-- ``throughput_while_adopting``: tokens per second of clients in a closed loop from the
-  moment the server is ready, over those of the same clients on the same server once all
-  is adopted; the median of ``--rounds`` restarts.
+- ``throughput_while_adopting``: tokens per second of clients in a closed loop while
+  pages are adopted, over those of the same clients on the same server once all is
+  adopted; the median of ``--rounds`` restarts. The window begins when the scan has
+  ended; ``adopted_in_the_windows`` says how many pages were adopted in each, and the
+  exit code is 1 where adoption did not go on to the end of one.
+- ``throughput_while_scanning``: the same of a window that begins when the server is
+  ready, as far as it still reads the records then; null if that is too short to say.
 - ``salts_exponent``: slope of log CPU time over log salts, of scanning, arranging and
   adopting a fixed number of pages in a fixed number of prompts, without a server.
 - ``state_bytes_per_page``: what the scheduler's resident memory grew by, and its peak.
@@ -32,7 +36,8 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +68,8 @@ from sgl_tiered.tiers.disk import DiskTier
 from sgl_tiered.tiers.disk_format import META_NAME, DiskMeta, record_dtype
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ("sgl_tiered", "benchmarks/disk")
+"""Folders whose source decides what is measured, and how."""
 PAGE_TOKENS, SLOT_BYTES = 16, 4096
 MODEL = replace(PRESETS["tiny"], num_layers=2, num_kv_heads=1)
 """Its pages of 16 tokens take 4 KiB."""
@@ -71,6 +78,9 @@ HOST_BYTES = 64 * MB
 POOL_TOKENS = 8192
 SALTS = (4, 40, 400, 4000)
 CLIENTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 64, 64
+BEGIN_S, LOOK_S, LEAST_S = 2.0, 0.5, 5.0
+"""Before a window, when clients have begun; between two looks; a window that says
+something."""
 
 
 def open_tier(folder: Path, num_pages: int, fingerprint: str) -> DiskTier:
@@ -263,28 +273,85 @@ class Load:
                 self._ends.append(time.monotonic())
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was served while adoption was in one state, and how far that came.
+
+    Attributes:
+        seconds: until the last look that found the state.
+        tokens_per_s: of the answers that ended.
+        adopted: pages from the first of these looks to the last.
+        is_whole: the state lasted for all the time that was asked for.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    adopted: int
+    is_whole: bool
+
+
+def window(
+    look: Callable[[], Mapping[str, Any]],
+    rate: Callable[[float, float], float],
+    name: str,
+    seconds: float,
+    every_s: float = LOOK_S,
+) -> Window:
+    """Watch adoption for some time, as long as it is in one state.
+
+    Args:
+        look: says how far it is.
+        rate: returns tokens per second from one moment to another.
+        name: of the state, ``scanning``, ``adopting`` or ``done``.
+        seconds: to watch at most.
+        every_s: between two looks.
+    """
+    began_s = seen_s = time.monotonic()
+    told = look()
+    first = last = int(told["adopted"])
+    while told["state"] == name:
+        last, seen_s = int(told["adopted"]), time.monotonic()
+        if seen_s - began_s >= seconds:
+            break
+        time.sleep(every_s)
+        told = look()
+    took_s = seen_s - began_s
+    served = rate(began_s, seen_s) if took_s else 0.0
+    return Window(took_s, served, last - first, took_s >= seconds)
+
+
 def throughput(server: SglangServer, seconds: float) -> dict[str, Any]:
-    """Return tokens per second while pages are adopted, and after that."""
-    rates = {}
-    with Load(server) as load:
-        began_s = time.monotonic() + 2.0
-        time.sleep(2.0 + seconds)
-        ended_s = time.monotonic()
-        told = state(server)["adoption"]
-        if told["state"] == "done":
-            print("adopted before the window ended: it counts as far as that",
-                  file=sys.stderr)  # fmt: skip
-        rates["while"] = load.rate(began_s, ended_s)
+    """Return tokens per second while records are read, pages are adopted, and then.
+
+    The scan yields to everything: where clients keep all cores busy it takes minutes,
+    so they rest until it has ended, once its window is over.
+    """
+
+    def look() -> dict[str, Any]:
+        return dict(state(server)["adoption"])
+
+    def loaded(name: str) -> Window:
+        with Load(server) as load:
+            time.sleep(BEGIN_S)
+            return window(look, load.rate, name, seconds)
+
+    scanning = loaded("scanning")
+    while look()["state"] == "scanning":
+        time.sleep(0.05)
+    adopting = loaded("adopting")
     rest = wait_adopted(server)
-    with Load(server) as load:
-        began_s = time.monotonic() + 2.0
-        time.sleep(2.0 + seconds)
-        rates["after"] = load.rate(began_s, time.monotonic())
+    after = loaded("done")
+
+    def ratio(found: Window) -> float:
+        return round(found.tokens_per_s / after.tokens_per_s, 4)
+
     return {
-        "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
-        "ratio": round(rates["while"] / rates["after"], 4),
-        "adopted_when_the_window_ended": told["adopted"],
-        "state_when_the_window_ended": told["state"],
+        "scanning": asdict(scanning),
+        "adopting": asdict(adopting),
+        "after": asdict(after),
+        "ratio_scanning": ratio(scanning) if scanning.seconds >= LEAST_S else None,
+        "ratio": ratio(adopting),
+        "is_adopting_throughout": adopting.is_whole and adopting.adopted > 0,
         "longest_slice_s": round(rest["longest_slice_s"], 4),
     }
 
@@ -360,11 +427,15 @@ def restarts(servers: Servers, args: argparse.Namespace, num: int) -> dict[str, 
                 elif number <= args.rounds:
                     busy.append(throughput(server, args.window_s))
                     note(f"busy: {busy[-1]}")
+    scans = [b["ratio_scanning"] for b in busy if b["ratio_scanning"] is not None]
     delay = statistics.median(starts[True]) - statistics.median(starts[False])
     return {
         "ready_delay_s_5m_pages": round(delay, 2),
         "adopt_s_idle": round(idle[0]["total_s"], 2),
         "throughput_while_adopting": statistics.median(b["ratio"] for b in busy),
+        "adopted_in_the_windows": [b["adopting"]["adopted"] for b in busy],
+        "is_adopting_throughout": all(b["is_adopting_throughout"] for b in busy),
+        "throughput_while_scanning": statistics.median(scans) if scans else None,
         "read_s": round(idle[0]["read_s"], 2),
         "begin_s": round(idle[0]["begin_s"], 3),
         "starts_s": {
@@ -411,14 +482,16 @@ def main() -> int:
         "machine": machine_facts(),
         "commit": commit(),
         "dirty": is_dirty(),
-        "source": source_hash(ROOT, ["sgl_tiered"], NOT_IN_SERVERS),
+        "source": source_hash(ROOT, SOURCES, NOT_IN_SERVERS),
     }
     if args.record is not None:
         args.record.mkdir(parents=True, exist_ok=True)
         file = args.record / f"restart-{figures['source'][:12]}.json"
         file.write_text(json.dumps(figures, indent=1) + "\n")
+    if not figures["is_adopting_throughout"]:
+        note("adoption ended before a window did: more --pages or a shorter --window-s")
     print(json.dumps(figures))
-    return 0
+    return 0 if figures["is_adopting_throughout"] else 1
 
 
 if __name__ == "__main__":

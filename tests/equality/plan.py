@@ -9,13 +9,14 @@ is killed, so that further calls see other combinations. Nothing here starts any
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 __all__ = [
     "CHAINS",
     "FAULTS",
     "FEATURES",
+    "INERT",
     "MIN_PER_CELL",
     "TIERS",
     "World",
@@ -47,6 +48,19 @@ CHAINS = (
 """What is below a server's device, by turns. The second has little host memory."""
 MIN_PER_CELL = 30
 """Answers with pages of a tier under a feature; a cell with fewer counts as empty."""
+INERT: Mapping[str, Mapping[str, str]] = {
+    "admission+pd": {
+        "admission": "a prompt is held for requests that decode on the same server, "
+        "and where prompts are computed none does"
+    },
+    "splits+pd": {
+        "splits": "a prefill server hands its chunks on as they end, so that it splits "
+        "no prompt"
+    },
+}
+"""By pair, what is on there and cannot act, and why: the product does not refuse it.
+
+Such a pair runs, as its answers must be right nevertheless."""
 _FAULTS_PER_WORLD = 3
 
 FAULTS: Mapping[str, Mapping[str, str]] = {
@@ -105,6 +119,11 @@ class World:
         """All features that are on: activations are kept by layer-wise KV only."""
         implied = {"layerwise"} if "activations" in self.features else set()
         return frozenset(self.features) | implied
+
+    @property
+    def fetches_to_device(self) -> bool:
+        """Whether prefetch goes on to the device, where the product does that."""
+        return "prefetch" in self.on and not self.on & {"layerwise", "ranks", "pd"}
 
     @property
     def pair(self) -> str:
@@ -176,6 +195,10 @@ def _world(features: tuple[str, ...], turn: int) -> World:
         # The back of a prompt is read from disk while its front is computed.
         tiers = CHAINS[0]
     world = World(features, tiers)
+    if world.on & {"prefetch"} and not world.fetches_to_device and "disk" not in tiers:
+        # Pages are brought from disk to the host, and nothing else.
+        tiers = CHAINS[0]
+        world = replace(world, tiers=tiers)
     kinds = [
         (tier, kind)
         for tier in reversed(tiers)

@@ -6,11 +6,13 @@ pulls from the first (``Pooled``), or prefill and decode apart (``Apart``).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import shutil
 import signal
+import statistics
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.model import PRESETS
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import ServerSpec, ServerStartError, SglangServer
@@ -52,11 +55,16 @@ ENV = {
 }
 POOL_TOKENS, LAYERED_POOL_TOKENS = 1_536, 2_560
 """Hold two or three of the longest prompts; layer-wise KV stages in a part of it."""
+_DECODE_TIMES = 4
+"""How many times that a decode server holds, where prompts are to wait before it."""
 _STAGED_TOKENS = 640
 """Of one layer, in each half of the staging memory."""
 _TIER_BYTES, _LITTLE_BYTES, _DISK_BYTES = 32 * MB, 4 * MB, 128 * MB
 _LOGPROBS = {"return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": -1}
 _MOST_AT_ONCE = 8
+_TPOT_STEPS = (0.9, 1.0, 1.15, 1.35, 1.7, 2.2)
+"""Targets of a crowd, in the world's own decode steps. A prompt is held for a decoder
+that it would make late, but for none that is late anyway or has time to spare."""
 _REFUSAL = re.compile(r"(?:ConfigError|error): (--[a-z].*)")
 
 
@@ -139,6 +147,54 @@ def opened(world: World, reference: Reference, folder: Path) -> Iterator[Rig]:
             rig.abandon()
 
 
+class _Sender:
+    """Sends requests; with admission a crowd brings targets that make it hold prompts.
+
+    Args:
+        world: what is on.
+        reference: plain SGLang's answers, and the step that is taken for the world's
+            until it was measured.
+    """
+
+    def __init__(self, world: World, reference: Reference) -> None:
+        self._has_targets = "admission" in world.on
+        self._step_s = reference.step_s
+
+    def send(
+        self,
+        server: SglangServer,
+        requests: Sequence[PlannedRequest],
+        *,
+        together: bool,
+    ) -> list[RequestRecord]:
+        """Send one after the other, or each at its time; return their records."""
+        if not together:
+            found = sequential(server, requests)
+            steps = [one.tpot_s for one in found if one.error is None and one.tpot_s]
+            if steps:
+                self._step_s = statistics.median(steps)
+            return found
+        if not self._has_targets:
+            return open_loop(server, requests)
+        return asyncio.run(self._with_targets(server, requests))
+
+    async def _with_targets(
+        self, server: SglangServer, requests: Sequence[PlannedRequest]
+    ) -> list[RequestRecord]:
+        num = len(_TPOT_STEPS)
+
+        async def group(place: int) -> list[RequestRecord]:
+            wishes = {"tpot_s": _TPOT_STEPS[place] * self._step_s}
+            async with StreamingClient(
+                server.url, timeout_s=PATIENCE_S, wishes=wishes
+            ) as client:
+                return await client.run_open_loop(requests[place::num])
+
+        found = await asyncio.gather(*map(group, range(num)))
+        by_key = {one.key: one for some in found for one in some}
+        return [by_key[request.key] for request in requests]
+
+
 class Single:
     """One server, of one rank or two."""
 
@@ -149,11 +205,13 @@ class Single:
     def __init__(self, world: World, reference: Reference, folder: Path) -> None:
         self.tiers = world.tiers
         self._world = world
+        self._sender = _Sender(world, reference)
         self._disk = folder / "disk"
         self._servers = Servers(folder / "logs")
         kind = kind_of(world)
         tiers = _tiers(world, self._disk)
-        flags = (*_cxl(world), *_features(world, kind, reference))
+        features = _features(world, kind, reference)
+        flags = (*_cxl(world), *features, *_queue(world))
         spec = tiered_spec(device(kind, _pool(world)), tiers, world.pair, flags, ENV)
         self._spec = _ranked(world, spec)
         try:
@@ -165,7 +223,7 @@ class Single:
     def ask(
         self, requests: Sequence[PlannedRequest], *, together: bool
     ) -> list[RequestRecord]:
-        return (open_loop if together else sequential)(self._server, requests)
+        return self._sender.send(self._server, requests, together=together)
 
     def fill(self, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
         return self.ask(requests, together=False)
@@ -211,9 +269,10 @@ class Pooled:
     def __init__(self, world: World, reference: Reference, folder: Path) -> None:
         self.tiers = (*world.tiers, "peer")
         self._world = world
+        self._sender = _Sender(world, reference)
         self._disk = folder / "disk-of-b"
         kind = kind_of(world)
-        features = _features(world, kind, reference)
+        features = (*_features(world, kind, reference), *_queue(world))
 
         def dress(spec: ServerSpec) -> ServerSpec:
             tiers = _cxl(world)
@@ -233,7 +292,7 @@ class Pooled:
     def ask(
         self, requests: Sequence[PlannedRequest], *, together: bool
     ) -> list[RequestRecord]:
-        return (open_loop if together else sequential)(self._pair.b, requests)
+        return self._sender.send(self._pair.b, requests, together=together)
 
     def fill(self, requests: Sequence[PlannedRequest]) -> list[RequestRecord]:
         found = sequential(self._pair.a, requests)
@@ -323,10 +382,17 @@ class Apart:
             device(kind, _pool(world)),
             folder / "logs",
             every,
-            (*tiers[0], *features),
-            (*tiers[1], *decode),
+            (*tiers[0], *features, *_queue(world)),
+            (*tiers[1], *decode, *self._room()),
             env=ENV,
         )
+
+    def _room(self) -> tuple[str, ...]:
+        """Return flags with which decode takes many prompts: else none wait before."""
+        if not _queue(self._world):
+            return ()
+        size = str(_DECODE_TIMES * _pool(self._world))
+        return ("--max-total-tokens", size, "--num-reserved-decode-tokens", "16")
 
     @property
     def _both(self) -> tuple[SglangServer, SglangServer]:
@@ -427,19 +493,28 @@ def _features(world: World, kind: Kind, reference: Reference) -> tuple[str, ...]
         flags += ["--tiered-order=cost"]
     if "prefetch" in on:
         flags += ["--tiered-prefetch=car"]
-        if not on & {"layerwise", "ranks", "pd"}:
+        if world.fetches_to_device:
             flags += ["--tiered-prefetch-to=device"]
     if "admission" in on:
         flags += [
             "--tiered-admission=slo",
             "--tiered-slo-ttft=30",
-            # A prompt that is let in costs a decoder several steps.
+            # Of requests that bring none.
             f"--tiered-slo-tpot={2.0 * reference.step_s:.4f}",
         ]
-    if on & {"orders", "prefetch"}:
-        # So that there is a queue.
-        flags += ["--max-running-requests=2"]
     return tuple(flags)
+
+
+def _queue(world: World) -> tuple[str, ...]:
+    """Return flags of the server that computes prompts, so that there is a queue."""
+    on = world.on
+    if not on & {"orders", "prefetch"}:
+        return ()
+    if on >= {"orders", "admission"}:
+        # Two at a time begin and end together, and none decodes while others wait:
+        # nobody is there to be held for. What is held makes a queue as well.
+        return ()
+    return ("--max-running-requests=2",)
 
 
 def _preset(kind: Kind) -> Any:
@@ -534,13 +609,22 @@ def _evidence(world: World, states: Sequence[dict[str, Any]]) -> dict[str, int]:
         "layerwise": total("layerkv", "layerkv_bytes_streamed"),
         "activations": total("layerkv", "layerkv_act_pages"),
         "orders": total("counters", "queue_rearranged"),
-        "prefetch": total("counters", "promoted_pages", "fetched_pages"),
+        "prefetch": total("counters", *_prefetched(world)),
         "admission": total("admission", "held"),
         "splits": total("counters", "decisions_split"),
         "pool": sum(edge(state, "peer->host") for state in states),
         "ranks": 2 if "ranks" in world.on else 0,
     }
     return {name: count for name, count in counts.items() if name in world.on}
+
+
+def _prefetched(world: World) -> tuple[str, ...]:
+    """Return what counts the pages of prefetch and of nothing else in a world.
+
+    A decode server fetches what was sent to it, with prefetch or without.
+    """
+    fetched = ("fetched_pages",) if world.fetches_to_device else ()
+    return ("promoted_pages", *fetched)
 
 
 def _refusal(error: ServerStartError, folder: Path) -> str | None:

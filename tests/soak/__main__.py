@@ -26,7 +26,8 @@ The last line is one JSON object, and the exit code is 0 if all is as it must be
   still have a minute later: a connection that is being closed is none;
 - ``step_time_growth``: CPU seconds of the scheduler per decode step of four requests
   (their one prefill of 64 tokens included), the median of the last third of the rounds
-  over that of the first, less 1; ``step_time_growth_plain`` is the machine's share;
+  over that of the first, less 1; ``step_time_growth_plain`` is the machine's share, and
+  ``step_time_growth_over_plain``, with its ``_half_width``, is what is judged;
 - ``wrong``: answers that differ; ``errors``: failed requests of both tiered servers,
   and words of a broken invariant in a log;
 - ``planted``: what the leak comes to at this rate, and was found to be; ``caught``
@@ -68,6 +69,7 @@ from tests.soak.figures import (
     expected_mb_per_hour,
     failures,
     growth,
+    growth_over_plain,
     slope,
 )
 from tests.soak.judge import Judge, note
@@ -327,6 +329,7 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
         name: [sample.step_s[name] for sample in run.samples]
         for name in ("plain", "tiered")
     }
+    over_plain = growth_over_plain(steps["tiered"], steps["plain"])
     fds, threads = (
         {name: grown(first[what][name], last[what][name]) for name in servers}
         for what in ("fds", "threads")
@@ -353,6 +356,8 @@ def soak(servers: Mapping[str, Watched], minutes: float, seed: int) -> dict[str,
         "thread_growth_plain": threads["plain"],
         "step_time_growth": round(growth(steps["tiered"]), 4),
         "step_time_growth_plain": round(growth(steps["plain"]), 4),
+        "step_time_growth_over_plain": round(over_plain.share, 4),
+        "step_time_growth_over_plain_half_width": round(over_plain.half_width, 4),
         "wrong": run.judge.wrong,
         "judged": run.judge.judged,
         "largest_move_of_plain": round(run.judge.spread.max_logprob, 4),

@@ -7,17 +7,20 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from sgl_tiered_workloads.gate import Spread
 from sgl_tiered_workloads.records import RequestRecord
 
+from tests.equality import rigs
 from tests.equality.ledger import Ledger
 from tests.equality.plan import (
     CHAINS,
     FAULTS,
     FEATURES,
+    INERT,
     MIN_PER_CELL,
     TIERS,
     World,
@@ -29,6 +32,7 @@ from tests.equality.plan import (
 from tests.equality.playing import Player
 from tests.equality.reference import PAGE, Kind, Reference, requests
 from tests.equality.tally import (
+    LONG_MINUTES,
     is_right,
     read_calls,
     summary,
@@ -182,6 +186,23 @@ def test_worlds_name_tiers_and_faults_that_there_are(times: int) -> None:
         assert not world.is_killed or "disk" in world.tiers
 
 
+@pytest.mark.parametrize("times", range(4))
+def test_every_world_has_the_tiers_that_its_features_work_on(times: int) -> None:
+    """A split reads from disk, and so does prefetch that ends at the host."""
+    for world in next_worlds({pair_name(pair): times for pair in pairs()}):
+        ends_at_host = "prefetch" in world.on and not world.fetches_to_device
+        if "splits" in world.on or ends_at_host:
+            assert "disk" in world.tiers
+
+
+def test_inert_pairs_name_features_that_are_on_and_a_reason() -> None:
+    """Nothing else can be left out of what has to act."""
+    named = {pair_name(pair): pair for pair in pairs()}
+    for pair, reasons in INERT.items():
+        assert set(reasons) <= set(named[pair])
+        assert all(reasons.values())
+
+
 def test_a_pair_meets_other_tiers_and_faults_when_it_runs_again() -> None:
     """Several calls see every chain and every fault with it."""
     seen: dict[str, set[Any]] = {}
@@ -317,6 +338,72 @@ def test_late_worlds_begin_nothing_new(reference: Reference) -> None:
     assert told["kills"] == told["planted"] == 0
 
 
+# -- What makes features act, and how that is counted ---------------------------------
+
+
+class Client:
+    """Takes requests as SGLang's client does; keeps with which wishes each came."""
+
+    sent: ClassVar[list[tuple[str, float]]] = []
+
+    def __init__(self, url: str, timeout_s: float, wishes: Any = None) -> None:
+        self._tpot_s = wishes["tpot_s"]
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def run_open_loop(self, requests: Any) -> list[RequestRecord]:
+        self.sent += [(request.key, self._tpot_s) for request in requests]
+        return [answer(request.key, request.prompt) for request in requests]
+
+
+def test_a_crowd_brings_targets_around_its_servers_own_pace(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slower and faster ones, whatever plain's pace is; answers come in their order."""
+    times_s = (0.0, 0.5, 1.0)
+    monkeypatch.setattr(rigs, "StreamingClient", Client)
+    monkeypatch.setattr(
+        rigs,
+        "sequential",
+        lambda server, requests: [
+            answer(one.key, one.prompt, token_times_s=times_s) for one in requests
+        ],
+    )
+    monkeypatch.setattr(Client, "sent", [])
+    asked = reference.requests()
+    server: Any = SimpleNamespace(url="")
+    sender = rigs._Sender(World(("admission", "pool"), CHAINS[0]), reference)
+    sender.send(server, asked, together=False)
+    found = sender.send(server, asked, together=True)
+    assert [one.key for one in found] == [one.key for one in asked]
+    targets = [tpot_s for _, tpot_s in Client.sent]
+    assert len(targets) == len(asked)
+    assert min(targets) < 0.5 < max(targets)
+    assert max(targets) < 5 * min(targets)
+
+
+@pytest.mark.parametrize(
+    ("features", "pages"),
+    [
+        (("prefetch", "pd"), 3),
+        (("layerwise", "prefetch"), 3),
+        (("orders", "prefetch"), 10),
+    ],
+)
+def test_what_a_decode_server_fetches_is_no_prefetch(
+    features: tuple[str, str], pages: int
+) -> None:
+    """It is counted where prefetch goes on to the device, and nowhere else."""
+    counters = {"promoted_pages": 3, "fetched_pages": 7}
+    state: dict[str, Any] = {"counters": counters, "edges": {}}
+    found = rigs._evidence(World(features, CHAINS[0]), [state])
+    assert found["prefetch"] == pages
+
+
 # -- Records --------------------------------------------------------------------------
 
 
@@ -341,7 +428,75 @@ def test_calls_on_one_source_add_up(reference: Reference, tmp_path: Path) -> Non
     assert told["pairs_refused"] == {"activations+pool": "--tiered-pool: no."}
     assert told["cells"]["cxl"]["orders"] == 2 * world["by_tier"]["cxl"]
     assert told["idle_features"] == ["prefetch"]
+    assert told["idle_pairs"] == ["orders+prefetch: prefetch"]
     assert told["cells_empty"] == len(told["empty"]) > 0
     assert is_right(told)
     assert not is_right({**told, "wrong": 1})
     assert not is_right({**told, "planted_caught": 5})
+
+
+def world(pair: tuple[str, ...], **fields: Any) -> dict[str, Any]:
+    """Return the record of a world in which nothing happened but what is given."""
+    counts = ("judged", "compared", "exact", "strict", "wrong", "errors", "kills")
+    return {
+        "pair": pair_name(pair),
+        "on": sorted(World(pair, CHAINS[0]).on),
+        **dict.fromkeys((*counts, "planted", "planted_caught", "split"), 0),
+        "by_tier": {"host": 100},
+        "evidence": {},
+        "struck": [],
+        **fields,
+    }
+
+
+def told_of(*worlds: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return summary([{"source": "a", "minutes": 1.0, "worlds": list(worlds), **fields}])
+
+
+def test_a_world_counts_for_the_features_that_acted_in_it() -> None:
+    """What was on and idle has no answers of its cell; a split prompt is an act."""
+    cells = told_of(
+        world(("orders", "admission"), evidence={"orders": 2, "admission": 0}),
+        world(("layerwise", "splits"), evidence={"layerwise": 1}, split=3),
+        world(("activations", "pool"), evidence={"activations": 1, "pool": 1}),
+    )["cells"]["host"]
+    acted = ("orders", "layerwise", "splits", "activations", "pool")
+    assert cells == {name: 100 * (name in acted) for name in FEATURES}
+
+
+def test_a_pair_is_idle_until_each_of_its_features_acted() -> None:
+    """In one of its worlds at least; a feature that acted elsewhere says nothing."""
+    idle = world(("orders", "admission"), evidence={"orders": 2, "admission": 0})
+    other = world(("admission", "pool"), evidence={"admission": 9, "pool": 1})
+    told = told_of(idle, other)
+    assert told["idle_features"] == []
+    assert told["idle_pairs"] == ["orders+admission: admission"]
+    acts = {**idle, "evidence": {"admission": 1}}
+    assert told_of(idle, other, acts)["idle_pairs"] == []
+
+
+def test_what_cannot_act_is_told_with_its_reason() -> None:
+    """It is no idle pair, and counts for no cell; its partner still has to act."""
+    told = told_of(world(("splits", "pd"), evidence={"splits": 0, "pd": 0}))
+    assert told["pairs_inert"] == {"splits+pd": INERT["splits+pd"]["splits"]}
+    assert told["idle_pairs"] == ["splits+pd: pd"]
+    assert told["cells"]["host"]["splits"] == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "whole"),
+    [
+        ({"minutes": LONG_MINUTES, "pairs": []}, True),
+        ({"minutes": 4.0, "pairs": []}, False),
+        ({"minutes": LONG_MINUTES, "pairs": ["orders+pd"]}, False),
+    ],
+)
+def test_a_whole_call_has_to_fill_its_cells(asked: dict[str, Any], whole: bool) -> None:
+    """One of 45 minutes over all pairs is not right with idle ones or empty cells."""
+    told = told_of(world(("orders", "pd"), compared=1), asked=asked)
+    assert told["is_whole"] is whole
+    assert is_right(told) is not whole
+    full = {"empty": [], "idle_features": [], "idle_pairs": []}
+    assert is_right({**told, **full})
+    for name in full:
+        assert is_right({**told, **full, name: ["orders"]}) is not whole

@@ -206,13 +206,39 @@ def test_no_speed_is_claimed_of_an_uneven_machine(
     assert ("No speed is claimed" in told) is not claims
 
 
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (
+            {"busy": [{"adopted_when_the_window_ended": n} for n in (0, 7)]},
+            "0 to 7 pages in the first minute",
+        ),
+        (
+            {
+                "busy": [{"adopting": {"seconds": 60.2}}],
+                "adopted_in_the_windows": [400_000, 300_000],
+                "throughput_while_scanning": 0.92,
+            },
+            "300,000 to 400,000 pages in 60 s; while it still reads the records it "
+            "serves 92%",
+        ),
+    ],
+)
+def test_pages_taken_over_under_load_are_told_of_old_and_new_records(
+    record: dict[str, object], told: str
+) -> None:
+    """Windows of old ones began with the scan, and said when they ended."""
+    assert results._adopted(record) == told
+
+
 def test_kinds_of_records_hash_what_their_programs_hash() -> None:
     """Else no record would ever be today's."""
     programs = {
-        "equality": ("tests/equality/tally.py", "PRODUCT"),
+        "equality": ("tests/equality/tally.py", "SOURCES"),
         "soak": ("tests/soak/__main__.py", "SOURCES"),
         "fuzz": ("tests/fuzz/__main__.py", "SOURCES"),
         "demo": ("benchmarks/serving/demo.py", "SOURCES"),
+        "restart": ("benchmarks/disk/bench_restart.py", "SOURCES"),
     }
     for name, (path, word) in programs.items():
         said = re.search(rf"^{word} = \((.*?)\)$", (ROOT / path).read_text(), re.M)
