@@ -56,6 +56,19 @@ def decode() -> Any:
     return made
 
 
+def refused(made: Any, address: str) -> str:
+    """Return why a request does not ask an instance; empty where it would."""
+    if not made.is_mute(address):
+        return ""
+    it: Any = object.__new__(conn.TieredKVReceiver)
+    it.kv_mgr, it.bootstrap_addr, it.bootstrap_room = made, address, ROOM
+    it.conclude_state = None
+    it.init(0)
+    assert it.conclude_state == KVPoll.Failed
+    assert made.request_status[ROOM] == KVPoll.Failed
+    return str(made.failure_records[ROOM]).replace(address, "it")
+
+
 def story(kind: Any, *, restarts: bool) -> dict[str, Any]:
     """Meet an instance, let it start anew or not, and hear its heartbeat."""
     port = free_port()
@@ -76,6 +89,7 @@ def story(kind: Any, *, restarts: bool) -> dict[str, Any]:
     assert made.try_ensure_parallel_info(address)
     made._on_heartbeat_success(address)
     told["is_known_again"] = address in made.prefill_info_table
+    told["refused"] = refused(made, address)
     server.close()
     return told
 

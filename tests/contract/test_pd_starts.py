@@ -31,10 +31,17 @@ def test_an_instance_that_starts_anew_is_taken_for_lost(told: dict[str, Any]) ->
         "connections": 0,
         "has_failed": True,
         "is_known_again": True,
+        "refused": "",
     }
 
 
 @pytest.mark.parametrize("story", ["stays", "restarts untold"])
 def test_others_are_kept(told: dict[str, Any], story: str) -> None:
     """The same start, and SGLang's own server, which does not say."""
-    assert told[story] == KEPT
+    assert {name: told[story][name] for name in KEPT} == KEPT
+
+
+def test_one_that_could_not_be_heard_is_not_asked(told: dict[str, Any]) -> None:
+    """SGLang's own proves nothing that it says; the request fails with a sentence."""
+    assert told["stays"]["refused"] == ""
+    assert "instance at it proves nothing" in told["restarts untold"]["refused"]

@@ -470,6 +470,9 @@ SEAMS: tuple[Seam, ...] = (
             "register_buffer_to_engine",
             "build_receiver_registration_message",
             "_make_worker_recv",
+            "_send_multipart_locked",
+            "update_status",
+            "record_failure",
             "_publish_peer_registration",
             "_poison_unsettled_send",
             "_maybe_ack_drained_abort",
@@ -512,10 +515,17 @@ SEAMS: tuple[Seam, ...] = (
         "a transfer's receiver",
         _DISAGG + "mooncake.conn.MooncakeKVReceiver",
         attributes=(
+            "init",
             "send_metadata",
             "_send_abort_notification",
             "_connect_to_bootstrap_server",
         ),
+    ),
+    Seam(
+        "where a rank listens",
+        _SRT + "utils.network.NetworkAddress",
+        ("host", "port"),
+        ("to_tcp",),
     ),
     Seam(
         "requests that a decode instance has no room for yet",

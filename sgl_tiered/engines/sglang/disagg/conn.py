@@ -47,7 +47,19 @@ from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
     open_kv_transport,
 )
-from sgl_tiered.engines.sglang.disagg.starts import START_ROUTE, new_start, start_of
+from sgl_tiered.engines.sglang.disagg.speaking import (
+    Asked,
+    Asking,
+    StrangerError,
+    place_of,
+)
+from sgl_tiered.engines.sglang.disagg.starts import (
+    MUTE,
+    PROVES,
+    START_ROUTE,
+    new_start,
+    start_of,
+)
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place
@@ -64,13 +76,16 @@ logger = logging.getLogger(__name__)
 
 _ADDRESS_PART = 20
 """Place of our part in the registration message, behind SGLang's own."""
-_SESSION_PART = 3
 _STATUS_PARTS = 3
 """Of SGLang's status message: room, status, rank; then a reason, which we leave empty,
 and our part."""
 _MOST_ROOMS = 4096
 """Transfers whose requests have not ended; those that never do are forgotten."""
 _SETTLE_S = 0.2
+_MUTE = (
+    "The prefill instance at %s proves nothing that it says: its transfer backend "
+    "is another one, or an older version of this."
+)
 _NOWHERE = Place(("", 0))
 """It is silent: no process listens there."""
 
@@ -81,6 +96,8 @@ class TieredKVManager(MooncakeKVManager):
     supports_role_switch = False
 
     def __init__(self, args: Any, mode: Any, server_args: Any, *rest: Any) -> None:
+        # Who speaks: to prefill instances, and of decode instances.
+        self.asking, self.asked = Asking(self._is_live), Asked(self._is_live)
         # By session, until SGLang has read the rest of its registration.
         self._told: OrderedDict[str, bytes] = OrderedDict()
         self._unsettled: dict[int, set[str]] = {}
@@ -164,32 +181,56 @@ class TieredKVManager(MooncakeKVManager):
         return [*message, self.engine.address_bytes()]
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Any:
-        receive = super()._make_worker_recv(socket, timeout_ms)
         is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        refusal = refusal_on_prefill if is_prefill else refusal_on_decode
+        hear = self._hear_decode if is_prefill else self._hear_prefill
+        # Before SGLang's: that takes some messages for itself.
+        return super()._make_worker_recv(_Ear(socket, hear, self.incidents), timeout_ms)
 
-        def noting() -> Any:
-            message = receive()
-            if not message:
-                return None
-            why = refusal(self, message)
-            if why:
-                # For SGLang's thread, nothing has come.
-                self.incidents.note("message", why)
-                return None
-            if is_prefill and message[0] == b"None":
-                session = message[_SESSION_PART].decode("ascii")
-                told = message[_ADDRESS_PART : _ADDRESS_PART + 1]
-                self._told[session] = told[0] if told else b""
-                if len(self._told) > _MOST_ROOMS:
-                    self._told.popitem(last=False)
-            return message
+    def _hear_prefill(self, message: list[bytes]) -> list[bytes]:
+        """Return what a prefill instance says, for SGLang's thread."""
+        said = self.asking.hear(message)
+        if why := refusal_on_decode(self, said):
+            raise ValueError(why)
+        return said
 
-        return noting
+    def _hear_decode(self, message: list[bytes]) -> list[bytes]:
+        """Return what a decode instance says, for SGLang's thread."""
+        session, said = self.asked.hear(message)
+        if why := refusal_on_prefill(self, said):
+            raise ValueError(why)
+        self.asked.admit(session, said, self.transfer_infos)
+        if said[0] == b"None":
+            told = said[_ADDRESS_PART : _ADDRESS_PART + 1]
+            self._told[session] = told[0] if told else b""
+            if len(self._told) > _MOST_ROOMS:
+                self._told.popitem(last=False)
+        return said
+
+    def _send_multipart_locked(
+        self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
+    ) -> None:
+        """Send to a decode instance, with the proof of who says it."""
+        said = self.asked.say(endpoint, parts)
+        super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
+
+    def _is_live(self, room: int) -> bool:
+        """Return whether something is still to be said or heard of a room."""
+        is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        held = (
+            self._deferred_ack_targets
+            if is_prefill
+            else self._deferred_abort_ack_tracker
+        )
+        return room in self.request_status or room in held
 
     def _publish_peer_registration(self, session: str, decode_args: Any) -> Any:
         told = self._told.pop(session, b"")
-        why = self.engine.connect(session, told) if told else "it does not speak ours"
+        if not told:
+            why = "it does not speak ours"
+        elif not self.asked.has_key(session):
+            why = "it gives no key, so it is of an older version"
+        else:
+            why = self.engine.connect(session, told)
         ours, theirs = self.kv_args.kv_item_lens, decode_args.dst_kv_item_lens
         same_shape = decode_args.dst_attn_tp_size == self.attn_tp_size
         if not why and same_shape and theirs and list(ours) != list(theirs):
@@ -213,9 +254,13 @@ class TieredKVManager(MooncakeKVManager):
         is_new = bootstrap_addr not in self.prefill_info_table
         if not super().try_ensure_parallel_info(bootstrap_addr):
             return False
-        if is_new and (start := start_of(bootstrap_addr)):
+        if is_new and (start := start_of(bootstrap_addr)) is not None:
             self._starts[bootstrap_addr] = start
         return True
+
+    def is_mute(self, bootstrap_addr: str) -> bool:
+        """Return whether nothing that this instance says could be heard here."""
+        return self._starts.get(bootstrap_addr) == MUTE
 
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
         """Take an instance for lost that has started anew since it was asked."""
@@ -421,13 +466,30 @@ class TieredKVSender(MooncakeKVSender):
 class TieredKVReceiver(MooncakeKVReceiver):
     """A prompt's KV on its way in."""
 
-    @classmethod
-    def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> Any:
-        """Connect to a prefill instance; one that is nowhere is out of reach."""
+    conclude_state: Any
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Meet the prefill instance; one that could not be heard is not asked."""
+        if self.conclude_state != KVPoll.Failed and self.kv_mgr.is_mute(
+            self.bootstrap_addr
+        ):
+            self.kv_mgr.record_failure(self.bootstrap_room, _MUTE % self.bootstrap_addr)
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self.conclude_state = KVPoll.Failed
+        super().init(prefill_dp_rank)
+
+    def _connect_to_bootstrap_server(self, bootstrap_info: dict[str, Any]) -> Any:
+        """Connect to a prefill instance; one that is nowhere is out of reach.
+
+        What is sent there proves who says it.
+        """
         try:
-            return super()._connect_to_bootstrap_server(bootstrap_info)
+            socket, lock = super()._connect_to_bootstrap_server(bootstrap_info)
+            place = place_of(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise zmq.ZMQError(errno.EINVAL, f"it is nowhere: {error}") from error
+        say = partial(self.kv_mgr.asking.say, self.bootstrap_room, place)
+        return _Mouth(socket, say), lock
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         """Ask for KV, and count what is asked for."""
@@ -475,9 +537,47 @@ class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
 
         async def say_start(request: web.Request) -> web.Response:
             del request
-            return web.Response(text=start)
+            return web.Response(text=start, headers=PROVES)
 
         self.app.router.add_get(START_ROUTE, say_start)
+
+
+class _Ear:
+    """A socket of which SGLang's thread hears what is said by whom it says."""
+
+    def __init__(
+        self,
+        socket: Any,
+        hear: Callable[[list[bytes]], list[bytes]],
+        incidents: Incidents,
+    ) -> None:
+        self._socket = socket
+        self._hear = hear
+        self._incidents = incidents
+
+    def recv_multipart(self) -> list[bytes] | None:
+        """Return the next message; None for one that is dropped."""
+        try:
+            return self._hear(self._socket.recv_multipart())
+        except StrangerError as error:
+            self._incidents.note("stranger", str(error))
+        except (LookupError, ValueError) as error:
+            self._incidents.note("message", str(error))
+        return None
+
+
+class _Mouth:
+    """A socket by which a decode instance says what it says."""
+
+    def __init__(
+        self, socket: Any, say: Callable[[Sequence[bytes]], list[bytes]]
+    ) -> None:
+        self._socket = socket
+        self._say = say
+
+    def send_multipart(self, message: Sequence[bytes], flags: int = 0) -> None:
+        """Send a message with what proves it."""
+        self._socket.send_multipart(self._say(message), flags=flags)
 
 
 class _Taken:
