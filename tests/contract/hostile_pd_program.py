@@ -101,7 +101,7 @@ def manager(*, is_prefill: bool) -> Any:
     made.incidents = Counting("prefill and decode")
     made.asking, made.asked = (
         speaking.Asking(made._is_live),
-        speaking.Asked(made._is_live),
+        speaking.Asked(made._is_live, conn._tcp),
     )
     made.outbox = []
     made.engine = RawEngine(
@@ -329,7 +329,7 @@ def prefill() -> dict[str, int]:
 
 def spoken(made: Any, *messages: list[bytes]) -> list[list[bytes]]:
     """Return what the prefill instance says that a decode instance asked for a room."""
-    its = speaking.Asked(lambda room: True)
+    its = speaking.Asked(lambda room: True, conn._tcp)
     for message in (REGISTRATION, METADATA):
         session, asked = its.hear(made.asking.say(ROOM, HERE, message))
         its.admit(session, asked, {})

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.utils.network import NetworkAddress
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.engines.sglang.disagg.engine import FIRST_BYTES_PER_S, RawEngine
@@ -51,7 +52,6 @@ from sgl_tiered.engines.sglang.disagg.speaking import (
     Asked,
     Asking,
     StrangerError,
-    place_of,
 )
 from sgl_tiered.engines.sglang.disagg.starts import (
     MUTE,
@@ -97,7 +97,7 @@ class TieredKVManager(MooncakeKVManager):
 
     def __init__(self, args: Any, mode: Any, server_args: Any, *rest: Any) -> None:
         # Who speaks: to prefill instances, and of decode instances.
-        self.asking, self.asked = Asking(self._is_live), Asked(self._is_live)
+        self.asking, self.asked = Asking(self._is_live), Asked(self._is_live, _tcp)
         # By session, until SGLang has read the rest of its registration.
         self._told: OrderedDict[str, bytes] = OrderedDict()
         self._unsettled: dict[int, set[str]] = {}
@@ -485,7 +485,7 @@ class TieredKVReceiver(MooncakeKVReceiver):
         """
         try:
             socket, lock = super()._connect_to_bootstrap_server(bootstrap_info)
-            place = place_of(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
+            place = _tcp(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise zmq.ZMQError(errno.EINVAL, f"it is nowhere: {error}") from error
         say = partial(self.kv_mgr.asking.say, self.bootstrap_room, place)
@@ -602,6 +602,11 @@ def _fail(manager: Any, taken: _Taken) -> None:
             bootstrap_room=taken.last.room,
             failure_reason="The transfer could not be made: see the prefill's log.",
         )
+
+
+def _tcp(host: str, port: int) -> str:
+    """Return where a rank listens, as SGLang's sockets name it."""
+    return str(NetworkAddress(host, port).to_tcp())
 
 
 def _place(info: Mapping[str, Any]) -> Place:

@@ -18,9 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.srt.utils.network import NetworkAddress
-
-__all__ = ["Asked", "Asking", "StrangerError", "place_of"]
+__all__ = ["Asked", "Asking", "StrangerError"]
 
 Message = Sequence[bytes]
 
@@ -37,11 +35,6 @@ _MOST_SESSIONS = 1024
 
 class StrangerError(Exception):
     """A message that does not come from whom it says; in one clause."""
-
-
-def place_of(host: str, port: int) -> str:
-    """Return where a rank listens, as SGLang's sockets name it."""
-    return str(NetworkAddress(host, port).to_tcp())
 
 
 class Asking:
@@ -135,10 +128,14 @@ class Asked:
 
     Args:
         is_live: whether something is still to be said of a room.
+        place_of: where who has this host and port is spoken to.
     """
 
-    def __init__(self, is_live: Callable[[int], bool]) -> None:
+    def __init__(
+        self, is_live: Callable[[int], bool], place_of: Callable[[str, int], str]
+    ) -> None:
         self._is_live = is_live
+        self._place_of = place_of
         self._lock = threading.Lock()
         # The one that was heard last stands last.
         self._sessions: OrderedDict[str, _Known] = OrderedDict()
@@ -187,9 +184,9 @@ class Asked:
         """
         if message[0] == _REGISTRATION:
             key = message[_KEY_PART] if len(message) > _KEY_PART else b""
-            self._register(session, _Known(_place_in(message), key))
+            self._register(session, _Known(self._place_in(message), key))
             return
-        room, place = _room_of(message), _place_in(message)
+        room, place = _room_of(message), self._place_in(message)
         asking = rooms.get(room) or {}
         first = next(iter(asking.values()), None)
         is_full = first is not None and len(asking) >= first.required_dst_info_num
@@ -236,7 +233,7 @@ class Asked:
     def _keyless(self, message: Message) -> str:
         """Return whose message without a proof this is: of one that gave no key."""
         if _has_tag(message):
-            place = _place_in(message)
+            place = self._place_in(message)
             with self._lock:
                 found = [
                     session
@@ -252,6 +249,15 @@ class Asked:
             if known is not None and not known.key:
                 return session
         raise StrangerError(f"{_kind(message)} comes from no session that is known")
+
+    def _place_in(self, message: Message) -> str:
+        """Return where its sender says that it listens."""
+        at = 2 if _has_tag(message) and message[0] != _REGISTRATION else 1
+        try:
+            host, port = message[at : at + 2]
+        except ValueError:
+            raise ValueError("it names no place") from None
+        return self._place_of(host.decode("ascii"), int(port.decode("ascii")))
 
 
 def _proof(key: bytes, way: bytes, message: Message) -> bytes:
@@ -273,16 +279,6 @@ def _room_of(message: Message) -> int:
         return int(message[1 if _has_tag(message) else 0].decode("ascii"))
     except IndexError:
         raise ValueError("it names no room") from None
-
-
-def _place_in(message: Message) -> str:
-    """Return where its sender says that it listens."""
-    at = 2 if _has_tag(message) and message[0] != _REGISTRATION else 1
-    try:
-        host, port = message[at : at + 2]
-    except ValueError:
-        raise ValueError("it names no place") from None
-    return place_of(host.decode("ascii"), int(port.decode("ascii")))
 
 
 def _kind(message: Message) -> str:
