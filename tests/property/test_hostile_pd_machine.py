@@ -5,6 +5,7 @@ ones, which register and name whatever they like: addresses, regions, lists of r
 The honest one reads what a prefill instance tells of itself, and returns answers by it.
 Whatever is said: no exception, no byte of the honest one that was not sent to it, none
 outside of what somebody has registered, and nothing is returned to who is no member.
+And one speaks in the name of another (``speaking.py``): nothing of it is heard.
 What SGLang's own threads read, ``contract/test_hostile_pd.py`` has.
 """
 
@@ -32,10 +33,12 @@ from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.disagg import engine as engine_module
 from sgl_tiered.engines.sglang.disagg import figures as figures_module
+from sgl_tiered.engines.sglang.disagg import speaking
 from sgl_tiered.engines.sglang.disagg.engine import RawEngine
 from sgl_tiered.engines.sglang.disagg.figures import PrefillTold, read_told
 from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
 from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns, Ended
+from sgl_tiered.engines.sglang.disagg.speaking import Asked, Asking, StrangerError
 from sgl_tiered.transport.base import PeerAddress, Region, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
 from tests.property.pool_world import Strict
@@ -379,6 +382,119 @@ class HostilePdMachine(RuleBasedStateMachine):
         assert len(self.engine._sessions) <= 1 + 5
 
 
+PREFILL = "tcp://10.0.0.7:6000"
+DECODE, STRANGER = ("10.0.0.1", 5000), ("10.0.0.2", 5000)
+_REQUIRED = msgspec.defstruct("Required", [("required_dst_info_num", int, 1)])
+_PLACED = st.sampled_from([DECODE, STRANGER])
+_ROOMS = st.integers(0, 3)
+
+
+class SpeakersMachine(RuleBasedStateMachine):
+    """A pair, and another decode instance that says what it likes in its name.
+
+    It knows the session and the place of the first one, but not its key.
+    """
+
+    @initialize()
+    def begin(self) -> None:
+        """Both decode instances register."""
+        self.honest, self.evil = (Asking(lambda room: True) for _ in range(2))
+        self.asked = Asked(lambda room: True, lambda host, port: f"tcp://{host}:{port}")
+        # As SGLang has them: who has asked for a room, by session.
+        self.rooms: dict[int, dict[str, Any]] = {}
+        self.ended: set[int] = set()
+        self.mine, self.its = (
+            by.say(0, PREFILL, self.registration(b"", place))[3]
+            for by, place in ((self.honest, DECODE), (self.evil, STRANGER))
+        )
+        for by, place in ((self.honest, DECODE), (self.evil, STRANGER)):
+            self.said(by.say(0, PREFILL, self.registration(b"", place)))
+
+    def registration(self, session: bytes, place: tuple[str, int]) -> list[bytes]:
+        host, port = place
+        return [b"None", host.encode(), b"%d" % port, session, *[b""] * 17]
+
+    def said(self, message: list[bytes]) -> bool:
+        """The prefill instance hears it, and does as SGLang's thread would."""
+        try:
+            session, said = self.asked.hear(message)
+            self.asked.admit(session, said, self.rooms)
+        except (StrangerError, ValueError, LookupError):
+            return False
+        if said[0] == b"ABORT":
+            self.ended.add(int(said[1]))
+        elif said[0] != b"None":
+            assert said[3] == session.encode()
+            self.rooms.setdefault(int(said[0]), {})[session] = _REQUIRED()
+        return True
+
+    def is_mine(self, room: int) -> bool:
+        return self.mine.decode() in self.rooms.get(room, {})
+
+    @rule(room=_ROOMS)
+    def asks(self, room: int) -> None:
+        """The honest one asks for a room, unless the other has it."""
+        word = [b"%d" % room, DECODE[0].encode(), b"5000", b"", b"pages"]
+        heard = self.said(self.honest.say(room, PREFILL, word))
+        assert heard == self.is_mine(room)
+        assert heard or self.its.decode() in self.rooms[room]
+
+    @rule(room=_ROOMS)
+    def ends(self, room: int) -> None:
+        """It ends one that it has asked for."""
+        if self.is_mine(room):
+            word = [b"ABORT", b"%d" % room, DECODE[0].encode(), b"5000", b"1"]
+            assert self.said(self.honest.say(room, PREFILL, word))
+            self.rooms.pop(room)
+            self.asked.end(room)
+            self.ended.discard(room)
+
+    @rule(
+        room=_ROOMS,
+        place=_PLACED,
+        how=st.sampled_from(["registers", "keyless", "asks", "ends"]),
+        as_other=st.booleans(),
+        proves=st.booleans(),
+    )
+    def strange(
+        self,
+        room: int,
+        place: tuple[str, int],
+        how: str,
+        as_other: bool,
+        proves: bool,
+    ) -> None:
+        """The other says something, with a proof of its own or none."""
+        host, port = place[0].encode(), b"%d" % place[1]
+        session = self.mine if as_other else self.its
+        was_mine, had_ended = self.is_mine(room), room in self.ended
+        if how in ("registers", "keyless"):
+            key = [self.evil._key(PREFILL)] if how == "registers" else []
+            heard = self.said([*self.registration(session, place), *key])
+            assert heard == (how == "registers" and not as_other)
+            return
+        word = [b"%d" % room, host, port, session, b"pages"]
+        if how == "ends":
+            word = [b"ABORT", b"%d" % room, host, port, b"1"]
+        proof = speaking._proof(self.evil._key(PREFILL), b"to prefill", word)
+        heard = self.said([*word, proof + self.its] if proves else word)
+        if not proves or was_mine:
+            assert not heard
+            assert (room in self.ended) == had_ended
+
+    @invariant()
+    def the_honest_one_is_told(self) -> None:
+        """What is said of its rooms, it takes for said by whom it asked."""
+        if not hasattr(self, "rooms"):
+            return
+        for room in self.rooms:
+            if self.is_mine(room):
+                assert set(self.rooms[room]) == {self.mine.decode()}
+                word = [b"%d" % room, b"4", b"0"]
+                answer = self.asked.say(f"tcp://{DECODE[0]}:{DECODE[1]}", word)
+                assert self.honest.hear(answer) == word
+
+
 LIMITS = settings(
     max_examples=25,
     stateful_step_count=40,
@@ -387,6 +503,8 @@ LIMITS = settings(
 )
 TestHostilePd = HostilePdMachine.TestCase
 TestHostilePd.settings = LIMITS
+TestSpeakers = SpeakersMachine.TestCase
+TestSpeakers.settings = LIMITS
 
 
 def _unfound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,6 +537,23 @@ def _anybody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswerReturns, "_begin", begin)
 
 
+def _unproved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speaking.hmac, "compare_digest", lambda one, other: True)
+
+
+def _unadmitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever proves a key may say anything."""
+    monkeypatch.setattr(
+        Asked,
+        "admit",
+        lambda self, session, message, rooms: (
+            self._register(session, speaking._Known("", message[-1]))
+            if message[0] == b"None"
+            else None
+        ),
+    )
+
+
 class OnlyTold(HostilePdMachine):
     """What a prefill instance tells, alone: a smaller room for known faults."""
 
@@ -438,6 +573,8 @@ class OnlyTold(HostilePdMachine):
         (_uncaught, HostilePdMachine),
         (_half_read, OnlyTold),
         (_anybody, OnlyTold),
+        (_unproved, SpeakersMachine),
+        (_unadmitted, SpeakersMachine),
     ],
 )
 def test_a_check_that_is_missing_is_noticed(

@@ -108,6 +108,19 @@ def test_a_room_is_of_those_who_asked_first(pair):
                 heard(asked, other, rooms)
 
 
+def test_a_room_is_asked_for_by_others_when_its_request_has_ended(pair):
+    """Not before, whether SGLang knows yet who has asked or not."""
+    asking, asked = pair
+    second = Asking(never)
+    heard(asked, second.say(ROOM, PLACE, [*REGISTRATION[:2], b"5001", *[b""] * 18]))
+    heard(asked, asking.say(ROOM, PLACE, [b"BOOTSTRAP", b"7", b"10.0.0.1", b"5000"]))
+    for message in (word(port=b"5001"), [b"ABORT", b"7", b"10.0.0.1", b"5001", b"1"]):
+        with pytest.raises(StrangerError, match="room 7 is of others"):
+            heard(asked, second.say(ROOM, PLACE, message))
+    asked.end(ROOM)
+    heard(asked, second.say(ROOM, PLACE, word(port=b"5001")))
+
+
 def test_rooms_that_have_ended_are_forgotten_and_others_are_not(monkeypatch):
     """Whoever names rooms, on either side."""
     monkeypatch.setattr(speaking, "_MOST_ROOMS", 8)

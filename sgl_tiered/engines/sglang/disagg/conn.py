@@ -435,6 +435,9 @@ class TieredKVSender(MooncakeKVSender):
     def clear(self) -> None:
         """Forget the transfer."""
         super().clear()
+        if self.bootstrap_room not in self.kv_mgr.request_status:
+            # It was this one's.
+            self.kv_mgr.asked.end(self.bootstrap_room)
         self._end_reading()
 
     def abort(self) -> None:

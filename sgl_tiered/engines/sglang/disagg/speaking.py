@@ -15,7 +15,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Asked", "Asking", "StrangerError"]
@@ -26,7 +26,7 @@ _KEY_BYTES = 32
 """Of SHA-256: a key, and a proof."""
 _HASH = "sha256"
 _TO_PREFILL, _TO_DECODE = b"to prefill", b"to decode"
-_REGISTRATION = b"None"
+_REGISTRATION, _ABORT = b"None", b"ABORT"
 _SESSION_PART, _KEY_PART = 3, 21
 """Of a registration; the session is there in what asks for KV as well."""
 _MOST_ROOMS = 4096
@@ -123,6 +123,19 @@ class _Known:
     key: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Who speaks of a room.
+
+    Attributes:
+        speakers: by the place that is answered: the session.
+        askers: sessions that have asked for it.
+    """
+
+    speakers: dict[str, str] = field(default_factory=dict)
+    askers: set[str] = field(default_factory=set)
+
+
 class Asked:
     """The keys that a prefill instance was given, and by whom rooms are asked for.
 
@@ -139,8 +152,7 @@ class Asked:
         self._lock = threading.Lock()
         # The one that was heard last stands last.
         self._sessions: OrderedDict[str, _Known] = OrderedDict()
-        # By room and place: the session that spoke of it.
-        self._rooms: OrderedDict[tuple[int, str], str] = OrderedDict()
+        self._rooms: OrderedDict[int, _Room] = OrderedDict()
 
     def has_key(self, session: str) -> bool:
         """Return whether a session has given a key."""
@@ -189,30 +201,42 @@ class Asked:
         room, place = _room_of(message), self._place_in(message)
         asking = rooms.get(room) or {}
         first = next(iter(asking.values()), None)
-        is_full = first is not None and len(asking) >= first.required_dst_info_num
-        if is_full and session not in asking:
-            raise StrangerError(f"{_kind(message)}: room {room} is of others")
+        most = 1 if first is None else first.required_dst_info_num
         with self._lock:
             known = self._sessions.get(session)
             if known is None or known.place != place:
                 raise StrangerError(
                     f"{_kind(message)} of room {room} names a place that is not its own"
                 )
+            its = self._rooms.get(room) or _Room()
+            askers = its.askers | asking.keys()
+            other = its.speakers.get(place, session)
+            is_place_taken = other != session and other in askers
+            if session not in askers and (is_place_taken or len(askers) >= most):
+                raise StrangerError(f"{_kind(message)}: room {room} is of others")
             self._sessions.move_to_end(session)
-            other = self._rooms.get((room, place), session)
-            if other != session and other in self._sessions:
-                raise StrangerError(f"{_kind(message)}: room {room} is of another")
-            self._rooms[room, place] = session
-            self._rooms.move_to_end((room, place))
+            its.speakers[place] = session
+            if message[0] != _ABORT:
+                its.askers.add(session)
+            self._rooms[room] = its
+            self._rooms.move_to_end(room)
             if len(self._rooms) > _MOST_ROOMS:
-                ended = (each for each in self._rooms if not self._is_live(each[0]))
-                del self._rooms[next(ended, (room, place))]
+                ended = (each for each in self._rooms if not self._is_live(each))
+                self._rooms.pop(next(ended, room))
+
+    def end(self, room: int) -> None:
+        """Let a room be asked for by others: its request has ended."""
+        with self._lock:
+            its = self._rooms.get(room)
+            if its is not None:
+                its.askers.clear()
 
     def say(self, place: str, message: Message) -> list[bytes]:
         """Return what goes to a decode instance, with its proof where it gave a key."""
         said = list(message)
         with self._lock:
-            session = self._rooms.get((_room_of(said), place), "")
+            its = self._rooms.get(_room_of(said))
+            session = "" if its is None else its.speakers.get(place, "")
             known = self._sessions.get(session)
         if known is None or not known.key:
             return said
