@@ -595,6 +595,14 @@ class TieredCache:
         slot_bytes = self._config.layout.slot_bytes
         return self._store.occupancy(self._tiers.index(tier), slot_bytes)
 
+    def slots_in_use(self, tier: TierId) -> Int64s:
+        """Return the slots that a page has, those included to which one is on its way.
+
+        O(slots).
+        """
+        slots = self._store.table.slots[self._tiers.index(tier)]
+        return np.flatnonzero(~slots.is_free(np.arange(slots.capacity)))
+
     # Laws.
 
     def check(self) -> None:

@@ -1,8 +1,9 @@
 """The directory of a disk tier: whose it is, who uses it, and what may be kept.
 
 Nothing that is not ours is ever deleted: a directory with any other file in it is
-refused. Slabs written under another fingerprint, layout or version are discarded with
-one log line, never served.
+refused, and so is one in another version's format, of which nothing is touched. Slabs
+written under another fingerprint or layout, and those whose meta file is damaged, are
+discarded with one log line, never served.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from pathlib import Path
 
 from sgl_tiered.errors import TierUnavailableError
 from sgl_tiered.tiers.disk_format import (
+    FORMAT_VERSION,
     INDEX_NAME,
     LOCK_NAME,
     META_NAME,
     DiskMeta,
     is_ours,
+    known_version,
 )
 
 __all__ = ["DiskDirectory"]
@@ -46,8 +49,8 @@ class DiskDirectory:
             mount point of a disk that has gone lies another one, not meant for us.
 
     Raises:
-        TierUnavailableError: in use by another process, holding foreign files, on
-            another file system, or not to be created or entered.
+        TierUnavailableError: in use by another process, holding files of others or of
+            another format, on another file system, or not to be created or entered.
     """
 
     def __init__(self, path: Path, *, device: int | None = None) -> None:
@@ -61,6 +64,8 @@ class DiskDirectory:
                         f"the disk tier waits for {path}: its file system has gone."
                     )
             path.mkdir(mode=DIRECTORY_MODE, parents=device is None, exist_ok=True)
+            # First: another version may write files that this one does not know.
+            self._read_meta()
             self._refuse_foreign_files()
             path.chmod(DIRECTORY_MODE)
             self._lock_fd = self._take_lock()
@@ -92,6 +97,7 @@ class DiskDirectory:
         capacity would take more than ``MAX_KEPT_SLABS`` of them.
 
         Raises:
+            TierUnavailableError: it is in another version's format.
             OSError: the disk fails. Then nothing is discarded: what cannot be read now
                 may be readable at the next start.
         """
@@ -181,11 +187,28 @@ class DiskDirectory:
         return fd
 
     def _read_meta(self) -> DiskMeta | None:
+        """Return what is kept here, None where nothing says so; refuse other versions.
+
+        A meta file that is damaged is none: it may be what a crash has left.
+        """
+        file_path = self.path / META_NAME
         try:
-            with (self.path / META_NAME).open("rb") as file:
+            # A link or a pipe is foreign.
+            if not stat.S_ISREG(os.lstat(file_path).st_mode):
+                return None
+            with file_path.open("rb") as file:
                 text = file.read(MAX_META_BYTES).decode()
         except (FileNotFoundError, UnicodeDecodeError):
             return None
+        version = known_version(text)
+        if version is not None and version != FORMAT_VERSION:
+            whose = "a newer" if version > FORMAT_VERSION else "an older"
+            raise TierUnavailableError(
+                f"the disk tier does not use {self.path}, because {whose} version of "
+                f"sgl-tiered keeps its pages in it, in format {version}, and this one "
+                f"reads format {FORMAT_VERSION} only; start that version, give another "
+                f"path, or delete the tiered-* files in it."
+            )
         return DiskMeta.from_json(text)
 
     def _sync_names(self) -> None:

@@ -3,7 +3,9 @@
 Files of one directory:
 
 - ``tiered-meta.json``: version, fingerprint and sizes; a difference in any of them
-  makes the rest worthless.
+  makes the rest worthless to this server. In every version a JSON object with
+  ``format`` and ``version``: one of another version is refused as it is, since the
+  server that wrote it may want it back.
 - ``tiered-slab-000000.kv`` ...: ``slots_per_slab`` slots of ``slot_bytes`` each.
 - ``tiered-index.bin``: one record per slot at ``slot * record_bytes``; little endian.
 - ``tiered-lock``: held with flock by the server that uses the directory.
@@ -35,6 +37,7 @@ __all__ = [
     "DiskMeta",
     "encode_records",
     "is_ours",
+    "known_version",
     "older_copies",
     "read_records",
     "record_dtype",
@@ -63,6 +66,19 @@ def slab_name(slab: int) -> str:
 def is_ours(name: str) -> bool:
     """Return whether a file name is one that this tier writes."""
     return _OURS.fullmatch(name) is not None
+
+
+def known_version(text: str) -> int | None:
+    """Return the format of which a meta file says that it is; None for no meta file."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT_NAME:
+        return None
+    version = fields.get("version")
+    # A record says it in two bytes.
+    return version if type(version) is int and 0 < version < 2**16 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +118,6 @@ class DiskMeta:
 
     def unlike(self, other: DiskMeta) -> str:
         """Return why what ``other`` describes is of no use here; empty if it is."""
-        if other.version != self.version:
-            return (
-                f"it was written in format {other.version}, and this version of "
-                f"sgl-tiered reads format {self.version} only"
-            )
         theirs = asdict(other)
         for name, value in asdict(self).items():
             if name != "fingerprint" and value != theirs[name]:

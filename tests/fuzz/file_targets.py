@@ -31,7 +31,7 @@ from sgl_tiered.cost import calibration
 from sgl_tiered.cost.calibration import calibration_from_dict, read_calibration
 from sgl_tiered.engines.sglang import config as server_config
 from sgl_tiered.engines.sglang.config import CHOICES, read_config
-from sgl_tiered.errors import ConfigError
+from sgl_tiered.errors import ConfigError, TierUnavailableError
 from sgl_tiered.sim.spec import SimSpec, read_spec
 from sgl_tiered.tiers import disk_directory, disk_files, disk_format
 from sgl_tiered.tiers.disk_directory import DiskDirectory
@@ -200,7 +200,10 @@ def _without_slot_check(raw: np.ndarray, first_slot: int) -> np.ndarray:
 
 
 class DiskMetas(_InFolder):
-    """The meta file: slabs are kept for an equal one, and deleted for any other."""
+    """The meta file: slabs are kept for an equal one, deleted for any other of ours.
+
+    One of another version is refused, and all of it kept.
+    """
 
     name = "disk meta"
     wanted = DiskMeta("model a", 4096, 4096, 16, 64)
@@ -208,6 +211,12 @@ class DiskMetas(_InFolder):
         Fault(
             "no difference counts",
             lambda patch: patch.setattr(DiskMeta, "unlike", lambda *args: ""),
+        ),
+        Fault(
+            "another version's slabs are deleted",
+            lambda patch: patch.setattr(
+                disk_directory, "known_version", lambda text: None
+            ),
         ),
         Fault(
             "small slabs are kept",
@@ -235,8 +244,17 @@ class DiskMetas(_InFolder):
         data = [self.folder / INDEX_NAME, self.folder / slab_name(0)]
         for file in data:
             file.write_bytes(b"kv")
-        directory = DiskDirectory(self.folder)
+        other = self._other_version(given_input)
         try:
+            directory = DiskDirectory(self.folder)
+        except TierUnavailableError as error:
+            demand(other, "one of our version, or a damaged one, was refused")
+            demand(f"in format {other}," in str(error), "refused for another reason")
+            kept = [(self.folder / META_NAME).read_bytes(), *map(Path.read_bytes, data)]
+            demand(kept == [given_input, b"kv", b"kv"], "what is not ours was touched")
+            return False
+        try:
+            demand(not other, "another version's was taken")
             meta = directory.adopt(self.wanted, num_slots=10_000)
         finally:
             directory.close()
@@ -251,6 +269,18 @@ class DiskMetas(_InFolder):
             written = json.loads((self.folder / META_NAME).read_text())
             demand(written == asdict(self.wanted), "the new meta is not on disk")
         return may
+
+    def _other_version(self, raw: bytes) -> int:
+        """Return the format of another version that a meta file tells of; 0 if none."""
+        try:
+            said = json.loads(raw.decode())
+        except (ValueError, RecursionError):
+            return 0
+        if not isinstance(said, dict) or said.get("format") != self.wanted.format:
+            return 0
+        version = said.get("version")
+        is_one = type(version) is int and 0 < version < 2**16
+        return version if is_one and version != FORMAT_VERSION else 0
 
     def _may_be_kept(self, raw: bytes) -> bool:
         try:

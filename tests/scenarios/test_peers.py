@@ -15,6 +15,7 @@ from tests.e2e.test_weights import LORA_FLAGS, make_adapter
 from tests.scenarios.scenario_support import (
     PAGE,
     PLAIN_POOL,
+    SPREAD,
     body,
     cached,
     prompt,
@@ -28,18 +29,37 @@ EXACT = (1, 2, 7, 20)
 PROMPTS = [prompt(1300 + num_pages, num_pages * PAGE) for num_pages in EXACT]
 ASKED = [*PROMPTS, *((*tokens, 77) for tokens in PROMPTS)]
 FOUND = [(k - 1) * PAGE for k in EXACT] + [k * PAGE for k in EXACT]
+SCORED = prompt(1350, 24 * PAGE + 5)
+"""The prompt whose own logprobs are asked for."""
+FROM = {0: 0, 10 * PAGE + 3: 10 * PAGE, len(SCORED) - 1: 24 * PAGE}
+"""From which token on, and how many before it can be reused."""
+
+
+def scored(first):
+    """Return a request for the logprobs of the prompt from a token on."""
+    return body(SCORED, logprob_start_len=first)
+
+
+def input_logprobs(answer):
+    """Return the prompt's logprobs; the first token of all has none."""
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"]]
 
 
 @pytest.fixture(scope="module")
 def plain(servers, model):
-    """Plain SGLang's answers to prompts that it has computed before."""
+    """Plain SGLang's answers to prompts that it has computed before.
+
+    First those to ``ASKED``, then those with logprobs of the prompt.
+    """
     device = Device(model, PLAIN_POOL, PAGE, CPU_FLAGS)
     server = servers.get(plain_spec(device, "plain-peers"))
-    for tokens in PROMPTS:
+    for tokens in (*PROMPTS, SCORED):
         server.post("/generate", body(tokens))
     answers = [server.post("/generate", body(tokens)) for tokens in ASKED]
+    with_logprobs = [server.post("/generate", scored(first)) for first in FROM]
+    assert [cached(one).get("device", 0) for one in with_logprobs] == [*FROM.values()]
     servers.stop()
-    return answers
+    return answers, with_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +68,7 @@ def pair(plain, model, tmp_path_factory):
     pair = Pair(tmp_path_factory.mktemp("pool"), model)
     try:
         wait_until(lambda: len(members(pair.b)) == 2, "both are in the pool")
-        for tokens in PROMPTS:
+        for tokens in (*PROMPTS, SCORED):
             pair.a.post("/generate", body(tokens))
         settle(pair.a)
         yield pair
@@ -68,12 +88,41 @@ def test_prompts_of_whole_pages(pair, plain, held):
         if held == "disk":
             drop(pair.a, "host")
         answers.append(pair.b.post("/generate", body(tokens)))
-    same(ASKED, plain, answers)
+    same(ASKED, plain[0], answers)
     assert [cached(one) for one in answers] == [
         {"peer": count} if count else {} for count in FOUND
     ]
     after = settle(pair.b)
     assert edge(after, "peer->host") - before == sum(FOUND) // PAGE
+    assert pinned(after) == 0
+    wait_until(lambda: pinned(stats(pair.a)) == 0, "the holder has nothing lent")
+
+
+@pytest.mark.parametrize("held", ["memory", "disk"])
+def test_logprobs_of_the_prompt(pair, plain, held):
+    """They are plain's, and what lies before the first one asked for is pulled."""
+    if held == "disk":
+        drop(pair.a, "device", "host")
+    before = edge(settle(pair.b), "peer->host")
+    answers = []
+    for first in FROM:
+        drop(pair.b, "device", "host")
+        if held == "disk":
+            drop(pair.a, "host")
+        answers.append(pair.b.post("/generate", scored(first)))
+    same([SCORED] * len(FROM), plain[1], answers)
+    assert [cached(one) for one in answers] == [
+        {"peer": count} if count else {} for count in FROM.values()
+    ]
+    for first, ours, theirs in zip(FROM, answers, plain[1], strict=True):
+        mine, other = input_logprobs(ours), input_logprobs(theirs)
+        assert len(mine) == len(other) == len(SCORED) - first
+        num_none = other.count(None)
+        assert mine[num_none:] == pytest.approx(
+            other[num_none:], abs=1.5 * SPREAD.max_logprob
+        )
+    after = settle(pair.b)
+    assert edge(after, "peer->host") - before == sum(FROM.values()) // PAGE
     assert pinned(after) == 0
     wait_until(lambda: pinned(stats(pair.a)) == 0, "the holder has nothing lent")
 

@@ -119,7 +119,8 @@ class DiskAdoption:
         disk: is read; nothing may have been stored since it was opened.
         agreement: between the ranks.
         metrics: counts disks of which nothing is used: ``adoptions_unreadable``, and
-            ``adoptions_unlike`` where the ranks have found different pages.
+            ``adoptions_unlike`` where the ranks have found different pages or only some
+            could read their own.
     """
 
     def __init__(
@@ -181,13 +182,16 @@ class DiskAdoption:
     def discard(self) -> None:
         """Adopt nothing of what was found so far or is being looked for.
 
-        To be called before the cache is reset or the disk's copies are dropped, which
-        ends what was begun.
+        Nor is it left to the next server, though it could not be read. Does not wait
+        for the disk. To be called before the cache is reset or the disk's copies are
+        dropped, which ends what was begun.
         """
-        if self._state == _SCANNING and not self._is_discarded:
-            # Nothing was stored yet. At once, since the scan may fail, or the server
-            # end before it: then nobody would learn what there is to be forgotten.
-            self._disk.forget(np.arange(self._disk.num_slots))
+        if not self._is_discarded:
+            # What the cache does not know of either: the scan has not ended, and may
+            # fail yet, or it has failed. Nobody else will learn what is there.
+            is_unknown = np.ones(self._disk.num_slots, np.bool_)
+            is_unknown[self._cache.slots_in_use(self._disk.tier_id)] = False
+            self._disk.forget(np.flatnonzero(is_unknown))
         self._is_discarded = True
 
     def finish(self) -> None:
@@ -244,8 +248,8 @@ class DiskAdoption:
             assert self._arranged is not None
             if len(set(told)) > 1:
                 logger.warning(
-                    "sgl-tiered: the ranks have found different pages on disk, so none "
-                    "is used"
+                    "sgl-tiered: the ranks have found different pages on disk, or one "
+                    "could not read its own, so none is used"
                 )
                 self._metrics.add("adoptions_unlike")
                 self.discard()

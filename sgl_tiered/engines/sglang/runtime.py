@@ -508,7 +508,10 @@ class TieredRuntime:
         """Wait until no copy from or to the device runs.
 
         In bounded time but for loads: one that runs writes to pages of the device,
-        which nobody may have meanwhile. What the disk and the memory tiers exchange is
+        which nobody may have meanwhile. It copies from memory what was read from disk
+        or a peer before it began, so it ends unless the memory or the device hangs; and
+        then no forward that loads something ends either, whose layers come from the
+        same thread. What the disk and the memory tiers exchange is
         waited for by nobody: it touches no page of the device, its slots are kept until
         it ends, and of pages that were forgotten meanwhile it ends into nothing.
         """

@@ -75,10 +75,11 @@ def open_disk(folder, *, fingerprint="model", calls=None, slow_io_s=1e6):
     )
 
 
-def make_runtime(folder, calls=None, *, slow_io_s=1e6):
+def make_runtime(folder, calls=None, *, slow_io_s=1e6, emulator=None):
     """Return a runtime whose disk lies in a folder; its weights are changed at will."""
     disk = open_disk(folder, calls=calls, slow_io_s=slow_io_s)
-    host = HostTier(LAYOUT.slot_bytes, HOST_SLOTS)
+    emulator = emulator or Emulator()
+    host = emulator.wrap(HostTier(LAYOUT.slot_bytes, HOST_SLOTS))
     pool = FakeDevicePool(LAYOUT, DEVICE_PAGES)
     pool.fill(np.random.default_rng(3))
     clock, metrics, completions = SystemClock(), MetricsRegistry(), CompletionQueue()
@@ -111,7 +112,7 @@ def make_runtime(folder, calls=None, *, slow_io_s=1e6):
             host=host,
             cxl=None,
             disk=disk,
-            emulator=Emulator(),
+            emulator=emulator,
             metrics=metrics,
             completions=completions,
             loader=LayerwiseLoader(pool, *work),
@@ -227,6 +228,18 @@ class Scheduler:
                 assert np.array_equal(look(16 + page), look(source))
         runtime.forget_request(rid)
         self._asking = None
+
+    def begin_load(self, wanted):
+        """Begin to load a prompt that is in memory, and do not wait for it."""
+        runtime = self.runtime
+        coordinator, digest = runtime.coordinator, runtime.namespace(None, None)
+        tokens = prompt(wanted, runtime.page_tokens)
+        state = coordinator.track("begun", digest, tokens, PROMPT_PAGES)
+        while not coordinator.prepare(state, 0):
+            runtime.completions.wait(0.001)
+            runtime.pump()
+        target = np.arange(16, 16 + coordinator.loadable_pages(state, 0))
+        return runtime.loader.submit([coordinator.begin(state, target)])
 
     def let_go(self):
         """Forget the request that is asked for, and end what runs for it."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from sgl_tiered.cache.adoption import arrange
 from sgl_tiered.cache.tiered_cache import CacheConfig, TierConfig, TieredCache
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
@@ -289,8 +290,7 @@ def test_what_is_dropped_is_not_adopted_later(when, how):
     adoption.finish()
     give_back(cache)
     disk.forget(cache.take_forgotten(TierId.DISK))
-    num_forgotten = disk.num_slots if when == "while it is read" else NUM_LEFT
-    assert sorted(disk.forgotten) == list(range(num_forgotten))
+    assert sorted(disk.forgotten) == list(range(disk.num_slots))
     assert cache.occupancy(TierId.DISK).used_slots == 0
     assert cache.num_namespaces == 0
     cache.check()
@@ -397,3 +397,75 @@ def test_each_rank_has_a_folder_of_its_own(tmp_path):
     disk = open_disk(config, LAYOUT, namespace, Emulator(), Agreement(clock))
     disk.close()
     assert not (alone / "rank-0-of-1").exists()
+
+
+@pytest.fixture
+def unread(tmp_path, monkeypatch):
+    """A disk with two pages of a former server, whose scan has failed; how is given."""
+
+    def opened(how):
+        path = tmp_path / "disk"
+        former = open_tier(path)
+        store(former, [3, 9], [1, 2])
+        former.close()
+        calls = HeldCalls(Gate())
+        disk = open_tier(path, calls=calls)
+        cache, metrics = make_cache(disk.num_slots), MetricsRegistry()
+        with monkeypatch.context() as patch:
+            if how == "the disk fails":
+                calls.read_error = EIO
+            else:
+
+                def arrange_nothing(found):
+                    if len(found):
+                        raise RuntimeError("a fault of ours")
+                    return arrange(found)
+
+                patch.setattr(rank_disk, "arrange", arrange_nothing)
+            adoption = DiskAdoption(cache, disk, Agreement(ManualClock()), metrics)
+            adoption.finish()
+        calls.read_error = 0
+        assert adoption.is_done
+        assert num_on_disk(cache) == 0
+        return path, disk, cache, adoption
+
+    return opened
+
+
+HOW_UNREAD = pytest.mark.parametrize("how", ["the disk fails", "a fault of ours"])
+
+
+@HOW_UNREAD
+def test_what_could_not_be_read_may_be_found_by_the_next_server(unread, how):
+    """A disk that failed for a moment costs one start its pages, and no more."""
+    path, disk, _, _ = unread(how)
+    disk.close()
+    again = open_tier(path)
+    assert recovered(again) == {3: 1, 9: 2}
+    again.close()
+
+
+@HOW_UNREAD
+def test_what_could_not_be_read_is_forgotten_by_a_flush(unread, how):
+    """Nobody knows what is there, and yet no later server finds it."""
+    path, disk, cache, adoption = unread(how)
+    adoption.discard()
+    cache.reset()
+    store(disk, [3], [7])
+    disk.close()
+    again = open_tier(path)
+    assert recovered(again) == {3: 7}, "and what was stored afterwards"
+    again.close()
+
+
+def test_a_flush_after_a_failed_scan_takes_no_slot_that_is_in_use(unread):
+    """What is being read or written there ends as it would have."""
+    path, disk, cache, adoption = unread("the disk fails")
+    used = cache._table.slots[cache._tiers.index(TierId.DISK)].alloc(4)
+    assert used.tolist() == [0, 1, 2, 3]
+    store(disk, [3], [7])
+    adoption.discard()
+    disk.close()
+    again = open_tier(path)
+    assert recovered(again) == {3: 7}
+    again.close()

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 from sgl_tiered.cache.table import FREE
+from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.engines.sglang import runtime as runtime_module
 from sgl_tiered.engines.sglang.rank_disk import disk_fingerprint
 from sgl_tiered.tiers import disk_access, disk_directory
+from sgl_tiered.tiers.emulation import parse_emulation
+from sgl_tiered.tiers.emulator import Emulator
 from tests.draining import drain
 from tests.unit.engines.scheduler_thread_support import (
     DISK_SLOTS,
@@ -365,6 +368,76 @@ def test_a_copy_from_the_device_that_hangs_is_waited_for_in_bounded_time(
     tokens = np.arange(8, dtype=np.int32)
     assert runtime.cache.lookup(digest, tokens, 0).num_found == 0
     assert runtime.cache.occupancy(TierId.HOST).used_slots == 0
+
+
+def flush_while_a_load_runs(scheduler, monkeypatch, let_go):
+    """Flush while a load runs that ends when it is let go.
+
+    Returns:
+        Whether the flush waited for it, and whether nothing was written to the device
+        after the flush.
+    """
+    runtime = scheduler.runtime
+    # Were the wait bounded, it would be over at once.
+    monkeypatch.setattr(runtime_module, "_DRAIN_TIMEOUT_S", 0.01)
+    drain_loads, came = runtime.loader.drain, threading.Event()
+    left = []
+
+    def noted(*timeout):
+        came.set()
+        return drain_loads(*timeout)
+
+    monkeypatch.setattr(runtime.loader, "drain", noted)
+
+    def main():
+        flush(scheduler)
+        left.append(runtime.parts.device.layers.copy())
+
+    thread = threading.Thread(target=main, name="scheduler", daemon=True)
+    thread.start()
+    assert came.wait(PATIENCE_S), "the flush does not look whether a load runs"
+    thread.join(0.1)
+    waited = not left
+    let_go()
+    thread.join(PATIENCE_S)
+    assert left, "the load has ended, and the flush has not"
+    assert drain_loads(PATIENCE_S)
+    runtime.pump()
+    runtime.cache.check()
+    return waited, np.array_equal(left[0], runtime.parts.device.layers)
+
+
+def test_a_flush_gives_no_page_away_that_a_load_still_writes(runtime, monkeypatch):
+    """It ends with the load, whose disk or peer was read before it began."""
+    pool = runtime.parts.device
+    scheduler = Scheduler(runtime)
+    scheduler.run(lambda: scheduler.steps(2))
+    scheduler.run(lambda: (scheduler.let_go(), drain(runtime), runtime.pump()))
+    pool.gates[-1].clear()
+    ticket = scheduler.run(lambda: scheduler.begin_load(0))
+    seen = flush_while_a_load_runs(scheduler, monkeypatch, pool.gates[-1].set)
+    assert ticket.done
+    assert seen == (True, True)
+    is_used_again(scheduler)
+
+
+def test_a_flush_ends_when_a_memory_that_hangs_does(folder, monkeypatch):
+    """Nothing else bounds it: the load fails or ends, and the server goes on."""
+    clock = ManualClock()
+    sections = parse_emulation("host:fault=hang/load/for=30", [TierId.HOST])
+    emulator = Emulator(sections, clock=clock)
+    runtime = make_runtime(folder, emulator=emulator)
+    scheduler = Scheduler(runtime)
+    scheduler.run(lambda: scheduler.steps(2))
+    scheduler.run(lambda: (scheduler.let_go(), drain(runtime), runtime.pump()))
+    emulator.arm()
+    ticket = scheduler.run(lambda: scheduler.begin_load(0))
+    seen = flush_while_a_load_runs(scheduler, monkeypatch, lambda: clock.advance(31.0))
+    assert emulator.num_struck(TierId.HOST)
+    assert ticket.done
+    assert seen == (True, True)
+    is_used_again(scheduler)
+    runtime.close(runtime.pump)
 
 
 def test_a_closing_tier_does_not_wait_for_its_watcher(runtime, gate, monkeypatch):

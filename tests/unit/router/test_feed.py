@@ -11,6 +11,7 @@ import zmq.asyncio
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.routing.base import PLACES
+from sgl_tiered.router import feed as feed_module
 from sgl_tiered.router.config import parse_instance
 from sgl_tiered.router.events import (
     Cleared,
@@ -220,6 +221,79 @@ async def following(source: FeedSource, again_s: float):
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+class BusyFeed(EventFeed):
+    """Takes nothing before it may, as while a long batch is applied."""
+
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields)
+        self.may_go_on = asyncio.Event()
+        self.num_large = 0
+
+    async def take(self, frames):
+        await self.may_go_on.wait()
+        self.num_large += len(frames[2]) > LARGE
+        await super().take(frames)
+
+
+LARGE = 2**19
+"""Bytes: more than the system holds for a socket of this kind."""
+AT_PUBLISHER = 16
+"""Batches for each feed that have not gone out."""
+
+
+@scenario
+async def test_events_that_nobody_takes_are_bounded(tmp_path):
+    """What there is no room for is a gap that is counted; all goes on behind it."""
+    tree, context = PromptTree(), zmq.asyncio.Context()
+    source = FeedSource(f"ipc://{tmp_path}/events")
+    busy, free = (
+        kind(tree, tree.add_holder(name, PAGE), source, context)
+        for name, kind in (("busy", BusyFeed), ("free", EventFeed))
+    )
+    publisher = context.socket(zmq.XPUB)
+    publisher.set(zmq.XPUB_VERBOSE, 1)
+    publisher.set(zmq.SNDHWM, AT_PUBLISHER)
+    publisher.bind(source.endpoint)
+    numbers = iter(range(10**6))
+
+    async def publish(*events):
+        number = next(numbers).to_bytes(8, "big")
+        await publisher.send_multipart([b"", number, batch(*events)])
+
+    large = {**removed(range(0)), "padding": bytes(LARGE)}
+    room = feed_module._MAX_QUEUED
+    tasks = [asyncio.create_task(each.run()) for each in (busy, free)]
+    try:
+        for _ in tasks:
+            await publisher.recv()
+        await publish(stored(TOKENS, PAGE))
+        for number in range(4 * room):
+            await publish(large)
+            await until(lambda number=number: free.counts.batches == number + 2)
+        assert (free.counts.gaps, len(free.holder.names)) == (0, 6)
+        assert busy.counts.batches == 0
+        busy.may_go_on.set()
+
+        async def hears_again():
+            await publish(stored(TOKENS, PAGE))
+            return busy.counts.gaps
+
+        await until(hears_again)
+        # And one or two that are on their way.
+        assert 0 < busy.num_large <= room + AT_PUBLISHER + 4
+        assert busy.counts.drops == busy.counts.gaps
+        assert not busy.holder.is_complete
+        await until(lambda: len(busy.holder.names) == 6)
+        await publish(removed(range(4, 6)))
+        await until(lambda: len(busy.holder.names) == len(free.holder.names) == 4)
+        assert free.counts.gaps == 0
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         context.destroy(linger=0)
 
 

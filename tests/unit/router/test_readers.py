@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.router import readers as readers_module
 from sgl_tiered.router.prompts import CHARACTERS, TEMPLATE_KEYS, TOKENS, read_prompt
 from sgl_tiered.router.readers import Readers
 from sgl_tiered.router.reading import Job, read_request
@@ -43,6 +44,14 @@ async def reading(word=LETTERS, timeout_s=0.5, num=2):
 
 def read(readers, body, path="/generate", sizes=(4,)):
     return readers.read(path, json.dumps(body).encode(), sizes)
+
+
+def copy_of(readers):
+    """Return the number of the one process that has read bodies."""
+    assert readers.process is not None
+    first = readers.process.pid
+    (copy,) = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+    return int(copy)
 
 
 @scenario
@@ -124,14 +133,45 @@ async def test_a_copy_that_ended_while_it_waited_costs_no_request():
     """As the system ends one for want of memory: another one takes its place."""
     async with reading(timeout_s=20.0) as (readers, troubles):
         await read(readers, {"text": "one"})
-        assert readers.process is not None
-        first = readers.process.pid
-        (copy,) = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-        os.kill(int(copy), signal.SIGKILL)
+        os.kill(copy_of(readers), signal.SIGKILL)
         await until(lambda: readers._idle[0][0].at_eof())
         found = await read(readers, {"text": "two"})
         assert found.prompt.alphabet == TOKENS
         assert troubles == []
+
+
+@scenario
+async def test_no_more_bodies_wait_than_there_is_room_for(monkeypatch):
+    """More are read without, or refused if long, at once; who waits is served."""
+    monkeypatch.setattr(readers_module, "_PATIENCE_S", 1000.0)
+    room = readers_module._MAX_WAITING
+    async with reading(timeout_s=1000.0, num=1) as (readers, troubles):
+        await read(readers, chat("friendly"), CHAT)
+        copy = copy_of(readers)
+        os.kill(copy, signal.SIGSTOP)
+        # One more: that which is read, by a process that stands still.
+        waiting = [
+            asyncio.create_task(read(readers, chat("friendly"), CHAT))
+            for _ in range(room + 1)
+        ]
+        try:
+            await until(lambda: readers._num_waiting == room)
+            for _ in range(room):
+                found = await read(readers, chat("friendly"), CHAT)
+                assert found.prompt.alphabet == CHARACTERS
+            with pytest.raises(RefusedError, match="try again later") as raised:
+                await read(readers, chat("x" * 100_000), CHAT)
+            assert (raised.value.status, raised.value.reason) == (503, "readers_busy")
+            assert troubles == ["tokenizer_busy"] * (room + 1)
+            assert readers._num_waiting == room
+            assert readers.num_reading == 1
+            assert not any(task.done() for task in waiting)
+        finally:
+            os.kill(copy, signal.SIGCONT)
+        for found in await asyncio.gather(*waiting):
+            assert found.prompt.alphabet == TOKENS
+        assert readers._num_waiting == 0
+        assert len(troubles) == room + 1
 
 
 @scenario

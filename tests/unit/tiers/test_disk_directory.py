@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from sgl_tiered.errors import ConfigError, TierUnavailableError
+from sgl_tiered.tiers.disk_format import META_NAME
 from tests.unit.tiers.disk_support import open_tier, recovered, store
 
 
@@ -98,6 +99,14 @@ def test_link_with_our_name_is_foreign(path, tmp_path):
     with pytest.raises(TierUnavailableError, match="holds"):
         open_tier(path)
     assert target.read_text() == "precious"
+
+
+def test_pipe_in_the_place_of_the_meta_file_is_foreign(path):
+    """Nothing is read from it, which would wait for ever."""
+    path.mkdir()
+    os.mkfifo(path / META_NAME)
+    with pytest.raises(TierUnavailableError, match=f"holds '{META_NAME}'"):
+        open_tier(path)
 
 
 def test_path_that_is_a_file_is_refused(path):

@@ -238,22 +238,94 @@ def test_other_fingerprint_or_layout_is_discarded(path, other, caplog):
     assert not list(path.glob("*.kv"))
 
 
-@pytest.mark.parametrize("other", [1, FORMAT_VERSION - 1, 99])
-def test_other_version_is_discarded(path, other, caplog):
-    """Slabs of an older or newer format are removed, which one sentence says."""
+def contents(path):
+    """Return what is in a folder: names, bytes, modes and times of change."""
+    return {
+        file.name: (file.read_bytes(), file.stat().st_mode, file.stat().st_mtime_ns)
+        for file in path.iterdir()
+    } | {"": path.stat().st_mode}
+
+
+@pytest.mark.parametrize("more", [{}, {"more": 1}, {"slot_bytes": None}])
+@pytest.mark.parametrize(
+    ("other", "whose"),
+    [(1, "an older"), (FORMAT_VERSION - 1, "an older"), (99, "a newer")],
+)
+def test_another_version_s_folder_is_refused_as_it_is(path, other, whose, more):
+    """A server of another version started by mistake costs nobody a cache.
+
+    Whatever else that version writes into its meta file.
+    """
+    fill(path, {0: 100})
+    meta, ours = path / META_NAME, (path / META_NAME).read_text()
+    meta.write_text(json.dumps(json.loads(ours) | more | {"version": other}))
+    path.chmod(0o755)
+    before = contents(path)
+    with pytest.raises(TierUnavailableError) as refused:
+        open_tier(path)
+    assert str(refused.value) == (
+        f"the disk tier does not use {path}, because {whose} version of sgl-tiered "
+        f"keeps its pages in it, in format {other}, and this one reads format "
+        f"{FORMAT_VERSION} only; start that version, give another path, or delete the "
+        f"tiered-* files in it."
+    )
+    assert contents(path) == before
+    meta.write_text(ours)
+    tier = open_tier(path)
+    assert recovered(tier) == {0: 100}
+    tier.close()
+
+
+def test_files_that_only_another_version_knows_are_not_called_foreign(path):
+    """What the folder is comes first: its owner is told whose it is."""
     fill(path, {0: 100})
     meta = path / META_NAME
-    written = f'"version": {FORMAT_VERSION}'
-    # Another version names weights otherwise as well; the version is the reason.
-    text = meta.read_text().replace(written, f'"version": {other}')
-    meta.write_text(text.replace("model-a", "model-z"))
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"version": 99}))
+    (path / "tiered-journal").write_text("of a later version")
+    with pytest.raises(TierUnavailableError, match="a newer version of sgl-tiered"):
+        open_tier(path)
+
+
+def test_a_folder_that_becomes_another_version_s_is_not_opened_afresh(path, clock):
+    """The disk rests, which its state says, and nothing there is deleted."""
+    tier = open_tier(path, clock=clock, rest_s=REST_S)
+    store(tier, [2], [102])
+    path.rename(path.with_name("away"))
+    assert not store(tier, [3], [103]).ok.any()
+    fill(path, {0: 100})
+    meta = path / META_NAME
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"version": 99}))
+    before = contents(path)
+    for _ in range(3):
+        clock.advance(REST_S + 1)
+        assert not store(tier, [4], [104]).ok.any()
+    assert "a newer version of sgl-tiered" in tier._access.writes.last_error
+    assert contents(path) == before
+    tier.close()
+
+
+def test_records_of_another_version_in_a_folder_of_ours_are_left_out(path):
+    """They are as good as damaged ones: no reason to refuse the start."""
+    dtype = record_dtype(PAGE_TOKENS)
+    fill(path, {0: 100, 1: 101})
+    raw = np.fromfile(path / INDEX_NAME, dtype)
+    raw["version"][1] = FORMAT_VERSION - 1
+    raw["own"] = own_checksums(raw)
+    raw.tofile(path / INDEX_NAME)
+    tier = open_tier(path)
+    assert recovered(tier) == {0: 100}
+    tier.close()
+
+
+@pytest.mark.parametrize("version", [0, -1, 1.5, "2", True, None, [2], 1 << 16])
+def test_a_version_that_is_none_is_damage(path, version):
+    """No version ever wrote that: the slabs are removed, and the server starts."""
+    fill(path, {0: 100})
+    meta = path / META_NAME
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"version": version}))
     tier = open_tier(path)
     assert not len(tier.recover())
     tier.close()
-    (line,) = [line for line in caplog.messages if "discarded" in line]
-    assert f"written in format {other}" in line
-    assert f"reads format {FORMAT_VERSION} only" in line
-    assert not list(path.glob("*.kv"))
 
 
 def test_pages_stored_after_a_new_mark_are_kept_over_a_restart(path):
@@ -430,7 +502,7 @@ META = {
     "page_bytes": PAGE_BYTES,
     "page_tokens": PAGE_TOKENS,
     "slots_per_slab": 8,
-    "version": 2,
+    "version": FORMAT_VERSION,
     "format": "sgl-tiered-disk",
 }
 
