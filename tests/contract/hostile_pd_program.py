@@ -5,13 +5,15 @@
 Modes: ``prefill`` and ``decode`` (the threads that hear of the other side), ``worker``
 (the one that sends), ``receiver`` (where a prefill instance says that it is);
 ``strangers_to_prefill`` and ``strangers_to_decode`` (messages that could be read, of
-who is not the one to say them), ``keyless`` (a decode instance that gives no key).
+who is not the one to say them); ``late_aborts``, ``names``, ``floods``, ``forgotten``
+(what they may not keep a pair from); ``keyless`` (a decode instance without a key).
 With ``unguarded`` before a mode, what looks at messages first is taken away, with
 ``unproven`` the look at who says them: planted faults, which must be found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import sys
@@ -101,7 +103,7 @@ def manager(*, is_prefill: bool) -> Any:
     made.incidents = Counting("prefill and decode")
     made.asking, made.asked = (
         speaking.Asking(made._is_live),
-        speaking.Asked(made._is_live, conn._tcp),
+        speaking.Asked(conn.tcp),
     )
     made.outbox = []
     made.engine = RawEngine(
@@ -205,7 +207,7 @@ METADATA = [
 HERE, ELSEWHERE = "tcp://10.0.0.7:6000", "tcp://10.0.0.8:6000"
 RIGHT, EVIL, TWIN = (speaking.Asking(lambda room: True) for _ in range(3))
 SESSION, EVIL_SESSION, TWIN_SESSION = (
-    each._session(HERE).decode() for each in (RIGHT, EVIL, TWIN)
+    each.say(0, HERE, METADATA)[3].decode() for each in (RIGHT, EVIL, TWIN)
 )
 
 
@@ -225,9 +227,8 @@ def abort(room: int, host: bytes = b"10.0.0.1") -> list[bytes]:
 
 
 def proved(by: speaking.Asking, message: list[bytes]) -> list[bytes]:
-    """Return whatever message with a proof of a decode instance."""
-    proof = speaking._proof(by._key(HERE), speaking._TO_PREFILL, message)
-    return [*message, proof + by._session(HERE)]
+    """Return whatever message with the key of a decode instance."""
+    return [*message, by._key(HERE)]
 
 
 def registered() -> list[list[bytes]]:
@@ -277,7 +278,7 @@ ANY = st.lists(FRAMES, min_size=1, max_size=22)
 def said(draw: st.DrawFn) -> list[bytes]:
     """A message to a prefill instance: of nobody, or of who has registered."""
     who = draw(st.sampled_from([None, EVIL, TWIN]))
-    session = "other:1" if who is None else who._session(HERE).decode()
+    session = {None: "other:1", EVIL: EVIL_SESSION, TWIN: TWIN_SESSION}[who]
     host = b"10.0.0.2" if who is EVIL else b"10.0.0.1"
     message: list[bytes] = draw(
         st.one_of(
@@ -290,8 +291,7 @@ def said(draw: st.DrawFn) -> list[bytes]:
     )
     if who is None:
         return message
-    is_registration = message[0] == b"None"
-    return [*message, who._key(HERE)] if is_registration else proved(who, message)
+    return proved(draw(st.sampled_from([who, EVIL, TWIN])), message)
 
 
 TO_PREFILL = st.lists(said(), max_size=6)
@@ -329,14 +329,7 @@ def prefill() -> dict[str, int]:
 
 def spoken(made: Any, *messages: list[bytes]) -> list[list[bytes]]:
     """Return what the prefill instance says that a decode instance asked for a room."""
-    its = speaking.Asked(lambda room: True, conn._tcp)
-    for message in (REGISTRATION, METADATA):
-        session, asked = its.hear(made.asking.say(ROOM, HERE, message))
-        its.admit(session, asked, {})
-    key = its._sessions[session].key
-    return [
-        [*each, speaking._proof(key, speaking._TO_DECODE, each)] for each in messages
-    ]
+    return [[*each, made.asking.say(ROOM, HERE, METADATA)[-1]] for each in messages]
 
 
 def decode() -> dict[str, int]:
@@ -378,19 +371,14 @@ def strangers_to_prefill() -> dict[str, str]:
         "asks so, with a proof": proved(EVIL, asks(8, SESSION, b"10.0.0.2")),
         "asks for another's room": proved(EVIL, asks(ROOM, EVIL_SESSION, b"10.0.0.2")),
         "asks so, at its place": proved(TWIN, asks(ROOM, TWIN_SESSION)),
-        "asks for itself, at its place": proved(EVIL, asks(8, EVIL_SESSION)),
+        "asks unregistered": asks(8, "new:1"),
         "registers again": [*of(REGISTRATION, SESSION, b"10.0.0.2"), EVIL._key(HERE)],
         "registers again, without a key": of(REGISTRATION, SESSION, b"10.0.0.2"),
-        "registers with a short key": [*of(REGISTRATION, "new:1"), b"key"],
         "aborts": abort(ROOM),
         "aborts, with a proof": proved(EVIL, abort(ROOM, b"10.0.0.2")),
         "aborts so, from its place": proved(EVIL, abort(ROOM)),
         "aborts so, at its place": proved(TWIN, abort(ROOM)),
         "aborts from nowhere": proved(TWIN, [b"ABORT", b"7"]),
-        "says it again, changed": [
-            b"8",
-            *RIGHT.say(ROOM, HERE, METADATA)[1:],
-        ],
     }
     told = {}
     for what, message in theirs.items():
@@ -402,7 +390,11 @@ def strangers_to_prefill() -> dict[str, str]:
         assert set(made.transfer_infos) == {ROOM}, what
         assert set(made.transfer_infos[ROOM]) == {SESSION}, what
         assert made.request_status[ROOM] == KVPoll.WaitingForInput, what
-        assert made.outbox == [], what
+        # What he is answered, the one that asked does not believe.
+        for place, word in made.outbox:
+            assert place == "tcp://10.0.0.1:5000" or "from its place" not in what
+            assert not believed(RIGHT, word), what
+        made.outbox.clear()
         told[what] = ",".join(made.incidents.counts)
         # Who asked ends it, and hears that it has ended, which nobody else could say.
         heard(made, [RIGHT.say(ROOM, HERE, abort(ROOM))])
@@ -413,24 +405,142 @@ def strangers_to_prefill() -> dict[str, str]:
     return told
 
 
+def believed(by: speaking.Asking, word: list[bytes]) -> bool:
+    """Return whether a decode instance takes a word for what it asked for."""
+    try:
+        by.hear(word)
+    except speaking.StrangerError:
+        return False
+    return True
+
+
+def answers(made: Any, by: speaking.Asking) -> list[list[bytes]]:
+    """Return what a prefill instance has said that this one believes; forget all."""
+    found = [by.hear(word) for _, word in made.outbox if believed(by, word)]
+    made.outbox.clear()
+    return found
+
+
+def cleared(made: Any) -> None:
+    """Let the request end, as the scheduler does."""
+    it: Any = object.__new__(conn.TieredKVSender)
+    it.kv_mgr, it.bootstrap_room, it.conclude_state = made, ROOM, None
+    it.clear()
+
+
+def late_aborts() -> dict[str, int]:
+    """An ABORT of a room that others have: nothing ends, and it is answered."""
+    mine = RIGHT.say(ROOM, HERE, abort(ROOM))
+    ack = [[b"ABORT_ACK", b"7", b"0", b"3"]]
+    his = [b"10.0.0.2", b"10.0.0.1"]
+    told: dict[str, int] = defaultdict(int)
+    for host in his:
+        for what in ("asked first", "asked after the end"):
+            made = manager(is_prefill=True)
+            heard(made, registered())
+            if what == "asked after the end":
+                heard(made, [RIGHT.say(ROOM, HERE, METADATA)])
+                made.conclude_failure(bootstrap_room=ROOM, failure_reason="its own")
+                cleared(made)
+                made.request_status[ROOM] = KVPoll.Bootstrapping
+                made.outbox.clear()
+            heard(made, [proved(EVIL, asks(ROOM, EVIL_SESSION, host))])
+            heard(made, [RIGHT.say(ROOM, HERE, METADATA)])
+            assert set(made.transfer_infos[ROOM]) == {EVIL_SESSION}, (what, host)
+            # Not before nothing can arrive any more.
+            made._staging_outstanding[ROOM] = 1
+            heard(made, [mine])
+            assert answers(made, RIGHT) == [], (what, host)
+            made._staging_outstanding[ROOM] = 0
+            made._maybe_ack_drained_abort(ROOM)
+            assert answers(made, RIGHT) == ack, (what, host)
+            # Another says so where this one listens, before that: it asks again.
+            made._staging_outstanding[ROOM] = 1
+            heard(made, [mine, proved(TWIN, abort(ROOM))])
+            made._staging_outstanding[ROOM] = 0
+            heard(made, [mine])
+            assert answers(made, RIGHT) == ack, (what, host)
+            assert made.request_status[ROOM] == KVPoll.WaitingForInput, (what, host)
+            for kind, number in made.incidents.counts.items():
+                told[kind] += number
+    return told
+
+
+def names() -> dict[str, str]:
+    """A stranger that registers another's name first keeps nobody out."""
+    told = {}
+    for what, message in {
+        "with his key": [*of(REGISTRATION, SESSION, b"10.0.0.2"), EVIL._key(HERE)],
+        "without one": of(REGISTRATION, SESSION, b"10.0.0.2"),
+    }.items():
+        made = manager(is_prefill=True)
+        heard(made, [message])
+        told[what] = ",".join(made.incidents.counts)
+        heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
+        assert set(made.transfer_infos[ROOM]) == {SESSION}, what
+        assert made.decode_kv_args_table[SESSION].endpoint == "10.0.0.1", what
+    return told
+
+
+def floods() -> dict[str, int]:
+    """Who registers, asks and aborts without end keeps the pair's words from nobody."""
+    made = manager(is_prefill=True)
+    del made.request_status[ROOM]
+    heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
+    others = (speaking.Asking(lambda room: True) for _ in range(1100))
+    heard(made, [each.say(0, HERE, REGISTRATION) for each in others])
+    heard(made, [proved(EVIL, asks(8 + n, EVIL_SESSION)) for n in range(4200)])
+    heard(made, [proved(TWIN, abort(8 + n)) for n in range(4200)])
+    # Only now its request comes; and another one.
+    made.update_status(ROOM, KVPoll.Bootstrapping)
+    made.conclude_failure(bootstrap_room=ROOM, failure_reason="its own")
+    (word,) = answers(made, RIGHT)
+    assert word == [b"7", b"0", b"0"]
+    heard(made, [RIGHT.say(NEXT_ROOM, HERE, asks(9999, ""))])
+    assert set(made.transfer_infos[9999]) == {SESSION}
+    assert len(made.asked._aborters) <= speaking._MOST_ROOMS
+    return made.incidents.counts
+
+
+def forgotten() -> dict[str, int]:
+    """A prefill instance that does not know who asks says so; it registers again."""
+    made = manager(is_prefill=True)
+    heard(made, [RIGHT.say(ROOM, HERE, METADATA), proved(EVIL, asks(ROOM, "odd:1"))])
+    assert made.transfer_infos == {}
+    assert answers(made, RIGHT) == [[b"7", b"0", b"0"]]
+    heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
+    assert set(made.transfer_infos[ROOM]) == {SESSION}
+    # The decode instance drops what it knows of that one, unless it ended it itself.
+    for by_us, left in ((False, {}), (True, {"place": [1]})):
+        its = manager(is_prefill=False)
+        infos = [1]
+        its.connection_lock, its.connection_pool = threading.Lock(), {"place": infos}
+        it: Any = object.__new__(conn.TieredKVReceiver)
+        it.kv_mgr, it.bootstrap_room, it.bootstrap_addr = its, ROOM, "somewhere"
+        it._connection_pool_entries = {"place": infos}
+        it.abort_notified, it.conclude_state = by_us, KVPoll.Failed
+        its.addr_to_rooms_tracker = defaultdict(set)
+        with contextlib.suppress(common.KVTransferError):
+            it.failure_exception()
+        assert its.connection_pool == left, by_us
+    return made.incidents.counts
+
+
 def strangers_to_decode() -> dict[str, str]:
     """Each says what only the prefill instance that was asked may: nothing changes."""
     ack = [b"ABORT_ACK", b"7", b"0", b"1"]
     told = {}
     for what in ("status", "aux", "ack"):
         word = {"status": STATUS, "aux": AUX, "ack": ack}[what]
-        for how in ("alone", "of another pair", "echoed", "of another room"):
+        for how in ("alone", "of another pair", "of another room"):
             made = manager(is_prefill=False)
             state = common.DeferredAbortAckState(generation=1, prefill_ranks=set())
             made._deferred_abort_ack_tracker[ROOM] = state
             (right,) = spoken(made, word)
             made.asking.say(8, ELSEWHERE, asks(8, ""))
-            key = made.asking._key
-            way, back = speaking._TO_DECODE, speaking._TO_PREFILL
             message = {
                 "alone": word,
-                "of another pair": [*word, speaking._proof(key(ELSEWHERE), way, word)],
-                "echoed": [*word, speaking._proof(key(HERE), back, word)],
+                "of another pair": [*word, made.asking._key(ELSEWHERE)],
                 "of another room": [right[0], b"8", *right[2:]]
                 if what != "status"
                 else [b"8", *right[1:]],
@@ -469,17 +579,19 @@ def keyless() -> dict[str, str]:
             ("tcp://10.0.0.1:5000", [b"ABORT_ACK", b"7", b"0", b"3"])
         ]
         assert made.incidents.counts == {}
+        # A scheduler shares work by what follows the colon.
+        heard(made, [of(message, "odd"), asks(8, "odd")])
+        assert set(made.transfer_infos) == {ROOM}
+        assert made.incidents.counts == {"message": 1}
     return told
 
 
 def anybody(self: Any, message: list[bytes]) -> Any:
     """Hear a message, whoever says it: a planted fault."""
-    said = message[:-1] if len(message[-1]) >= speaking._KEY_BYTES else message
-    if isinstance(self, speaking.Asking):
-        return said
-    if message[0] == b"None":
-        return message[3].decode(), message
-    return (SESSION if said[0] == b"ABORT" else message[3].decode()), said
+    is_last = len(message[-1]) == speaking._KEY_BYTES
+    said = message[:-1] if is_last else message
+    key = RIGHT._key(HERE) if said[0] == b"ABORT" else message[-1]
+    return said if isinstance(self, speaking.Asking) else (key, said)
 
 
 def worker() -> dict[str, int]:

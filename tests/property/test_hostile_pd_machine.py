@@ -392,69 +392,76 @@ _ROOMS = st.integers(0, 3)
 class SpeakersMachine(RuleBasedStateMachine):
     """A pair, and another decode instance that says what it likes in its name.
 
-    It knows the session and the place of the first one, but not its key.
+    It knows the sessions and places of the first one, but not its keys. Requests need
+    one rank of a decode instance, or two.
     """
 
-    @initialize()
-    def begin(self) -> None:
-        """Both decode instances register."""
-        self.honest, self.evil = (Asking(lambda room: True) for _ in range(2))
-        self.asked = Asked(lambda room: True, lambda host, port: f"tcp://{host}:{port}")
+    @initialize(num_ranks=st.integers(1, 2))
+    def begin(self, num_ranks: int) -> None:
+        """Nobody has said anything."""
+        makers = [Asking(lambda room: True) for _ in range(num_ranks + 1)]
+        *self.ranks, self.evil = makers
+        self.asked = Asked(lambda host, port: f"tcp://{host}:{port}")
         # As SGLang has them: who has asked for a room, by session.
         self.rooms: dict[int, dict[str, Any]] = {}
         self.ended: set[int] = set()
-        self.mine, self.its = (
-            by.say(0, PREFILL, self.registration(b"", place))[3]
-            for by, place in ((self.honest, DECODE), (self.evil, STRANGER))
+        *self.mine, self.its = (
+            by.say(0, PREFILL, [b"0", b"", b"", b""])[3].decode() for by in makers
         )
-        for by, place in ((self.honest, DECODE), (self.evil, STRANGER)):
-            self.said(by.say(0, PREFILL, self.registration(b"", place)))
 
-    def registration(self, session: bytes, place: tuple[str, int]) -> list[bytes]:
-        host, port = place
-        return [b"None", host.encode(), b"%d" % port, session, *[b""] * 17]
-
-    def said(self, message: list[bytes]) -> bool:
+    def said(self, message: list[bytes]) -> bool | None:
         """The prefill instance hears it, and does as SGLang's thread would."""
         try:
-            session, said = self.asked.hear(message)
-            self.asked.admit(session, said, self.rooms)
+            key, said = self.asked.hear(message)
+            is_heard = self.asked.admit(key, said, self.rooms)
         except (StrangerError, ValueError, LookupError):
-            return False
+            return None
         if said[0] == b"ABORT":
-            self.ended.add(int(said[1]))
+            if is_heard:
+                self.ended.add(int(said[1]))
         elif said[0] != b"None":
-            assert said[3] == session.encode()
-            self.rooms.setdefault(int(said[0]), {})[session] = _REQUIRED()
-        return True
+            assert is_heard
+            required = _REQUIRED(len(self.ranks))
+            self.rooms.setdefault(int(said[0]), {})[said[3].decode()] = required
+        return is_heard
 
-    def is_mine(self, room: int) -> bool:
-        return self.mine.decode() in self.rooms.get(room, {})
+    def place(self, rank: int) -> tuple[bytes, bytes]:
+        return DECODE[0].encode(), b"%d" % (DECODE[1] + rank)
+
+    @rule(room=_ROOMS, rank=st.integers(0, 1))
+    def asks(self, room: int, rank: int) -> None:
+        """A rank asks for a room, unless the other has taken it."""
+        rank %= len(self.ranks)
+        word = [b"%d" % room, *self.place(rank), b"", b"pages"]
+        is_taken = self.its in self.rooms.get(room, {})
+        heard = self.said(self.ranks[rank].say(room, PREFILL, word))
+        assert heard or is_taken
+
+    @rule(room=_ROOMS, rank=st.integers(0, 1))
+    def aborts(self, room: int, rank: int) -> None:
+        """A rank ends a room, whoever has it, and believes the answer."""
+        rank %= len(self.ranks)
+        by, (host, port) = self.ranks[rank], self.place(rank)
+        word = [b"ABORT", b"%d" % room, host, port, b"1"]
+        heard = self.said(by.say(room, PREFILL, word))
+        assert heard is not None
+        assert heard or self.its in self.rooms[room]
+        ack = [b"ABORT_ACK", b"%d" % room, b"0", b"1"]
+        assert by.hear(self.asked.say(f"tcp://{host.decode()}:{int(port)}", ack)) == ack
 
     @rule(room=_ROOMS)
-    def asks(self, room: int) -> None:
-        """The honest one asks for a room, unless the other has it."""
-        word = [b"%d" % room, DECODE[0].encode(), b"5000", b"", b"pages"]
-        heard = self.said(self.honest.say(room, PREFILL, word))
-        assert heard == self.is_mine(room)
-        assert heard or self.its.decode() in self.rooms[room]
-
-    @rule(room=_ROOMS)
-    def ends(self, room: int) -> None:
-        """It ends one that it has asked for."""
-        if self.is_mine(room):
-            word = [b"ABORT", b"%d" % room, DECODE[0].encode(), b"5000", b"1"]
-            assert self.said(self.honest.say(room, PREFILL, word))
-            self.rooms.pop(room)
-            self.asked.end(room)
-            self.ended.discard(room)
+    def clears(self, room: int) -> None:
+        """The request ends."""
+        self.rooms.pop(room, None)
+        self.asked.end(room)
+        self.ended.discard(room)
 
     @rule(
         room=_ROOMS,
         place=_PLACED,
-        how=st.sampled_from(["registers", "keyless", "asks", "ends"]),
+        how=st.sampled_from(["registers", "keyless", "asks", "aborts"]),
         as_other=st.booleans(),
-        proves=st.booleans(),
+        gives_key=st.booleans(),
     )
     def strange(
         self,
@@ -462,37 +469,44 @@ class SpeakersMachine(RuleBasedStateMachine):
         place: tuple[str, int],
         how: str,
         as_other: bool,
-        proves: bool,
+        gives_key: bool,
     ) -> None:
-        """The other says something, with a proof of its own or none."""
+        """The other says something, with its key or without."""
         host, port = place[0].encode(), b"%d" % place[1]
-        session = self.mine if as_other else self.its
-        was_mine, had_ended = self.is_mine(room), room in self.ended
+        session = (self.mine[0] if as_other else self.its).encode()
+        key = [self.evil._key(PREFILL)] if gives_key else []
+        has_room = len(self.rooms.get(room, {})) >= len(self.ranks)
+        is_full = has_room and self.its not in self.rooms[room]
+        had_ended = room in self.ended
         if how in ("registers", "keyless"):
-            key = [self.evil._key(PREFILL)] if how == "registers" else []
-            heard = self.said([*self.registration(session, place), *key])
-            assert heard == (how == "registers" and not as_other)
+            word = [b"None", host, port, session, *[b""] * 17]
+            heard = self.said([*word, *key])
+            assert heard is (True if gives_key and not as_other else None)
             return
         word = [b"%d" % room, host, port, session, b"pages"]
-        if how == "ends":
+        if how == "aborts":
             word = [b"ABORT", b"%d" % room, host, port, b"1"]
-        proof = speaking._proof(self.evil._key(PREFILL), b"to prefill", word)
-        heard = self.said([*word, proof + self.its] if proves else word)
-        if not proves or was_mine:
+            as_other = False
+        heard = self.said([*word, *key])
+        if is_full:
             assert not heard
             assert (room in self.ended) == had_ended
+        if as_other or (how == "asks" and not gives_key):
+            assert heard is None
 
     @invariant()
     def the_honest_one_is_told(self) -> None:
         """What is said of its rooms, it takes for said by whom it asked."""
         if not hasattr(self, "rooms"):
             return
-        for room in self.rooms:
-            if self.is_mine(room):
-                assert set(self.rooms[room]) == {self.mine.decode()}
-                word = [b"%d" % room, b"4", b"0"]
-                answer = self.asked.say(f"tcp://{DECODE[0]}:{DECODE[1]}", word)
-                assert self.honest.hear(answer) == word
+        for room, sessions in self.rooms.items():
+            assert len(sessions) <= len(self.ranks)
+            for rank, by in enumerate(self.ranks):
+                if self.mine[rank] in sessions:
+                    host, port = self.place(rank)
+                    word = [b"%d" % room, b"4", b"0"]
+                    place = f"tcp://{host.decode()}:{int(port)}"
+                    assert by.hear(self.asked.say(place, word)) == word
 
 
 LIMITS = settings(
@@ -542,16 +556,8 @@ def _unproved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unadmitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever proves a key may say anything."""
-    monkeypatch.setattr(
-        Asked,
-        "admit",
-        lambda self, session, message, rooms: (
-            self._register(session, speaking._Known("", message[-1]))
-            if message[0] == b"None"
-            else None
-        ),
-    )
+    """Whoever gives a key may say anything."""
+    monkeypatch.setattr(Asked, "admit", lambda self, key, message, rooms: True)
 
 
 class OnlyTold(HostilePdMachine):

@@ -471,6 +471,8 @@ SEAMS: tuple[Seam, ...] = (
             "build_receiver_registration_message",
             "_make_worker_recv",
             "_send_multipart_locked",
+            "send_kv_status_message",
+            "register_deferred_ack_target",
             "update_status",
             "record_failure",
             "_publish_peer_registration",
@@ -519,6 +521,8 @@ SEAMS: tuple[Seam, ...] = (
             "send_metadata",
             "_send_abort_notification",
             "_connect_to_bootstrap_server",
+            "failure_exception",
+            "invalidate_cached_bootstrap_infos",
         ),
     ),
     Seam(

@@ -30,7 +30,6 @@ from sglang.srt.disaggregation.mooncake.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.utils.network import NetworkAddress
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.engines.sglang.disagg.engine import FIRST_BYTES_PER_S, RawEngine
@@ -48,10 +47,13 @@ from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
     open_kv_transport,
 )
+from sgl_tiered.engines.sglang.disagg.sockets import Ear, Mouth, tcp
 from sgl_tiered.engines.sglang.disagg.speaking import (
     Asked,
     Asking,
     StrangerError,
+    gives_key,
+    room_of,
 )
 from sgl_tiered.engines.sglang.disagg.starts import (
     MUTE,
@@ -97,7 +99,7 @@ class TieredKVManager(MooncakeKVManager):
 
     def __init__(self, args: Any, mode: Any, server_args: Any, *rest: Any) -> None:
         # Who speaks: to prefill instances, and of decode instances.
-        self.asking, self.asked = Asking(self._is_live), Asked(self._is_live, _tcp)
+        self.asking, self.asked = Asking(self._is_live), Asked(tcp)
         # By session, until SGLang has read the rest of its registration.
         self._told: OrderedDict[str, bytes] = OrderedDict()
         self._unsettled: dict[int, set[str]] = {}
@@ -184,7 +186,7 @@ class TieredKVManager(MooncakeKVManager):
         is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         hear = self._hear_decode if is_prefill else self._hear_prefill
         # Before SGLang's: that takes some messages for itself.
-        return super()._make_worker_recv(_Ear(socket, hear, self.incidents), timeout_ms)
+        return super()._make_worker_recv(Ear(socket, hear, self.incidents), timeout_ms)
 
     def _hear_prefill(self, message: list[bytes]) -> list[bytes]:
         """Return what a prefill instance says, for SGLang's thread."""
@@ -195,10 +197,18 @@ class TieredKVManager(MooncakeKVManager):
 
     def _hear_decode(self, message: list[bytes]) -> list[bytes]:
         """Return what a decode instance says, for SGLang's thread."""
-        session, said = self.asked.hear(message)
+        key, said = self.asked.hear(message)
         if why := refusal_on_prefill(self, said):
             raise ValueError(why)
-        self.asked.admit(session, said, self.transfer_infos)
+        if not self.asked.admit(key, said, self.transfer_infos):
+            self._answer_abort(said)
+            raise StrangerError("b'ABORT' of a room that others have asked for")
+        if said[0] in (b"ABORT", b"BOOTSTRAP"):
+            return said
+        session = said[3].decode()
+        if said[0] != b"None" and session not in self.decode_kv_args_table:
+            self._send_back(said)
+            raise StrangerError(f"{session} asks, and has not registered")
         if said[0] == b"None":
             told = said[_ADDRESS_PART : _ADDRESS_PART + 1]
             self._told[session] = told[0] if told else b""
@@ -206,28 +216,47 @@ class TieredKVManager(MooncakeKVManager):
                 self._told.popitem(last=False)
         return said
 
+    def _answer_abort(self, message: list[bytes]) -> None:
+        """Say when nothing is sent for a room any more, and end nothing.
+
+        Who says this has asked too late, or has asked for a request that had the same
+        number before; it holds memory until it is answered.
+        """
+        notification = AbortNotification.from_zmq(message)
+        target = None if notification is None else notification.deferred_ack_target()
+        if target is not None and self.enable_deferred_decode_kv_release:
+            self.register_deferred_ack_target(notification.room, target)
+            self._maybe_ack_drained_abort(notification.room)
+
+    def _send_back(self, message: list[bytes]) -> None:
+        """Let the transfer fail of one that is not known here; it registers anew."""
+        room, host, port = room_of(message), message[1].decode(), int(message[2])
+        self.send_kv_status_message(
+            targets=[(host, port)], bootstrap_room=room, status=KVPoll.Failed
+        )
+        self.asked.end(room, tcp(host, port))
+
     def _send_multipart_locked(
         self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
     ) -> None:
-        """Send to a decode instance, with the proof of who says it."""
-        said = self.asked.say(endpoint, parts)
+        """Send to a decode instance, with the key of the pair."""
+        try:
+            said = self.asked.say(endpoint, parts)
+        except StrangerError as error:
+            if room_of(parts) in self.request_status:
+                self.incidents.note("unsaid", str(error))
+            return
         super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
 
     def _is_live(self, room: int) -> bool:
-        """Return whether something is still to be said or heard of a room."""
-        is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        held = (
-            self._deferred_ack_targets
-            if is_prefill
-            else self._deferred_abort_ack_tracker
-        )
-        return room in self.request_status or room in held
+        """Return whether a decode instance has something to hear of a room still."""
+        return room in self.request_status or room in self._deferred_abort_ack_tracker
 
     def _publish_peer_registration(self, session: str, decode_args: Any) -> Any:
         told = self._told.pop(session, b"")
         if not told:
             why = "it does not speak ours"
-        elif not self.asked.has_key(session):
+        elif not gives_key(session):
             why = "it gives no key, so it is of an older version"
         else:
             why = self.engine.connect(session, told)
@@ -265,8 +294,13 @@ class TieredKVManager(MooncakeKVManager):
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
         """Take an instance for lost that has started anew since it was asked."""
         super()._on_heartbeat_success(bootstrap_addr)
-        known = self._starts.get(bootstrap_addr)
-        if known is not None and start_of(bootstrap_addr) not in (None, known):
+        known, start = self._starts.get(bootstrap_addr), start_of(bootstrap_addr)
+        if start in (None, known):
+            return
+        if known is None and start != MUTE:
+            # It did not say when it was met.
+            self._starts[bootstrap_addr] = start
+        else:
             self._handle_node_failure(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
@@ -484,15 +518,15 @@ class TieredKVReceiver(MooncakeKVReceiver):
     def _connect_to_bootstrap_server(self, bootstrap_info: dict[str, Any]) -> Any:
         """Connect to a prefill instance; one that is nowhere is out of reach.
 
-        What is sent there proves who says it.
+        What is sent there carries the key of the pair.
         """
         try:
             socket, lock = super()._connect_to_bootstrap_server(bootstrap_info)
-            place = _tcp(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
+            place = tcp(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise zmq.ZMQError(errno.EINVAL, f"it is nowhere: {error}") from error
         say = partial(self.kv_mgr.asking.say, self.bootstrap_room, place)
-        return _Mouth(socket, say), lock
+        return Mouth(socket, say), lock
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         """Ask for KV, and count what is asked for."""
@@ -501,6 +535,15 @@ class TieredKVReceiver(MooncakeKVReceiver):
         self.kv_mgr.count("pages", len(kv_indices))
         held = kwargs.get("decode_prefix_len") or 0
         self.kv_mgr.count("tokens_held_by_decode", held)
+
+    def failure_exception(self) -> None:
+        """Raise why the transfer failed; if not by our will, the next registers anew.
+
+        The prefill instance may have forgotten this one, or have started anew.
+        """
+        if not self.abort_notified:
+            self.invalidate_cached_bootstrap_infos()
+        super().failure_exception()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         infos = tuple(self.bootstrap_infos)
@@ -545,44 +588,6 @@ class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
         self.app.router.add_get(START_ROUTE, say_start)
 
 
-class _Ear:
-    """A socket of which SGLang's thread hears what is said by whom it says."""
-
-    def __init__(
-        self,
-        socket: Any,
-        hear: Callable[[list[bytes]], list[bytes]],
-        incidents: Incidents,
-    ) -> None:
-        self._socket = socket
-        self._hear = hear
-        self._incidents = incidents
-
-    def recv_multipart(self) -> list[bytes] | None:
-        """Return the next message; None for one that is dropped."""
-        try:
-            return self._hear(self._socket.recv_multipart())
-        except StrangerError as error:
-            self._incidents.note("stranger", str(error))
-        except (LookupError, ValueError) as error:
-            self._incidents.note("message", str(error))
-        return None
-
-
-class _Mouth:
-    """A socket by which a decode instance says what it says."""
-
-    def __init__(
-        self, socket: Any, say: Callable[[Sequence[bytes]], list[bytes]]
-    ) -> None:
-        self._socket = socket
-        self._say = say
-
-    def send_multipart(self, message: Sequence[bytes], flags: int = 0) -> None:
-        """Send a message with what proves it."""
-        self._socket.send_multipart(self._say(message), flags=flags)
-
-
 class _Taken:
     """A queue that knows what was taken from it last."""
 
@@ -605,11 +610,6 @@ def _fail(manager: Any, taken: _Taken) -> None:
             bootstrap_room=taken.last.room,
             failure_reason="The transfer could not be made: see the prefill's log.",
         )
-
-
-def _tcp(host: str, port: int) -> str:
-    """Return where a rank listens, as SGLang's sockets name it."""
-    return str(NetworkAddress(host, port).to_tcp())
 
 
 def _place(info: Mapping[str, Any]) -> Place:

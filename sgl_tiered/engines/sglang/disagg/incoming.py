@@ -72,6 +72,8 @@ def _read_on_prefill(manager: Any, message: Sequence[bytes]) -> None:
             )
         return
     int(name)
+    # Its scheduler shares work by it.
+    int(message[_SESSION].decode("ascii").rsplit(":", 1)[1])
     int(message[_NUM_EXPECTED].decode("ascii"))
     TransferInfo.from_zmq(list(message))
 

@@ -1,36 +1,40 @@
-"""Who speaks: each message between a pair proves a key that only the two know.
+"""Who speaks: each message between a pair carries a key that only the two know.
 
-A decode instance gives each place that it registers with, which is one rank of a
-prefill instance, a name and a key of its own; both come from a secret of its start. All
-that follows, either way, ends with a proof: a MAC over what was said. So who reaches a
-port, or is one half of another pair, speaks for nobody else. Who listens on the wire
-learns the keys. Any thread may call both.
+A decode instance has a key for each place that it speaks to, which is one rank of a
+prefill instance, from a secret of its start. Its session is named there by a hash of
+that key: so whoever gives the key is the session, nobody can take its name, and a
+prefill instance that has forgotten it, or has started anew, believes it all the same.
+The key stands behind whatever is said, either way. So who reaches a port, or is one
+half of another pair, speaks for nobody else. Who listens on the wire learns keys, or
+where a prefill instance has listened before. Any thread may call both.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Asked", "Asking", "StrangerError"]
+__all__ = ["Asked", "Asking", "StrangerError", "gives_key", "room_of"]
 
 Message = Sequence[bytes]
 
 _KEY_BYTES = 32
-"""Of SHA-256: a key, and a proof."""
 _HASH = "sha256"
-_TO_PREFILL, _TO_DECODE = b"to prefill", b"to decode"
-_REGISTRATION, _ABORT = b"None", b"ABORT"
+_OURS = "tiered-"
+"""A session of such a name has a key; others are of SGLang's own backend or an older
+version. They are sent no KV, but told so."""
+_REGISTRATION, _ABORT, _ABORT_ACK = b"None", b"ABORT", b"ABORT_ACK"
 _SESSION_PART, _KEY_PART = 3, 21
 """Of a registration; the session is there in what asks for KV as well."""
 _MOST_ROOMS = 4096
-_MOST_SESSIONS = 1024
+_MOST_RANKS = 256
+"""Of a decode instance that ask a prefill rank for one room."""
 
 
 class StrangerError(Exception):
@@ -60,30 +64,24 @@ class Asking:
             message: as SGLang made it, and our address behind a registration.
         """
         self._note(room, place)
-        said = list(message)
-        session = self._session(place)
-        if said[0] == _REGISTRATION:
-            said[_SESSION_PART] = session
-            return [*said, self._key(place)]
-        if not _has_tag(said):
-            said[_SESSION_PART] = session
-        return [*said, _proof(self._key(place), _TO_PREFILL, said) + session]
+        said, key = list(message), self._key(place)
+        if said[0] == _REGISTRATION or not _has_tag(said):
+            said[_SESSION_PART] = _name(key).encode()
+        return [*said, key]
 
     def hear(self, message: Message) -> list[bytes]:
-        """Return what a prefill instance says, without its proof.
+        """Return what a prefill instance says, without the key.
 
         Raises:
             StrangerError: none that was asked for this room says it.
             ValueError: no room is named.
         """
-        *said, proof = message
-        room = _room_of(said)
+        *said, key = message
+        room = room_of(said)
         with self._lock:
             places = self._asked.get(room, ())
-        for place in places:
-            right = _proof(self._key(place), _TO_DECODE, said)
-            if hmac.compare_digest(proof, right):
-                return said
+        if any(hmac.compare_digest(key, self._key(place)) for place in places):
+            return said
         raise StrangerError(
             f"{_kind(said)} of room {room} comes from none that was asked for it"
         )
@@ -95,188 +93,118 @@ class Asking:
                 self._asked[room] = (*places, place)
             self._asked.move_to_end(room)
             if len(self._asked) > _MOST_ROOMS:
+                # As many as are live are kept: SGLang has a bound for those.
                 ended = (each for each in self._asked if not self._is_live(each))
-                self._asked.pop(next(ended, room))
+                self._asked.pop(next(ended, -1), None)
 
     def _key(self, place: str) -> bytes:
-        return hmac.digest(self._secret, b"key " + place.encode(), _HASH)
-
-    def _session(self, place: str) -> bytes:
-        """Return by which name a place knows this start; no other place does."""
-        name = hmac.digest(self._secret, b"session " + place.encode(), _HASH)
-        # SGLang takes what follows the last colon for a port, and shares work by it.
-        (port,) = struct.unpack(">H", name[-2:])
-        return f"{name[:16].hex()}:{port}".encode()
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A session that has registered.
-
-    Attributes:
-        place: where its decode instance listens.
-        key: empty where none was given, by SGLang's own backend or an older version:
-            it is sent no KV, but told so.
-    """
-
-    place: str
-    key: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """Who speaks of a room.
-
-    Attributes:
-        speakers: by the place that is answered: the session.
-        askers: sessions that have asked for it.
-    """
-
-    speakers: dict[str, str] = field(default_factory=dict)
-    askers: set[str] = field(default_factory=set)
+        return hmac.digest(self._secret, place.encode(), _HASH)
 
 
 class Asked:
-    """The keys that a prefill instance was given, and by whom rooms are asked for.
+    """By whom rooms are asked for, of a prefill instance.
 
     Args:
-        is_live: whether something is still to be said of a room.
         place_of: where who has this host and port is spoken to.
     """
 
-    def __init__(
-        self, is_live: Callable[[int], bool], place_of: Callable[[str, int], str]
-    ) -> None:
-        self._is_live = is_live
+    def __init__(self, place_of: Callable[[str, int], str]) -> None:
         self._place_of = place_of
         self._lock = threading.Lock()
-        # The one that was heard last stands last.
-        self._sessions: OrderedDict[str, _Known] = OrderedDict()
-        self._rooms: OrderedDict[int, _Room] = OrderedDict()
+        # By room, and place that is answered: the key of who has asked, which is empty
+        # where it gives none. As long as SGLang notes who has asked.
+        self._rooms: dict[int, dict[str, bytes]] = {}
+        # By room and place: the key of who said last that the room be ended. Who waits
+        # for the answer says it again.
+        self._aborters: OrderedDict[tuple[int, str], bytes] = OrderedDict()
 
-    def has_key(self, session: str) -> bool:
-        """Return whether a session has given a key."""
-        with self._lock:
-            known = self._sessions.get(session)
-        return known is not None and bool(known.key)
-
-    def hear(self, message: Message) -> tuple[str, list[bytes]]:
-        """Return which session says a message, and it without its proof.
+    def hear(self, message: Message) -> tuple[bytes, list[bytes]]:
+        """Return the key of who says a message, and it without the key.
 
         Raises:
-            StrangerError: it is not proved.
+            StrangerError: it names another.
             ValueError: it names no session.
         """
-        if message[0] == _REGISTRATION:
-            return message[_SESSION_PART].decode("ascii"), list(message)
-        *said, last = message
-        proof, session = last[:_KEY_BYTES], last[_KEY_BYTES:].decode("ascii", "replace")
-        with self._lock:
-            known = self._sessions.get(session)
-        if known is not None and known.key:
-            right = _proof(known.key, _TO_PREFILL, said)
-            is_named = _has_tag(said) or said[_SESSION_PART] == session.encode()
-            if is_named and hmac.compare_digest(proof, right):
-                return session, said
-        return self._keyless(message), list(message)
+        is_registration = message[0] == _REGISTRATION
+        named = None
+        if is_registration or not _has_tag(message):
+            named = message[_SESSION_PART].decode("ascii")
+            if not gives_key(named):
+                return b"", list(message)
+        at = _KEY_PART if is_registration else len(message) - 1
+        key = b"".join(message[at:])
+        if len(key) != _KEY_BYTES and named is None:
+            return b"", list(message)
+        if named is not None and not hmac.compare_digest(named, _name(key)):
+            raise StrangerError(f"{_kind(message)}: {named} has another key")
+        return key, list(message[:at])
 
     def admit(
-        self, session: str, message: Message, rooms: Mapping[int, Mapping[str, Any]]
-    ) -> None:
-        """Take note of what a session says, and SGLang can read.
+        self, key: bytes, message: Message, rooms: Mapping[int, Mapping[str, Any]]
+    ) -> bool:
+        """Take note of what is said, and SGLang can read.
 
         Args:
-            session: that says it.
-            message: without its proof.
+            key: of who says it.
+            message: without the key.
             rooms: by room, and session: who has asked SGLang for it.
 
+        Returns:
+            Whether SGLang is to hear it. If not, it is an ABORT of a room that others
+            have asked for: that is not ended, but who says so may wait for the answer.
+
         Raises:
-            StrangerError: it is not the session's to say.
+            StrangerError: it asks for a room that others have asked for.
             ValueError: it names no place.
         """
         if message[0] == _REGISTRATION:
-            key = message[_KEY_PART] if len(message) > _KEY_PART else b""
-            self._register(session, _Known(self._place_in(message), key))
-            return
-        room, place = _room_of(message), self._place_in(message)
-        asking = rooms.get(room) or {}
-        first = next(iter(asking.values()), None)
-        most = 1 if first is None else first.required_dst_info_num
+            return True
+        room, place = room_of(message), self._place_in(message)
+        first = next(iter(rooms.get(room, {}).values()), None)
+        most = 1 if first is None else min(first.required_dst_info_num, _MOST_RANKS)
         with self._lock:
-            known = self._sessions.get(session)
-            if known is None or known.place != place:
-                raise StrangerError(
-                    f"{_kind(message)} of room {room} names a place that is not its own"
-                )
-            its = self._rooms.get(room) or _Room()
-            askers = its.askers | asking.keys()
-            other = its.speakers.get(place, session)
-            is_place_taken = other != session and other in askers
-            if session not in askers and (is_place_taken or len(askers) >= most):
+            speakers = self._rooms.get(room, {})
+            is_its = hmac.compare_digest(speakers.get(place, key), key)
+            may = is_its and (place in speakers or len(speakers) < most)
+            if message[0] == _ABORT:
+                self._aborters[room, place] = key
+                self._aborters.move_to_end((room, place))
+                if len(self._aborters) > _MOST_ROOMS:
+                    self._aborters.popitem(last=False)
+            elif may:
+                self._rooms[room] = speakers
+                speakers[place] = key
+            else:
                 raise StrangerError(f"{_kind(message)}: room {room} is of others")
-            self._sessions.move_to_end(session)
-            its.speakers[place] = session
-            if message[0] != _ABORT:
-                its.askers.add(session)
-            self._rooms[room] = its
-            self._rooms.move_to_end(room)
-            if len(self._rooms) > _MOST_ROOMS:
-                ended = (each for each in self._rooms if not self._is_live(each))
-                self._rooms.pop(next(ended, room))
+        return may
 
-    def end(self, room: int) -> None:
-        """Let a room be asked for by others: its request has ended."""
+    def end(self, room: int, place: str | None = None) -> None:
+        """Let a room be asked for by others: its request has ended, or that of one."""
         with self._lock:
-            its = self._rooms.get(room)
-            if its is not None:
-                its.askers.clear()
+            speakers = self._rooms.get(room, {})
+            speakers.pop(place or "", None)
+            if place is None or not speakers:
+                self._rooms.pop(room, None)
 
     def say(self, place: str, message: Message) -> list[bytes]:
-        """Return what goes to a decode instance, with its proof where it gave a key."""
-        said = list(message)
-        with self._lock:
-            its = self._rooms.get(_room_of(said))
-            session = "" if its is None else its.speakers.get(place, "")
-            known = self._sessions.get(session)
-        if known is None or not known.key:
-            return said
-        return [*said, _proof(known.key, _TO_DECODE, said)]
+        """Return what goes to a decode instance, with its key where it gave one.
 
-    def _register(self, session: str, known: _Known) -> None:
-        if len(known.key) not in (0, _KEY_BYTES):
-            raise StrangerError(f"{session}: a key of {len(known.key)} bytes")
+        Raises:
+            StrangerError: nobody there has asked for this room, or that it be ended.
+        """
+        room = room_of(message)
         with self._lock:
-            former = self._sessions.setdefault(session, known)
-            if not hmac.compare_digest(former.key, known.key):
-                raise StrangerError(f"{session} registers again, with another key")
-            self._sessions[session] = known
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > _MOST_SESSIONS:
-                self._sessions.popitem(last=False)
-
-    def _keyless(self, message: Message) -> str:
-        """Return whose message without a proof this is: of one that gave no key."""
-        if _has_tag(message):
-            place = self._place_in(message)
-            with self._lock:
-                found = [
-                    session
-                    for session, known in self._sessions.items()
-                    if known.place == place and not known.key
-                ]
-            if found:
-                return found[-1]
-        else:
-            session = message[_SESSION_PART].decode("ascii")
-            with self._lock:
-                known = self._sessions.get(session)
-            if known is not None and not known.key:
-                return session
-        raise StrangerError(f"{_kind(message)} comes from no session that is known")
+            if message[0] == _ABORT_ACK:
+                key = self._aborters.get((room, place))
+            else:
+                key = self._rooms.get(room, {}).get(place)
+        if key is None:
+            raise StrangerError(f"nobody at {place} has asked for room {room}")
+        return [*message, key] if key else list(message)
 
     def _place_in(self, message: Message) -> str:
         """Return where its sender says that it listens."""
-        at = 2 if _has_tag(message) and message[0] != _REGISTRATION else 1
+        at = 2 if _has_tag(message) else 1
         try:
             host, port = message[at : at + 2]
         except ValueError:
@@ -284,25 +212,34 @@ class Asked:
         return self._place_of(host.decode("ascii"), int(port.decode("ascii")))
 
 
-def _proof(key: bytes, way: bytes, message: Message) -> bytes:
-    """Return the MAC of a message that goes one way; no two are read alike."""
-    mac = hmac.new(key, way, _HASH)
-    for part in message:
-        mac.update(struct.pack("<Q", len(part)))
-        mac.update(part)
-    return mac.digest()
+def gives_key(session: str) -> bool:
+    """Return whether a session of this name has a key."""
+    return session.startswith(_OURS)
+
+
+def room_of(message: Message) -> int:
+    """Return which room a message is about, if it is no registration.
+
+    Raises:
+        ValueError: it names none.
+    """
+    try:
+        return int(message[1 if _has_tag(message) else 0].decode("ascii"))
+    except IndexError:
+        raise ValueError("it names no room") from None
+
+
+def _name(key: bytes) -> str:
+    """Return the name of the session that has a key; it does not tell the key."""
+    name = hashlib.sha256(b"session " + key).digest()
+    # SGLang takes what follows the last colon for a port, and shares work by it.
+    (port,) = struct.unpack(">H", name[-2:])
+    return f"{_OURS}{name[:16].hex()}:{port}"
 
 
 def _has_tag(message: Message) -> bool:
     """Return whether its first part says what it is; else that is its room."""
     return message[0][:1].isalpha()
-
-
-def _room_of(message: Message) -> int:
-    try:
-        return int(message[1 if _has_tag(message) else 0].decode("ascii"))
-    except IndexError:
-        raise ValueError("it names no room") from None
 
 
 def _kind(message: Message) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 
 import requests
+from urllib3.exceptions import HTTPError
 
 __all__ = ["MUTE", "PROVES", "START_ROUTE", "new_start", "start_of"]
 
@@ -40,7 +41,8 @@ def start_of(address: str) -> str | None:
         ) as response:
             told = response.raw.read(2 * _START_BYTES + 1)
             code, headers = response.status_code, response.headers
-    except (requests.RequestException, OSError):
+    except (requests.RequestException, HTTPError, OSError):
+        # What is read raw fails in the words of the library below.
         return None
     if code == requests.codes.not_found:
         return MUTE
