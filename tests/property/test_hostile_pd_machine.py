@@ -518,7 +518,7 @@ LIMITS = settings(
 TestHostilePd = HostilePdMachine.TestCase
 TestHostilePd.settings = LIMITS
 TestSpeakers = SpeakersMachine.TestCase
-TestSpeakers.settings = LIMITS
+TestSpeakers.settings = settings(LIMITS, max_examples=100)
 
 
 def _unfound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,17 @@ def test_a_room_is_asked_for_by_others_when_its_request_has_ended(pair):
     assert heard(asked, other)
 
 
+def test_an_abort_is_answered_to_who_said_it_last(pair):
+    """Others may say one at the same place before; who waits says it again."""
+    asking, asked = pair
+    abort = [b"ABORT", b"7", b"10.0.0.1", b"5000", b"1"]
+    ack = [b"ABORT_ACK", b"7", b"0", b"1"]
+    for first in (Asking(never), asking):
+        heard(asked, first.say(ROOM, PLACE, abort))
+        heard(asked, asking.say(ROOM, PLACE, abort))
+        assert asking.hear(asked.say("tcp://10.0.0.1:5000", ack)) == ack
+
+
 def test_rooms_that_have_ended_are_forgotten_and_others_are_not(monkeypatch):
     """Whoever names rooms, on either side; those that are live are all kept."""
     monkeypatch.setattr(speaking, "_MOST_ROOMS", 8)
