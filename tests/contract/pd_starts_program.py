@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict
-from contextlib import closing
+from contextlib import ExitStack, closing
 from socket import socket
 from typing import Any
+from unittest.mock import patch
 
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -56,26 +57,48 @@ def decode() -> Any:
     return made
 
 
-def story(kind: Any, *, restarts: bool) -> dict[str, Any]:
+def refused(made: Any, address: str) -> str:
+    """Return why a request does not ask an instance; empty where it would."""
+    if not made.is_mute(address):
+        return ""
+    it: Any = object.__new__(conn.TieredKVReceiver)
+    it.kv_mgr, it.bootstrap_addr, it.bootstrap_room = made, address, ROOM
+    it.conclude_state = None
+    it.init(0)
+    assert it.conclude_state == KVPoll.Failed
+    assert made.request_status[ROOM] == KVPoll.Failed
+    return str(made.failure_records[ROOM]).replace(address, "it")
+
+
+def unheard(address: str) -> None:
+    """Have no answer in time to which start it is."""
+
+
+def story(kind: Any, *, restarts: bool, is_heard: bool = True) -> dict[str, Any]:
     """Meet an instance, let it start anew or not, and hear its heartbeat."""
     port = free_port()
     address, made = f"127.0.0.1:{port}", decode()
     server = serve(kind, port)
-    assert made.try_ensure_parallel_info(address)
+    with ExitStack() as meeting:
+        if not is_heard:
+            meeting.enter_context(patch.object(conn, "start_of", unheard))
+        assert made.try_ensure_parallel_info(address)
     made.connection_pool[f"{address}_0"] = []
     made.addr_to_rooms_tracker[address].add(ROOM)
     if restarts:
         server.close()
         server = serve(kind, port)
     made._on_heartbeat_success(address)
-    told = {
+    told: dict[str, Any] = {
         "is_known": address in made.prefill_info_table,
         "connections": len(made.connection_pool),
         "has_failed": made.request_status[ROOM] == KVPoll.Failed,
     }
     assert made.try_ensure_parallel_info(address)
+    told["is_start_known"] = bool(made._starts.get(address))
     made._on_heartbeat_success(address)
     told["is_known_again"] = address in made.prefill_info_table
+    told["refused"] = refused(made, address)
     server.close()
     return told
 
@@ -93,6 +116,8 @@ def main() -> None:
         "stays": story(ours, restarts=False),
         "restarts": story(ours, restarts=True),
         "restarts untold": story(stock, restarts=True),
+        "unheard at first": story(ours, restarts=False, is_heard=False),
+        "mute, and unheard at first": story(stock, restarts=False, is_heard=False),
     }
     print(json.dumps(found))
 

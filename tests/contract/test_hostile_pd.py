@@ -10,11 +10,15 @@ from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
 
+STRANGERS = ("strangers_to_prefill", "strangers_to_decode")
+FACTS = ("late_aborts", "names", "floods", "forgotten")
+
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     """What came of all modes."""
-    return output_of("hostile_pd_program.py", "prefill", "decode", "worker", "receiver")
+    modes = ("prefill", "decode", "worker", "receiver", "keyless")
+    return output_of("hostile_pd_program.py", *modes, *STRANGERS, *FACTS)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -24,7 +28,47 @@ def test_a_message_that_cannot_be_read_is_dropped(
     """It is counted; the next one is heard, and no byte lies where none was lent."""
     assert isinstance(told[side], dict), told[side]
     assert told[side]["message"] > 20
-    assert set(told[side]) == {"message"}
+    assert told[side]["stranger"] > 20
+    assert set(told[side]) == {"message", "stranger"}
+
+
+@pytest.mark.parametrize("side", STRANGERS)
+def test_a_message_of_a_stranger_is_dropped(told: dict[str, Any], side: str) -> None:
+    """It is counted and changes nothing; who may say it is heard after it."""
+    assert isinstance(told[side], dict), told[side]
+    assert len(told[side]) > 8
+    for what, counted in told[side].items():
+        expected = "message" if what == "aborts from nowhere" else "stranger"
+        assert counted == expected, what
+
+
+def test_an_abort_of_a_room_that_others_have_is_answered(told: dict[str, Any]) -> None:
+    """Who says it holds memory until then; the room is not ended."""
+    assert set(told["late_aborts"]) == {"stranger"}, told["late_aborts"]
+
+
+def test_a_name_is_of_who_has_its_key(told: dict[str, Any]) -> None:
+    """Whoever registers it first."""
+    expected = {"with his key": "stranger", "without one": "stranger"}
+    assert told["names"] == expected
+
+
+def test_others_without_end_keep_no_word_from_a_pair(told: dict[str, Any]) -> None:
+    """However many sessions, rooms and aborts, before its request has come."""
+    assert isinstance(told["floods"], dict), told["floods"]
+    assert set(told["floods"]) <= {"stranger"}
+
+
+def test_one_that_is_not_known_is_told_so(told: dict[str, Any]) -> None:
+    """Its request fails at once, and the next one registers anew."""
+    assert told["forgotten"] == {"stranger": 2}
+
+
+def test_one_that_gives_no_key_is_told_so(told: dict[str, Any]) -> None:
+    """Its requests fail with a sentence that it can read; its aborts are heard."""
+    assert isinstance(told["keyless"], dict), told["keyless"]
+    assert "older version" in told["keyless"]["older"]
+    assert "does not speak ours" in told["keyless"]["another backend"]
 
 
 def test_a_transfer_that_cannot_be_made_fails(told: dict[str, Any]) -> None:
@@ -41,4 +85,11 @@ def test_without_a_look_at_messages_it_is_noticed() -> None:
     """Of either side."""
     told = output_of("hostile_pd_program.py", "unguarded", "prefill", "decode")
     for side in ("prefill", "decode"):
+        assert isinstance(told[side], str), told[side]
+
+
+def test_without_a_look_at_who_speaks_it_is_noticed() -> None:
+    """On either side."""
+    told = output_of("hostile_pd_program.py", "unproven", *STRANGERS)
+    for side in STRANGERS:
         assert isinstance(told[side], str), told[side]

@@ -30,11 +30,30 @@ def test_an_instance_that_starts_anew_is_taken_for_lost(told: dict[str, Any]) ->
         "is_known": False,
         "connections": 0,
         "has_failed": True,
+        "is_start_known": True,
         "is_known_again": True,
+        "refused": "",
     }
 
 
 @pytest.mark.parametrize("story", ["stays", "restarts untold"])
 def test_others_are_kept(told: dict[str, Any], story: str) -> None:
     """The same start, and SGLang's own server, which does not say."""
-    assert told[story] == KEPT
+    assert {name: told[story][name] for name in KEPT} == KEPT
+
+
+def test_one_that_could_not_be_heard_is_not_asked(told: dict[str, Any]) -> None:
+    """SGLang's own proves nothing that it says; the request fails with a sentence."""
+    assert told["stays"]["refused"] == ""
+    assert "instance at it proves nothing" in told["restarts untold"]["refused"]
+
+
+def test_one_that_did_not_say_when_it_was_met_is_asked_again(
+    told: dict[str, Any],
+) -> None:
+    """At its heartbeat; one that cannot be heard fails then, and is not asked again."""
+    assert {name: told["unheard at first"][name] for name in KEPT} == KEPT
+    assert told["unheard at first"]["is_start_known"]
+    mute = told["mute, and unheard at first"]
+    assert mute["has_failed"]
+    assert "instance at it proves nothing" in mute["refused"]

@@ -87,6 +87,9 @@ def pair(plain, model, folder, may_fork):
     decode = ("--num-reserved-decode-tokens", "16")
     pair = start_pair(device, folder, flags_of(folder), decode=decode, fork=may_fork)
     yield pair
+    for server in (pair.prefill, pair.decode):
+        # Each took all that the other said for the other's.
+        assert pair.transfers(server)["refused"] == {}
     pair.stop()
 
 

@@ -5,6 +5,7 @@ ones, which register and name whatever they like: addresses, regions, lists of r
 The honest one reads what a prefill instance tells of itself, and returns answers by it.
 Whatever is said: no exception, no byte of the honest one that was not sent to it, none
 outside of what somebody has registered, and nothing is returned to who is no member.
+And one speaks in the name of another (``speaking.py``): nothing of it is heard.
 What SGLang's own threads read, ``contract/test_hostile_pd.py`` has.
 """
 
@@ -32,10 +33,12 @@ from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.disagg import engine as engine_module
 from sgl_tiered.engines.sglang.disagg import figures as figures_module
+from sgl_tiered.engines.sglang.disagg import speaking
 from sgl_tiered.engines.sglang.disagg.engine import RawEngine
 from sgl_tiered.engines.sglang.disagg.figures import PrefillTold, read_told
 from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
 from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns, Ended
+from sgl_tiered.engines.sglang.disagg.speaking import Asked, Asking, StrangerError
 from sgl_tiered.transport.base import PeerAddress, Region, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
 from tests.property.pool_world import Strict
@@ -379,6 +382,133 @@ class HostilePdMachine(RuleBasedStateMachine):
         assert len(self.engine._sessions) <= 1 + 5
 
 
+PREFILL = "tcp://10.0.0.7:6000"
+DECODE, STRANGER = ("10.0.0.1", 5000), ("10.0.0.2", 5000)
+_REQUIRED = msgspec.defstruct("Required", [("required_dst_info_num", int, 1)])
+_PLACED = st.sampled_from([DECODE, STRANGER])
+_ROOMS = st.integers(0, 3)
+
+
+class SpeakersMachine(RuleBasedStateMachine):
+    """A pair, and another decode instance that says what it likes in its name.
+
+    It knows the sessions and places of the first one, but not its keys. Requests need
+    one rank of a decode instance, or two.
+    """
+
+    @initialize(num_ranks=st.integers(1, 2))
+    def begin(self, num_ranks: int) -> None:
+        """Nobody has said anything."""
+        makers = [Asking(lambda room: True) for _ in range(num_ranks + 1)]
+        *self.ranks, self.evil = makers
+        self.asked = Asked(lambda host, port: f"tcp://{host}:{port}")
+        # As SGLang has them: who has asked for a room, by session.
+        self.rooms: dict[int, dict[str, Any]] = {}
+        self.ended: set[int] = set()
+        *self.mine, self.its = (
+            by.say(0, PREFILL, [b"0", b"", b"", b""])[3].decode() for by in makers
+        )
+
+    def said(self, message: list[bytes]) -> bool | None:
+        """The prefill instance hears it, and does as SGLang's thread would."""
+        try:
+            key, said = self.asked.hear(message)
+            is_heard = self.asked.admit(key, said, self.rooms)
+        except (StrangerError, ValueError, LookupError):
+            return None
+        if said[0] == b"ABORT":
+            if is_heard:
+                self.ended.add(int(said[1]))
+        elif said[0] != b"None":
+            assert is_heard
+            required = _REQUIRED(len(self.ranks))
+            self.rooms.setdefault(int(said[0]), {})[said[3].decode()] = required
+        return is_heard
+
+    def place(self, rank: int) -> tuple[bytes, bytes]:
+        return DECODE[0].encode(), b"%d" % (DECODE[1] + rank)
+
+    @rule(room=_ROOMS, rank=st.integers(0, 1))
+    def asks(self, room: int, rank: int) -> None:
+        """A rank asks for a room, unless the other has taken it."""
+        rank %= len(self.ranks)
+        word = [b"%d" % room, *self.place(rank), b"", b"pages"]
+        is_taken = self.its in self.rooms.get(room, {})
+        heard = self.said(self.ranks[rank].say(room, PREFILL, word))
+        assert heard or is_taken
+
+    @rule(room=_ROOMS, rank=st.integers(0, 1))
+    def aborts(self, room: int, rank: int) -> None:
+        """A rank ends a room, whoever has it, and believes the answer."""
+        rank %= len(self.ranks)
+        by, (host, port) = self.ranks[rank], self.place(rank)
+        word = [b"ABORT", b"%d" % room, host, port, b"1"]
+        heard = self.said(by.say(room, PREFILL, word))
+        assert heard is not None
+        assert heard or self.its in self.rooms[room]
+        ack = [b"ABORT_ACK", b"%d" % room, b"0", b"1"]
+        assert by.hear(self.asked.say(f"tcp://{host.decode()}:{int(port)}", ack)) == ack
+
+    @rule(room=_ROOMS)
+    def clears(self, room: int) -> None:
+        """The request ends."""
+        self.rooms.pop(room, None)
+        self.asked.end(room)
+        self.ended.discard(room)
+
+    @rule(
+        room=_ROOMS,
+        place=_PLACED,
+        how=st.sampled_from(["registers", "keyless", "asks", "aborts"]),
+        as_other=st.booleans(),
+        gives_key=st.booleans(),
+    )
+    def strange(
+        self,
+        room: int,
+        place: tuple[str, int],
+        how: str,
+        as_other: bool,
+        gives_key: bool,
+    ) -> None:
+        """The other says something, with its key or without."""
+        host, port = place[0].encode(), b"%d" % place[1]
+        session = (self.mine[0] if as_other else self.its).encode()
+        key = [self.evil._key(PREFILL)] if gives_key else []
+        has_room = len(self.rooms.get(room, {})) >= len(self.ranks)
+        is_full = has_room and self.its not in self.rooms[room]
+        had_ended = room in self.ended
+        if how in ("registers", "keyless"):
+            word = [b"None", host, port, session, *[b""] * 17]
+            heard = self.said([*word, *key])
+            assert heard is (True if gives_key and not as_other else None)
+            return
+        word = [b"%d" % room, host, port, session, b"pages"]
+        if how == "aborts":
+            word = [b"ABORT", b"%d" % room, host, port, b"1"]
+            as_other = False
+        heard = self.said([*word, *key])
+        if is_full:
+            assert not heard
+            assert (room in self.ended) == had_ended
+        if as_other or (how == "asks" and not gives_key):
+            assert heard is None
+
+    @invariant()
+    def the_honest_one_is_told(self) -> None:
+        """What is said of its rooms, it takes for said by whom it asked."""
+        if not hasattr(self, "rooms"):
+            return
+        for room, sessions in self.rooms.items():
+            assert len(sessions) <= len(self.ranks)
+            for rank, by in enumerate(self.ranks):
+                if self.mine[rank] in sessions:
+                    host, port = self.place(rank)
+                    word = [b"%d" % room, b"4", b"0"]
+                    place = f"tcp://{host.decode()}:{int(port)}"
+                    assert by.hear(self.asked.say(place, word)) == word
+
+
 LIMITS = settings(
     max_examples=25,
     stateful_step_count=40,
@@ -387,6 +517,8 @@ LIMITS = settings(
 )
 TestHostilePd = HostilePdMachine.TestCase
 TestHostilePd.settings = LIMITS
+TestSpeakers = SpeakersMachine.TestCase
+TestSpeakers.settings = settings(LIMITS, max_examples=100)
 
 
 def _unfound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,6 +551,15 @@ def _anybody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AnswerReturns, "_begin", begin)
 
 
+def _unproved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speaking.hmac, "compare_digest", lambda one, other: True)
+
+
+def _unadmitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives a key may say anything."""
+    monkeypatch.setattr(Asked, "admit", lambda self, key, message, rooms: True)
+
+
 class OnlyTold(HostilePdMachine):
     """What a prefill instance tells, alone: a smaller room for known faults."""
 
@@ -438,6 +579,8 @@ class OnlyTold(HostilePdMachine):
         (_uncaught, HostilePdMachine),
         (_half_read, OnlyTold),
         (_anybody, OnlyTold),
+        (_unproved, SpeakersMachine),
+        (_unadmitted, SpeakersMachine),
     ],
 )
 def test_a_check_that_is_missing_is_noticed(

@@ -217,7 +217,8 @@ def test_what_failed_is_not_settled_before_the_library_is_done() -> None:
     transport.close()
 
 
-def test_a_lost_peer_is_connected_anew_when_it_is_probed() -> None:
+@pytest.mark.parametrize("how", ["is probed", "registers again"])
+def test_a_lost_peer_is_connected_anew_when(how: str) -> None:
     """A peer that seemed gone may be there: the next push finds out."""
     library = ScriptedLibrary(why_unreachable="nobody there")
     transport = BatchedTransport(library, grace_s=0.0)
@@ -230,7 +231,10 @@ def test_a_lost_peer_is_connected_anew_when_it_is_probed() -> None:
     assert engine.batch_transfer_sync("peer:1", *batch) == -1
     assert engine.batch_transfer_sync("peer:1", *batch) == -1
     library.why_unreachable = ""
-    assert engine.send_probe("peer:1") == 0
+    if how == "is probed":
+        assert engine.send_probe("peer:1") == 0
+    else:
+        assert engine.connect("peer:1", msgspec.msgpack.encode(ADDRESS)) == ""
     pushed = transport.push
     seen = []
 
@@ -283,3 +287,18 @@ def test_sessions_that_are_over_are_forgotten(
         assert here.engine.batch_transfer_sync(used, *ranges) == 0
     assert list(here.engine._sessions) == ["start:7", "start:8", "start:9", used]
     assert len(disconnected) == 7
+
+
+def test_sessions_that_only_register_push_out_none_that_serves(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reaches a port may register, as often as it likes."""
+    here, there = sides
+    monkeypatch.setattr("sgl_tiered.engines.sglang.disagg.engine._MOST_SESSIONS", 4)
+    told, used = there.engine.address_bytes(), there.engine.get_session_id()
+    ranges = [here.bases[0]], [there.bases[0]], [8]
+    assert here.engine.batch_transfer_sync(used, *ranges) == 0
+    for number in range(10):
+        assert here.engine.connect(f"stranger:{number}", told) == ""
+    assert here.engine.batch_transfer_sync(used, *ranges) == 0
+    assert len(here.engine._sessions) == 4

@@ -47,7 +47,21 @@ from sgl_tiered.engines.sglang.disagg.opening import (
     has_accelerator,
     open_kv_transport,
 )
-from sgl_tiered.engines.sglang.disagg.starts import START_ROUTE, new_start, start_of
+from sgl_tiered.engines.sglang.disagg.sockets import Ear, Mouth, tcp
+from sgl_tiered.engines.sglang.disagg.speaking import (
+    Asked,
+    Asking,
+    StrangerError,
+    gives_key,
+    room_of,
+)
+from sgl_tiered.engines.sglang.disagg.starts import (
+    MUTE,
+    PROVES,
+    START_ROUTE,
+    new_start,
+    start_of,
+)
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place
@@ -64,13 +78,16 @@ logger = logging.getLogger(__name__)
 
 _ADDRESS_PART = 20
 """Place of our part in the registration message, behind SGLang's own."""
-_SESSION_PART = 3
 _STATUS_PARTS = 3
 """Of SGLang's status message: room, status, rank; then a reason, which we leave empty,
 and our part."""
 _MOST_ROOMS = 4096
 """Transfers whose requests have not ended; those that never do are forgotten."""
 _SETTLE_S = 0.2
+_MUTE = (
+    "The prefill instance at %s proves nothing that it says: its transfer backend "
+    "is another one, or an older version of this."
+)
 _NOWHERE = Place(("", 0))
 """It is silent: no process listens there."""
 
@@ -81,6 +98,8 @@ class TieredKVManager(MooncakeKVManager):
     supports_role_switch = False
 
     def __init__(self, args: Any, mode: Any, server_args: Any, *rest: Any) -> None:
+        # Who speaks: to prefill instances, and of decode instances.
+        self.asking, self.asked = Asking(self._is_live), Asked(tcp)
         # By session, until SGLang has read the rest of its registration.
         self._told: OrderedDict[str, bytes] = OrderedDict()
         self._unsettled: dict[int, set[str]] = {}
@@ -164,32 +183,83 @@ class TieredKVManager(MooncakeKVManager):
         return [*message, self.engine.address_bytes()]
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Any:
-        receive = super()._make_worker_recv(socket, timeout_ms)
         is_prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
-        refusal = refusal_on_prefill if is_prefill else refusal_on_decode
+        hear = self._hear_decode if is_prefill else self._hear_prefill
+        # Before SGLang's: that takes some messages for itself.
+        return super()._make_worker_recv(Ear(socket, hear, self.incidents), timeout_ms)
 
-        def noting() -> Any:
-            message = receive()
-            if not message:
-                return None
-            why = refusal(self, message)
-            if why:
-                # For SGLang's thread, nothing has come.
-                self.incidents.note("message", why)
-                return None
-            if is_prefill and message[0] == b"None":
-                session = message[_SESSION_PART].decode("ascii")
-                told = message[_ADDRESS_PART : _ADDRESS_PART + 1]
-                self._told[session] = told[0] if told else b""
-                if len(self._told) > _MOST_ROOMS:
-                    self._told.popitem(last=False)
-            return message
+    def _hear_prefill(self, message: list[bytes]) -> list[bytes]:
+        """Return what a prefill instance says, for SGLang's thread."""
+        said = self.asking.hear(message)
+        if why := refusal_on_decode(self, said):
+            raise ValueError(why)
+        return said
 
-        return noting
+    def _hear_decode(self, message: list[bytes]) -> list[bytes]:
+        """Return what a decode instance says, for SGLang's thread."""
+        key, said = self.asked.hear(message)
+        if why := refusal_on_prefill(self, said):
+            raise ValueError(why)
+        if not self.asked.admit(key, said, self.transfer_infos):
+            self._answer_abort(said)
+            raise StrangerError("b'ABORT' of a room that others have asked for")
+        if said[0] in (b"ABORT", b"BOOTSTRAP"):
+            return said
+        session = said[3].decode()
+        if said[0] != b"None" and session not in self.decode_kv_args_table:
+            self._send_back(said)
+            raise StrangerError(f"{session} asks, and has not registered")
+        if said[0] == b"None":
+            told = said[_ADDRESS_PART : _ADDRESS_PART + 1]
+            self._told[session] = told[0] if told else b""
+            if len(self._told) > _MOST_ROOMS:
+                self._told.popitem(last=False)
+        return said
+
+    def _answer_abort(self, message: list[bytes]) -> None:
+        """Say when nothing is sent for a room any more, and end nothing.
+
+        Who says this has asked too late, or has asked for a request that had the same
+        number before; it holds memory until it is answered.
+        """
+        notification = AbortNotification.from_zmq(message)
+        target = None if notification is None else notification.deferred_ack_target()
+        if target is not None and self.enable_deferred_decode_kv_release:
+            self.register_deferred_ack_target(notification.room, target)
+            self._maybe_ack_drained_abort(notification.room)
+
+    def _send_back(self, message: list[bytes]) -> None:
+        """Let the transfer fail of one that is not known here; it registers anew."""
+        room, host, port = room_of(message), message[1].decode(), int(message[2])
+        self.send_kv_status_message(
+            targets=[(host, port)], bootstrap_room=room, status=KVPoll.Failed
+        )
+        self.asked.end(room, tcp(host, port))
+
+    def _send_multipart_locked(
+        self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
+    ) -> None:
+        """Send to a decode instance, with the key of the pair."""
+        try:
+            said = self.asked.say(endpoint, parts)
+        except StrangerError as error:
+            if room_of(parts) in self.request_status:
+                self.incidents.note("unsaid", str(error))
+            return
+        super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
+
+    def _is_live(self, room: int) -> bool:
+        """Return whether a decode instance has something to hear of a room still."""
+        return room in self.request_status or room in self._deferred_abort_ack_tracker
 
     def _publish_peer_registration(self, session: str, decode_args: Any) -> Any:
         told = self._told.pop(session, b"")
-        why = self.engine.connect(session, told) if told else "it does not speak ours"
+        if not told:
+            why = "it does not speak ours"
+        elif not gives_key(session):
+            why = "it gives no key, so it is of an older version"
+        else:
+            why = self.engine.connect(session, told)
         ours, theirs = self.kv_args.kv_item_lens, decode_args.dst_kv_item_lens
         same_shape = decode_args.dst_attn_tp_size == self.attn_tp_size
         if not why and same_shape and theirs and list(ours) != list(theirs):
@@ -213,15 +283,24 @@ class TieredKVManager(MooncakeKVManager):
         is_new = bootstrap_addr not in self.prefill_info_table
         if not super().try_ensure_parallel_info(bootstrap_addr):
             return False
-        if is_new and (start := start_of(bootstrap_addr)):
+        if is_new and (start := start_of(bootstrap_addr)) is not None:
             self._starts[bootstrap_addr] = start
         return True
+
+    def is_mute(self, bootstrap_addr: str) -> bool:
+        """Return whether nothing that this instance says could be heard here."""
+        return self._starts.get(bootstrap_addr) == MUTE
 
     def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
         """Take an instance for lost that has started anew since it was asked."""
         super()._on_heartbeat_success(bootstrap_addr)
-        known = self._starts.get(bootstrap_addr)
-        if known is not None and start_of(bootstrap_addr) not in (None, known):
+        known, start = self._starts.get(bootstrap_addr), start_of(bootstrap_addr)
+        if start in (None, known):
+            return
+        if known is None and start != MUTE:
+            # It did not say when it was met.
+            self._starts[bootstrap_addr] = start
+        else:
             self._handle_node_failure(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
@@ -390,6 +469,9 @@ class TieredKVSender(MooncakeKVSender):
     def clear(self) -> None:
         """Forget the transfer."""
         super().clear()
+        if self.bootstrap_room not in self.kv_mgr.request_status:
+            # It was this one's.
+            self.kv_mgr.asked.end(self.bootstrap_room)
         self._end_reading()
 
     def abort(self) -> None:
@@ -421,13 +503,30 @@ class TieredKVSender(MooncakeKVSender):
 class TieredKVReceiver(MooncakeKVReceiver):
     """A prompt's KV on its way in."""
 
-    @classmethod
-    def _connect_to_bootstrap_server(cls, bootstrap_info: dict[str, Any]) -> Any:
-        """Connect to a prefill instance; one that is nowhere is out of reach."""
+    conclude_state: Any
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Meet the prefill instance; one that could not be heard is not asked."""
+        if self.conclude_state != KVPoll.Failed and self.kv_mgr.is_mute(
+            self.bootstrap_addr
+        ):
+            self.kv_mgr.record_failure(self.bootstrap_room, _MUTE % self.bootstrap_addr)
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+            self.conclude_state = KVPoll.Failed
+        super().init(prefill_dp_rank)
+
+    def _connect_to_bootstrap_server(self, bootstrap_info: dict[str, Any]) -> Any:
+        """Connect to a prefill instance; one that is nowhere is out of reach.
+
+        What is sent there carries the key of the pair.
+        """
         try:
-            return super()._connect_to_bootstrap_server(bootstrap_info)
+            socket, lock = super()._connect_to_bootstrap_server(bootstrap_info)
+            place = tcp(bootstrap_info["rank_ip"], bootstrap_info["rank_port"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise zmq.ZMQError(errno.EINVAL, f"it is nowhere: {error}") from error
+        say = partial(self.kv_mgr.asking.say, self.bootstrap_room, place)
+        return Mouth(socket, say), lock
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         """Ask for KV, and count what is asked for."""
@@ -436,6 +535,15 @@ class TieredKVReceiver(MooncakeKVReceiver):
         self.kv_mgr.count("pages", len(kv_indices))
         held = kwargs.get("decode_prefix_len") or 0
         self.kv_mgr.count("tokens_held_by_decode", held)
+
+    def failure_exception(self) -> None:
+        """Raise why the transfer failed; if not by our will, the next registers anew.
+
+        The prefill instance may have forgotten this one, or have started anew.
+        """
+        if not self.abort_notified:
+            self.invalidate_cached_bootstrap_infos()
+        super().failure_exception()
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:
         infos = tuple(self.bootstrap_infos)
@@ -475,7 +583,7 @@ class TieredKVBootstrapServer(MooncakeKVBootstrapServer):
 
         async def say_start(request: web.Request) -> web.Response:
             del request
-            return web.Response(text=start)
+            return web.Response(text=start, headers=PROVES)
 
         self.app.router.add_get(START_ROUTE, say_start)
 

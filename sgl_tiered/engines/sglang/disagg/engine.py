@@ -52,7 +52,8 @@ FIRST_BYTES_PER_S = 1e9
 
 _MOST_SESSIONS = 1024
 """Each start of a decode instance is one, and none says that it is over. Beyond so many
-those that were not pushed to for the longest time are forgotten."""
+some are forgotten, first those to which no push has ever arrived: whoever reaches a
+port may register, and one that is forgotten registers again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class _Session:
         regions: what it lends.
         link: what pushes to it took that had it for themselves.
         num_pushing, num_begun: batches under way, and so far.
+        has_arrived: whether one has.
     """
 
     address: PeerAddress
@@ -111,6 +113,7 @@ class _Session:
     link: LinkCost = field(default_factory=_first_link)
     num_pushing: int = 0
     num_begun: int = 0
+    has_arrived: bool = False
 
 
 class RawEngine:
@@ -197,6 +200,8 @@ class RawEngine:
         with self._lock:
             former = self._sessions.get(session_id)
             if former is not None and former.address == address:
+                if former.peer.lost and not former.peer.quarantine.num_held_bytes:
+                    former.peer, peer = peer, former.peer
                 self._transport.disconnect(peer)
                 return ""
             self._sessions[session_id] = session
@@ -209,7 +214,8 @@ class RawEngine:
         num_surplus = len(self._sessions) - _MOST_SESSIONS
         if num_surplus <= 0:
             return
-        for session_id, session in list(self._sessions.items())[:-1]:
+        older = list(self._sessions.items())[:-1]
+        for session_id, session in sorted(older, key=lambda each: each[1].has_arrived):
             is_busy = session.num_pushing or session.peer.quarantine.num_held_bytes
             if num_surplus and not is_busy:
                 del self._sessions[session_id]
@@ -286,6 +292,7 @@ class RawEngine:
             return error
         with self._lock:
             self.num_bytes_pushed += num_bytes
+            session.has_arrived |= num_bytes > 0
             if is_alone and session.num_begun == number:
                 session.link.observe(num_bytes, seconds)
         return ""

@@ -2,7 +2,9 @@
 
 SGLang takes an instance for lost after two heartbeats in vain. One that ends and is
 back before that is at another port, with other memory, and nobody asks: requests wait
-in vain from then on. So its bootstrap server says which start of it this is.
+in vain from then on. So its bootstrap server says which start of it this is; and that
+it proves what it says to decode instances (``speaking.py``), for one of SGLang's own or
+of an older version would not be heard there.
 """
 
 from __future__ import annotations
@@ -10,10 +12,15 @@ from __future__ import annotations
 import secrets
 
 import requests
+from urllib3.exceptions import HTTPError
 
-__all__ = ["START_ROUTE", "new_start", "start_of"]
+__all__ = ["MUTE", "PROVES", "START_ROUTE", "new_start", "start_of"]
 
 START_ROUTE = "/tiered_start"
+PROVES = {"Tiered-Proves": "1"}
+"""Header of an answer there."""
+MUTE = ""
+"""Instead of a start: an instance that proves nothing."""
 _TIMEOUT_S = 2.0
 _START_BYTES = 16
 
@@ -24,18 +31,25 @@ def new_start() -> str:
 
 
 def start_of(address: str) -> str | None:
-    """Return the start of the bootstrap server at ``host:port``; None if untold.
+    """Return the start of the bootstrap server at ``host:port``; None without answer.
 
-    SGLang's own servers do not say.
+    It is ``MUTE`` where what answers is SGLang's own, or of an older version.
     """
     try:
         with requests.get(
             f"http://{address}{START_ROUTE}", timeout=_TIMEOUT_S, stream=True
         ) as response:
             told = response.raw.read(2 * _START_BYTES + 1)
-            is_told = response.status_code == requests.codes.ok
-    except (requests.RequestException, OSError):
+            code, headers = response.status_code, response.headers
+    except (requests.RequestException, HTTPError, OSError):
+        # What is read raw fails in the words of the library below.
         return None
-    if not is_told or len(told) != 2 * _START_BYTES:
+    if code == requests.codes.not_found:
+        return MUTE
+    if code != requests.codes.ok:
         return None
-    return str(told.decode(errors="replace"))
+    proves = all(headers.get(name) == value for name, value in PROVES.items())
+    if not proves:
+        return MUTE
+    is_start = len(told) == 2 * _START_BYTES
+    return str(told.decode(errors="replace")) if is_start else None
