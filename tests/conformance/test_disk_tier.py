@@ -1,6 +1,7 @@
 """The disk tier does what every tier must: every I/O engine, one directory or more."""
 
 import errno
+import gc
 import os
 
 import numpy as np
@@ -102,6 +103,9 @@ class TestUringDiskTier(TestDiskTier):
         reason = open_nixl_ring()
         if isinstance(reason, str):
             pytest.skip(reason)
+        # A ring of a former test that is collected while the next is opened lends it
+        # its descriptor, by which that is not found.
+        gc.collect()
         tier = self.open(tmp_path / "tier", self.NUM_SLOTS)
         yield tier
         # No I/O has failed, so the ring has to be in use to the end.
