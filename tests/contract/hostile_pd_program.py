@@ -6,7 +6,9 @@ Modes: ``prefill`` and ``decode`` (the threads that hear of the other side), ``w
 (the one that sends), ``receiver`` (where a prefill instance says that it is);
 ``strangers_to_prefill`` and ``strangers_to_decode`` (messages that could be read, of
 who is not the one to say them); ``late_aborts``, ``names``, ``floods``, ``forgotten``
-(what they may not keep a pair from); ``keyless`` (a decode instance without a key).
+(what they may not keep a pair from); ``keyless`` (a decode instance without a key);
+``registers_again``, ``unreadable``, ``unasked`` and ``ends`` (what a prefill instance
+knows of sessions and rooms, and until when).
 With ``unguarded`` before a mode, what looks at messages first is taken away, with
 ``unproven`` the look at who says them: planted faults, which must be found.
 """
@@ -86,11 +88,14 @@ class Inbox:
 
 
 class Counting(Incidents):
-    """Counts all but the end of an inbox."""
+    """Counts all but the end of an inbox, and keeps what was told last."""
+
+    last = ""
 
     def note(self, kind: str, detail: str, error: BaseException | None = None) -> None:
         """Count one."""
         if detail != LAST:
+            self.last = detail
             super().note(kind, detail, error)
 
 
@@ -107,7 +112,7 @@ def manager(*, is_prefill: bool) -> Any:
     )
     made.outbox = []
     made.engine = RawEngine(
-        BatchedTransport(ScriptedLibrary(), threaded=False), SystemClock()
+        BatchedTransport(ScriptedLibrary(), threaded=False, grace_s=0.0), SystemClock()
     )
     made.server_args = SimpleNamespace(enable_pd_role_switch=False)
     made.aux = np.zeros(3 * 4 * ITEM, np.uint8)
@@ -224,6 +229,10 @@ def asks(room: int, session: str, host: bytes = b"10.0.0.1") -> list[bytes]:
 def abort(room: int, host: bytes = b"10.0.0.1") -> list[bytes]:
     """Return a word that ends a room."""
     return [b"ABORT", str(room).encode(), host, b"5000", b"3"]
+
+
+FAILED = [[b"7", b"0", b"0"]]
+"""All that is answered to who asks in vain."""
 
 
 def proved(by: speaking.Asking, message: list[bytes]) -> list[bytes]:
@@ -369,8 +378,8 @@ def strangers_to_prefill() -> dict[str, str]:
     theirs = {
         "asks by another's session": asks(8, SESSION),
         "asks so, with a proof": proved(EVIL, asks(8, SESSION, b"10.0.0.2")),
-        "asks for another's room": proved(EVIL, asks(ROOM, EVIL_SESSION, b"10.0.0.2")),
-        "asks so, at its place": proved(TWIN, asks(ROOM, TWIN_SESSION)),
+        "asks for another's room": EVIL.say(ROOM, HERE, asks(ROOM, "", b"10.0.0.2")),
+        "asks so, at its place": TWIN.say(ROOM, HERE, METADATA),
         "asks unregistered": asks(8, "new:1"),
         "registers again": [*of(REGISTRATION, SESSION, b"10.0.0.2"), EVIL._key(HERE)],
         "registers again, without a key": of(REGISTRATION, SESSION, b"10.0.0.2"),
@@ -380,6 +389,7 @@ def strangers_to_prefill() -> dict[str, str]:
         "aborts so, at its place": proved(TWIN, abort(ROOM)),
         "aborts from nowhere": proved(TWIN, [b"ABORT", b"7"]),
     }
+    refused = {"asks for another's room": EVIL, "asks so, at its place": TWIN}
     told = {}
     for what, message in theirs.items():
         made = manager(is_prefill=True)
@@ -394,6 +404,9 @@ def strangers_to_prefill() -> dict[str, str]:
         for place, word in made.outbox:
             assert place == "tcp://10.0.0.1:5000" or "from its place" not in what
             assert not believed(RIGHT, word), what
+        if what in refused:
+            # He does not wait for what others have.
+            assert answers(made, refused[what]) == FAILED, what
         made.outbox.clear()
         told[what] = ",".join(made.incidents.counts)
         # Who asked ends it, and hears that it has ended, which nobody else could say.
@@ -447,6 +460,7 @@ def late_aborts() -> dict[str, int]:
             heard(made, [proved(EVIL, asks(ROOM, EVIL_SESSION, host))])
             heard(made, [RIGHT.say(ROOM, HERE, METADATA)])
             assert set(made.transfer_infos[ROOM]) == {EVIL_SESSION}, (what, host)
+            assert answers(made, RIGHT) == FAILED, (what, host)
             # Not before nothing can arrive any more.
             made._staging_outstanding[ROOM] = 1
             heard(made, [mine])
@@ -523,6 +537,112 @@ def forgotten() -> dict[str, int]:
         with contextlib.suppress(common.KVTransferError):
             it.failure_exception()
         assert its.connection_pool == left, by_us
+    return made.incidents.counts
+
+
+def registers_again() -> dict[str, bool]:
+    """One that failed is taken for well when nothing of what failed can arrive."""
+    made = manager(is_prefill=True)
+    registration = RIGHT.say(ROOM, HERE, REGISTRATION)
+
+    def has_failed() -> bool:
+        heard(made, [registration])
+        return SESSION in made.failed_sessions
+
+    told = {"at first": has_failed()}
+    peer = made.engine._sessions[SESSION].peer
+    ticket = peer.quarantine.hold(0, np.array([0]), np.array([8]))
+    made.failed_sessions.add(SESSION)
+    told["while bytes are held"] = has_failed()
+    # Another start of the same decode instance has another name.
+    heard(made, [TWIN.say(ROOM, HERE, REGISTRATION)])
+    told["started anew"] = TWIN_SESSION in made.failed_sessions
+    peer.quarantine.pass_fence(ticket)
+    told["when they are free"] = has_failed()
+    peer.why_lost = "it was silent"
+    made.failed_sessions.add(SESSION)
+    told["when it was lost"] = has_failed()
+    assert not made.engine._sessions[SESSION].peer.lost
+    # One that is not there is not taken for well.
+    peer = made.engine._sessions[SESSION].peer
+    peer.why_lost = "it was silent"
+    made.engine._transport.connect = nowhere
+    made.failed_sessions.add(SESSION)
+    told["where nobody is"] = has_failed()
+    return told
+
+
+def nowhere(address: Any) -> Any:
+    """Connect to nobody."""
+    raise ValueError("nobody is there")
+
+
+def unreadable() -> dict[str, str]:
+    """Why a registration could not be read is told when its session asks."""
+    made = manager(is_prefill=True)
+    odd = [*REGISTRATION[:7], b"no rank", *REGISTRATION[8:]]
+    heard(made, [RIGHT.say(ROOM, HERE, odd), RIGHT.say(ROOM, HERE, METADATA)])
+    assert answers(made, RIGHT) == FAILED
+    told = {"asked": made.incidents.last}
+    heard(made, [RIGHT.say(ROOM, HERE, REGISTRATION), RIGHT.say(ROOM, HERE, METADATA)])
+    assert set(made.transfer_infos[ROOM]) == {SESSION}
+    assert made.state_layout_rejections == {}
+    return told
+
+
+def unasked() -> dict[str, int]:
+    """A rank that aborts before the request has come leaves nothing behind."""
+    made = manager(is_prefill=True)
+    of_two = asks(8, "")
+    of_two[7] = b"2"
+    heard(made, [*registered(), RIGHT.say(8, HERE, of_two)])
+    # Who has not asked takes nothing from who has.
+    heard(made, [proved(EVIL, abort(8, b"10.0.0.2"))])
+    assert set(made.asked._rooms) == {8}
+    heard(made, [RIGHT.say(8, HERE, abort(8))])
+    assert answers(made, RIGHT) == [[b"ABORT_ACK", b"8", b"0", b"3"]]
+    assert made.asked._rooms == {}
+    return made.incidents.counts
+
+
+def ends() -> dict[str, int]:
+    """What is said while a request ends is said to who asked, as what is said later."""
+    made = manager(is_prefill=True)
+    heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
+    update = made.update_status
+
+    def ended(room: int, status: Any) -> None:
+        update(room, status)
+        # The scheduler sees it before a word is said.
+        cleared(made)
+
+    made.update_status = ended
+    made.conclude_failure(bootstrap_room=ROOM, failure_reason="its own")
+    made.update_status = update
+    assert answers(made, RIGHT) == FAILED
+    # Another request has the number before the first one is over here.
+    made.request_status[ROOM] = KVPoll.Bootstrapping
+    heard(made, [RIGHT.say(ROOM, HERE, METADATA)])
+    acknowledge = made._maybe_ack_drained_abort
+
+    def asked_anew(room: int) -> None:
+        acknowledge(room)
+        heard(made, [EVIL.say(ROOM, HERE, asks(ROOM, "", b"10.0.0.2"))])
+
+    made._maybe_ack_drained_abort = asked_anew
+    cleared(made)
+    made._maybe_ack_drained_abort = acknowledge
+    assert set(made.transfer_infos[ROOM]) == {EVIL_SESSION}
+    assert answers(made, EVIL) == []
+    made.conclude_failure(bootstrap_room=ROOM, failure_reason="its own")
+    assert answers(made, EVIL) == FAILED
+    heard(made, [RIGHT.say(ROOM, HERE, METADATA)])
+    assert set(made.transfer_infos[ROOM]) == {EVIL_SESSION}
+    assert answers(made, RIGHT) == FAILED
+    # To nobody nothing can be said, and it is not silent.
+    made.send_kv_status_message(
+        targets=[("10.0.0.9", 5000)], bootstrap_room=9, status=KVPoll.Failed
+    )
     return made.incidents.counts
 
 

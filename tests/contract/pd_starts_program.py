@@ -15,9 +15,11 @@ from typing import Any
 from unittest.mock import patch
 
 import requests
+from sglang.srt.arg_groups.pd_disaggregation_hook import handle_pd_disaggregation
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn as common
 from sglang.srt.disaggregation.mooncake import conn as mooncake
+from sglang.srt.server_args import ServerArgs
 
 from sgl_tiered.engines.sglang.disagg import conn
 from tests.contract.hostile_pd_program import ROOM, manager
@@ -103,6 +105,21 @@ def story(kind: Any, *, restarts: bool, is_heard: bool = True) -> dict[str, Any]
     return told
 
 
+def late(backend: str) -> str:
+    """Return why SGLang lets decode servers of a backend not allocate late, if so."""
+    args = ServerArgs(
+        model_path="none",
+        disaggregation_mode="prefill",
+        disaggregation_transfer_backend=backend,
+        disaggregation_decode_allocation_policy="prefill_complete",
+    )
+    try:
+        handle_pd_disaggregation(args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     """Play all, print what came of each."""
 
@@ -118,6 +135,7 @@ def main() -> None:
         "restarts untold": story(stock, restarts=True),
         "unheard at first": story(ours, restarts=False, is_heard=False),
         "mute, and unheard at first": story(stock, restarts=False, is_heard=False),
+        "late": {each: late(each) for each in ("mooncake", "tiered")},
     }
     print(json.dumps(found))
 

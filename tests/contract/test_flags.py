@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sgl_tiered.engines.sglang.config import CHOICES, FAULT_ENV
+from sgl_tiered.engines.sglang.config import CHOICES, FAULT_ENV, RUST_ENV
 from tests.contract.story_support import told_once
 
 pytestmark = pytest.mark.sglang
@@ -353,6 +353,7 @@ def tell(look, model, tmp):
     for name, argv in BAD_CHOICES.items():
         add(name, argv)
     add("fault allowed", BAD["fault"][0], {FAULT_ENV: "1"})
+    add("rust", GOOD["prefill"], {RUST_ENV: "1"})
     file = tmp / "cases.json"
     file.write_text(json.dumps(cases))
     out = look("flags", model, file)
@@ -395,6 +396,13 @@ def test_bad_lines_are_refused_in_one_sentence(seen, name):
     assert errors[0].startswith(f"error: {BAD[name][1]}")
     assert errors[0].endswith(".")
     assert "Traceback" not in parsed["stderr"]
+
+
+def test_sglangs_rust_server_does_not_prefill_with_our_transfers(seen):
+    """Ours says so, before a server without our bootstrap server starts."""
+    parsed = seen["parsed"]["rust"]
+    assert parsed["code"] == 2, parsed
+    assert f"unset {RUST_ENV}" in parsed["stderr"]
 
 
 @pytest.mark.parametrize("name", BAD_CHOICES)

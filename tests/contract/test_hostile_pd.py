@@ -11,7 +11,10 @@ from tests.contract.story_support import output_of
 pytestmark = pytest.mark.sglang
 
 STRANGERS = ("strangers_to_prefill", "strangers_to_decode")
-FACTS = ("late_aborts", "names", "floods", "forgotten")
+FACTS = (
+    *("late_aborts", "names", "floods", "forgotten"),
+    *("registers_again", "unreadable", "unasked", "ends"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,36 @@ def test_others_without_end_keep_no_word_from_a_pair(told: dict[str, Any]) -> No
 def test_one_that_is_not_known_is_told_so(told: dict[str, Any]) -> None:
     """Its request fails at once, and the next one registers anew."""
     assert told["forgotten"] == {"stranger": 2}
+
+
+def test_a_session_is_well_when_nothing_can_arrive_any_more(
+    told: dict[str, Any],
+) -> None:
+    """Not by its word alone, which it gives after each transfer that failed."""
+    assert told["registers_again"] == {
+        "at first": False,
+        "while bytes are held": True,
+        "started anew": False,
+        "when they are free": False,
+        "when it was lost": False,
+        "where nobody is": True,
+    }
+
+
+def test_why_a_registration_cannot_be_read_is_told(told: dict[str, Any]) -> None:
+    """Each time that its session asks, as long as it gives no other."""
+    assert isinstance(told["unreadable"], dict), told["unreadable"]
+    assert "no rank" in told["unreadable"]["asked"]
+
+
+def test_an_abort_before_its_request_leaves_no_room(told: dict[str, Any]) -> None:
+    """Only that of who says it."""
+    assert told["unasked"] == {}
+
+
+def test_no_word_is_lost_where_a_request_ends(told: dict[str, Any]) -> None:
+    """Whoever has the room next; and what can be said to nobody is counted."""
+    assert told["ends"] == {"stranger": 1, "unsaid": 1}
 
 
 def test_one_that_gives_no_key_is_told_so(told: dict[str, Any]) -> None:

@@ -57,3 +57,11 @@ def test_one_that_did_not_say_when_it_was_met_is_asked_again(
     mute = told["mute, and unheard at first"]
     assert mute["has_failed"]
     assert "instance at it proves nothing" in mute["refused"]
+
+
+def test_sglang_allocates_late_with_its_own_transfers_only(
+    told: dict[str, Any],
+) -> None:
+    """So no ``BOOTSTRAP`` comes to ours, which would read it as a room's number."""
+    assert told["late"]["mooncake"] == ""
+    assert "transfer backends other than Mooncake" in told["late"]["tiered"]

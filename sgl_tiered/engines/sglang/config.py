@@ -61,8 +61,10 @@ __all__ = [
     "EMULATED_TIERS",
     "FAULT_ENV",
     "FLAG_PREFIX",
+    "RUST_ENV",
     "TieredConfig",
     "faults_allowed",
+    "has_rust_server",
     "parse_size",
     "rank_folder",
     "read_config",
@@ -71,6 +73,7 @@ __all__ = [
 BACKEND_NAME = "tiered"
 FLAG_PREFIX = "tiered_"
 FAULT_ENV = "SGL_TIERED_ALLOW_FAULTS"
+RUST_ENV = "SGLANG_RUST_SERVER"
 EMULATED_TIERS = (TierId.HOST, TierId.CXL, TierId.DISK)
 """Tiers that ``--tiered-emulate`` and ``POST /tiered/faults`` know."""
 
@@ -608,6 +611,11 @@ def _share(settings: Mapping[str, Any], name: str, default: float) -> float:
 def faults_allowed() -> bool:
     """Say whether this process may fail on purpose: the environment has to ask."""
     return os.environ.get(FAULT_ENV) == "1"
+
+
+def has_rust_server() -> bool:
+    """Say whether SGLang serves by its server in Rust: the environment decides."""
+    return os.environ.get(RUST_ENV, "").lower() in ("true", "1", "yes", "y")
 
 
 def _emulation(settings: Mapping[str, Any]) -> tuple[Emulation, ...]:

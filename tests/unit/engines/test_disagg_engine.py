@@ -19,7 +19,7 @@ from sgl_tiered.engines.sglang.disagg.engine import (
 from sgl_tiered.engines.sglang.disagg.opening import open_kv_transport
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
-from sgl_tiered.transport.base import TransferStatus
+from sgl_tiered.transport.base import PeerAddress, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
 from sgl_tiered.transport.loopback import open_loopback
 
@@ -217,8 +217,7 @@ def test_what_failed_is_not_settled_before_the_library_is_done() -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("how", ["is probed", "registers again"])
-def test_a_lost_peer_is_connected_anew_when(how: str) -> None:
+def test_a_lost_peer_is_connected_anew_when_it_is_probed() -> None:
     """A peer that seemed gone may be there: the next push finds out."""
     library = ScriptedLibrary(why_unreachable="nobody there")
     transport = BatchedTransport(library, grace_s=0.0)
@@ -231,10 +230,7 @@ def test_a_lost_peer_is_connected_anew_when(how: str) -> None:
     assert engine.batch_transfer_sync("peer:1", *batch) == -1
     assert engine.batch_transfer_sync("peer:1", *batch) == -1
     library.why_unreachable = ""
-    if how == "is probed":
-        assert engine.send_probe("peer:1") == 0
-    else:
-        assert engine.connect("peer:1", msgspec.msgpack.encode(ADDRESS)) == ""
+    assert engine.send_probe("peer:1") == 0
     pushed = transport.push
     seen = []
 
@@ -247,6 +243,22 @@ def test_a_lost_peer_is_connected_anew_when(how: str) -> None:
     assert engine.batch_transfer_sync("peer:1", *batch) == -1
     assert seen == [""]
     transport.close()
+
+
+def test_who_registers_again_is_not_connected_again(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name and address are known: a library may know a peer by no other name."""
+    here, there = sides
+    asked: list[PeerAddress] = []
+    transport = here.engine._transport
+    monkeypatch.setattr(transport, "connect", asked.append)
+    monkeypatch.setattr(transport, "disconnect", asked.append)
+    assert here.knows(there) == ""
+    assert asked == []
+    ranges = [here.bases[0]], [there.bases[0]], [8]
+    session = there.engine.get_session_id()
+    assert here.engine.batch_transfer_sync(session, *ranges) == 0
 
 
 def test_memory_at_an_address_is_not_copied() -> None:

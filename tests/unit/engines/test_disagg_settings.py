@@ -160,3 +160,17 @@ def test_what_does_not_go_together(server, settings, flag: str) -> None:
     assert text.startswith(flag + ":")
     assert text.endswith(".")
     assert "\n" not in text
+
+
+def test_sglangs_rust_server_does_not_prefill(monkeypatch) -> None:
+    """Its bootstrap registry stands where ours would say which start this is."""
+    for value in ("1", "True"):
+        monkeypatch.setenv("SGLANG_RUST_SERVER", value)
+        text = refusal(args("prefill"))
+        assert text.startswith("--disaggregation-transfer-backend: tiered")
+        assert "SGLANG_RUST_SERVER" in text
+        refuse_with_disaggregation(args("decode"), None)
+        sglangs = args("prefill", disaggregation_transfer_backend="mooncake")
+        refuse_with_disaggregation(sglangs, None)
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "false")
+    refuse_with_disaggregation(args("prefill"), None)

@@ -38,7 +38,8 @@ def never(room: int) -> bool:
 def heard(asked: Asked, message: list[bytes], rooms: Any = None) -> list[bytes]:
     """What SGLang hears of a message."""
     key, said = asked.hear(message)
-    return said if asked.admit(key, said, rooms or {}) else []
+    is_heard = said[0] == b"None" or asked.admit(key, said, rooms or {})
+    return said if is_heard else []
 
 
 @pytest.fixture
@@ -108,11 +109,7 @@ def test_a_room_is_of_those_who_asked_first(pair):
     session = heard(asked, asking.say(ROOM, PLACE, word()))[3]
     for num, may in ((1, False), (2, True)):
         rooms = {ROOM: {session: SimpleNamespace(required_dst_info_num=num)}}
-        if may:
-            assert heard(asked, other, rooms)
-        else:
-            with pytest.raises(StrangerError, match="room 7 is of others"):
-                heard(asked, other, rooms)
+        assert bool(heard(asked, other, rooms)) is may
 
 
 def test_ranks_that_ask_for_one_room_are_bounded(pair):
@@ -122,22 +119,56 @@ def test_ranks_that_ask_for_one_room_are_bounded(pair):
     rooms = {ROOM: {"first": SimpleNamespace(required_dst_info_num=10**9)}}
     for port in range(1, speaking._MOST_RANKS):
         heard(asked, Asking(never).say(ROOM, PLACE, word(port=b"%d" % port)), rooms)
-    with pytest.raises(StrangerError, match="room 7 is of others"):
-        heard(asked, Asking(never).say(ROOM, PLACE, word(port=b"6000")), rooms)
+    assert not heard(asked, Asking(never).say(ROOM, PLACE, word(port=b"6000")), rooms)
 
 
 def test_a_room_is_asked_for_by_others_when_its_request_has_ended(pair):
-    """Not before, whether SGLang knows yet who has asked or not."""
+    """Not before, though SGLang does not know yet who has asked."""
     asking, asked = pair
     second = Asking(never)
-    heard(asked, asking.say(ROOM, PLACE, [b"BOOTSTRAP", b"7", b"10.0.0.1", b"5000"]))
+    heard(asked, asking.say(ROOM, PLACE, word()))
     other = second.say(ROOM, PLACE, word(port=b"5001"))
-    with pytest.raises(StrangerError, match="room 7 is of others"):
-        heard(asked, other)
+    assert not heard(asked, other)
     abort = [b"ABORT", b"7", b"10.0.0.1", b"5001", b"1"]
     assert heard(asked, second.say(ROOM, PLACE, abort)) == []
     asked.end(ROOM)
     assert heard(asked, other)
+
+
+def test_a_word_on_its_way_when_its_request_ends_is_said(pair, monkeypatch):
+    """To whoever had asked, also when others have the room; of the last ones that
+    ended."""
+    monkeypatch.setattr(speaking, "_MOST_ROOMS", 8)
+    asking, asked = pair
+    status = [b"7", b"0", b"0"]
+    heard(asked, asking.say(ROOM, PLACE, word()))
+    asked.end(ROOM)
+    second = Asking(never)
+    heard(asked, second.say(ROOM, PLACE, word(port=b"5001")))
+    assert asking.hear(asked.say("tcp://10.0.0.1:5000", status)) == status
+    assert second.hear(asked.say("tcp://10.0.0.1:5001", status)) == status
+    for room in range(100, 108):
+        heard(asked, asking.say(room, PLACE, word(room)))
+        asked.end(room)
+    with pytest.raises(StrangerError, match="nobody at"):
+        asked.say("tcp://10.0.0.1:5000", status)
+
+
+def test_who_leaves_a_room_leaves_it_to_the_others(pair):
+    """And takes none from them."""
+    asking, asked = pair
+    second, rooms = Asking(never), {ROOM: {}}
+    heard(asked, asking.say(ROOM, PLACE, word()))
+    rooms[ROOM]["first"] = SimpleNamespace(required_dst_info_num=2)
+    heard(asked, second.say(ROOM, PLACE, word(port=b"5001")), rooms)
+    status = [b"7", b"0", b"0"]
+    asked.leave(word())
+    assert second.hear(asked.say("tcp://10.0.0.1:5001", status)) == status
+    with pytest.raises(StrangerError, match="nobody at"):
+        asked.say("tcp://10.0.0.1:5000", status)
+    asked.leave(word(port=b"5001"))
+    asked.leave(word())
+    assert asked._rooms == {}
 
 
 def test_an_abort_is_answered_to_who_said_it_last(pair):

@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.mooncake.conn import (
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.utils.network import NetworkAddress
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.engines.sglang.disagg.engine import FIRST_BYTES_PER_S, RawEngine
@@ -53,6 +54,7 @@ from sgl_tiered.engines.sglang.disagg.speaking import (
     Asking,
     StrangerError,
     gives_key,
+    proved,
     room_of,
 )
 from sgl_tiered.engines.sglang.disagg.starts import (
@@ -198,43 +200,65 @@ class TieredKVManager(MooncakeKVManager):
     def _hear_decode(self, message: list[bytes]) -> list[bytes]:
         """Return what a decode instance says, for SGLang's thread."""
         key, said = self.asked.hear(message)
+        is_registration = said[0] == b"None"
         if why := refusal_on_prefill(self, said):
+            if is_registration:
+                self._reject(said[3].decode(), why)
             raise ValueError(why)
-        if not self.asked.admit(key, said, self.transfer_infos):
-            self._answer_abort(said)
-            raise StrangerError("b'ABORT' of a room that others have asked for")
-        if said[0] in (b"ABORT", b"BOOTSTRAP"):
-            return said
-        session = said[3].decode()
-        if said[0] != b"None" and session not in self.decode_kv_args_table:
-            self._send_back(said)
-            raise StrangerError(f"{session} asks, and has not registered")
-        if said[0] == b"None":
+        if is_registration:
             told = said[_ADDRESS_PART : _ADDRESS_PART + 1]
-            self._told[session] = told[0] if told else b""
+            self._told[said[3].decode()] = told[0] if told else b""
             if len(self._told) > _MOST_ROOMS:
                 self._told.popitem(last=False)
+        elif said[0] == b"ABORT":
+            self._hear_abort(key, said)
+        elif why := self._why_not(key, said):
+            self._send_back(key, said)
+            raise StrangerError(why)
         return said
 
-    def _answer_abort(self, message: list[bytes]) -> None:
-        """Say when nothing is sent for a room any more, and end nothing.
+    def _why_not(self, key: bytes, message: list[bytes]) -> str:
+        """Return why a decode instance asks in vain; else an empty text."""
+        session = message[3].decode()
+        if session not in self.decode_kv_args_table:
+            why = self.state_layout_rejections.get(session, "it has not registered")
+            return f"{session} asks: {why}"
+        if not self.asked.admit(key, message, self.transfer_infos):
+            return f"{session} asks: room {room_of(message)} is of others"
+        return ""
 
-        Who says this has asked too late, or has asked for a request that had the same
-        number before; it holds memory until it is answered.
+    def _hear_abort(self, key: bytes, message: list[bytes]) -> None:
+        """Take note of who says an ABORT; if others have the room, it ends nothing.
+
+        Who says this then has asked too late, or has asked for a request that had the
+        same number before; it holds memory until it is told that nothing is sent there.
+
+        Raises:
+            StrangerError: others have asked for the room.
         """
+        if self.asked.admit(key, message, self.transfer_infos):
+            if room_of(message) not in self.request_status:
+                # No request has come that would end.
+                self.asked.leave(message)
+            return
         notification = AbortNotification.from_zmq(message)
         target = None if notification is None else notification.deferred_ack_target()
         if target is not None and self.enable_deferred_decode_kv_release:
             self.register_deferred_ack_target(notification.room, target)
             self._maybe_ack_drained_abort(notification.room)
+        raise StrangerError("b'ABORT' of a room that others have asked for")
 
-    def _send_back(self, message: list[bytes]) -> None:
-        """Let the transfer fail of one that is not known here; it registers anew."""
-        room, host, port = room_of(message), message[1].decode(), int(message[2])
-        self.send_kv_status_message(
-            targets=[(host, port)], bootstrap_room=room, status=KVPoll.Failed
+    def _send_back(self, key: bytes, message: list[bytes]) -> None:
+        """Tell who asks in vain that its transfer has failed; it registers anew."""
+        place = NetworkAddress(message[1].decode(), int(message[2]))
+        failed = self._encode_kv_status_message(
+            bootstrap_room=room_of(message), status=KVPoll.Failed, failure_reason=None
         )
-        self.asked.end(room, tcp(host, port))
+        # Not by what is known of the room: that may be of others.
+        send = partial(super()._send_multipart_locked, is_ipv6=place.is_ipv6)
+        self.incidents.guard(
+            "an answer", partial(send, place.to_tcp(), proved(failed, key))
+        )
 
     def _send_multipart_locked(
         self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
@@ -243,8 +267,7 @@ class TieredKVManager(MooncakeKVManager):
         try:
             said = self.asked.say(endpoint, parts)
         except StrangerError as error:
-            if room_of(parts) in self.request_status:
-                self.incidents.note("unsaid", str(error))
+            self.incidents.note("unsaid", str(error))
             return
         super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
 
@@ -269,8 +292,16 @@ class TieredKVManager(MooncakeKVManager):
             is_cut = not same_shape or decode_args.requires_dcp_relayout
             why = "layer-wise KV goes to a server of as many ranks" if is_cut else ""
         mismatch = super()._publish_peer_registration(session, decode_args)
-        if not why:
-            return mismatch
+        if why:
+            return self._reject(session, why)
+        if self.engine.send_probe(session) != 0:
+            # It registers anew after each failure, which does not make it well.
+            with self.session_lock:
+                self.failed_sessions.add(session)
+        return mismatch
+
+    def _reject(self, session: str, why: str) -> str:
+        """Let transfers to a session fail, and return the reason."""
         reason = f"The decode instance cannot take KV from this one: {why}."
         with self.session_lock:
             self.state_layout_rejections[session] = reason
@@ -468,10 +499,9 @@ class TieredKVSender(MooncakeKVSender):
 
     def clear(self) -> None:
         """Forget the transfer."""
+        # First: once SGLang has forgotten it, the room may be another request's.
+        self.kv_mgr.asked.end(self.bootstrap_room)
         super().clear()
-        if self.bootstrap_room not in self.kv_mgr.request_status:
-            # It was this one's.
-            self.kv_mgr.asked.end(self.bootstrap_room)
         self._end_reading()
 
     def abort(self) -> None:

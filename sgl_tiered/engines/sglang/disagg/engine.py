@@ -194,16 +194,14 @@ class RawEngine:
 
     def _take(self, session_id: str, told: bytes) -> str:
         address = msgspec.msgpack.decode(told, type=PeerAddress)
-        regions = _Regions.of(address.regions)
-        peer = self._transport.connect(address)
-        session = _Session(address, peer, regions)
         with self._lock:
             former = self._sessions.get(session_id)
-            if former is not None and former.address == address:
-                if former.peer.lost and not former.peer.quarantine.num_held_bytes:
-                    former.peer, peer = peer, former.peer
-                self._transport.disconnect(peer)
-                return ""
+        if former is not None and former.address == address:
+            # If it is lost, ``send_probe`` finds it again.
+            return ""
+        regions = _Regions.of(address.regions)
+        session = _Session(address, self._transport.connect(address), regions)
+        with self._lock:
             self._sessions[session_id] = session
             self._sessions.move_to_end(session_id)
             self._forget_oldest()
@@ -216,8 +214,9 @@ class RawEngine:
             return
         older = list(self._sessions.items())[:-1]
         for session_id, session in sorted(older, key=lambda each: each[1].has_arrived):
-            is_busy = session.num_pushing or session.peer.quarantine.num_held_bytes
-            if num_surplus and not is_busy:
+            if num_surplus == 0:
+                break
+            if not (session.num_pushing or session.peer.quarantine.num_held_bytes):
                 del self._sessions[session_id]
                 self._transport.disconnect(session.peer)
                 num_surplus -= 1

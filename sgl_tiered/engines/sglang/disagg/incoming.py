@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.mooncake.conn import KVArgsRegisterInfo, Transfer
 __all__ = ["refusal_on_decode", "refusal_on_prefill"]
 
 _REGISTRATION = "None"
-_ABORT, _BOOTSTRAP = "ABORT", "BOOTSTRAP"
+_ABORT = "ABORT"
 _STAGING = ("WATERMARK", "STAGING_RSP")
 _AUX = b"AUX_DATA"
 _STAGING_ASKED = b"STAGING_REQ"
@@ -56,7 +56,7 @@ def _refusal(
 def _read_on_prefill(manager: Any, message: Sequence[bytes]) -> None:
     """Read a message as SGLang's thread does; raise what it would."""
     name = message[0].decode("ascii")
-    if name == _ABORT or (name == _BOOTSTRAP and manager.deferred_bootstrap):
+    if name == _ABORT:
         return
     if name in _STAGING:
         raise ValueError("there are no staging buffers here")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
+from sgl_tiered.engines.sglang.config import RUST_ENV, has_rust_server
 from sgl_tiered.errors import ConfigError
 
 __all__ = [
@@ -128,7 +129,7 @@ def refuse_with_disaggregation(server_args: Any, config: Any | None) -> None:
 
 
 def _refuse_with_our_backend(server_args: Any) -> None:
-    """Refuse what takes memory or roles away under a transfer."""
+    """Refuse what takes memory, roles or the bootstrap server from under a transfer."""
     for name in ("enable_memory_saver", "enable_pd_role_switch"):
         if getattr(server_args, name, False):
             raise ConfigError(
@@ -137,6 +138,13 @@ def _refuse_with_our_backend(server_args: Any) -> None:
                 "registered memory has to stay where it is",
                 "leave one of the two out",
             )
+    if _mode(server_args) == "prefill" and has_rust_server():
+        raise ConfigError(
+            "--disaggregation-transfer-backend",
+            f"{TRANSFER_BACKEND} needs its own bootstrap server on prefill, in whose "
+            f"place {RUST_ENV} puts SGLang's",
+            f"unset {RUST_ENV}",
+        )
     overall = getattr(server_args, "disaggregation_decode_host_receive_threshold", 1)
     if overall is not None and overall < 1:
         raise ConfigError(

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Asked", "Asking", "StrangerError", "gives_key", "room_of"]
+__all__ = ["Asked", "Asking", "StrangerError", "gives_key", "proved", "room_of"]
 
 Message = Sequence[bytes]
 
@@ -114,6 +114,9 @@ class Asked:
         # By room, and place that is answered: the key of who has asked, which is empty
         # where it gives none. As long as SGLang notes who has asked.
         self._rooms: dict[int, dict[str, bytes]] = {}
+        # By room and place: the key of who had asked when the request ended, as a word
+        # may still be on its way.
+        self._ended: OrderedDict[tuple[int, str], bytes] = OrderedDict()
         # By room and place: the key of who said last that the room be ended. Who waits
         # for the answer says it again.
         self._aborters: OrderedDict[tuple[int, str], bytes] = OrderedDict()
@@ -142,7 +145,7 @@ class Asked:
     def admit(
         self, key: bytes, message: Message, rooms: Mapping[int, Mapping[str, Any]]
     ) -> bool:
-        """Take note of what is said, and SGLang can read.
+        """Take note of what is said of a room, and SGLang can read.
 
         Args:
             key: of who says it.
@@ -150,15 +153,11 @@ class Asked:
             rooms: by room, and session: who has asked SGLang for it.
 
         Returns:
-            Whether SGLang is to hear it. If not, it is an ABORT of a room that others
-            have asked for: that is not ended, but who says so may wait for the answer.
+            Whether SGLang is to hear it. If not, others have asked for the room.
 
         Raises:
-            StrangerError: it asks for a room that others have asked for.
             ValueError: it names no place.
         """
-        if message[0] == _REGISTRATION:
-            return True
         room, place = room_of(message), self._place_in(message)
         first = next(iter(rooms.get(room, {}).values()), None)
         most = 1 if first is None else min(first.required_dst_info_num, _MOST_RANKS)
@@ -167,23 +166,25 @@ class Asked:
             is_its = hmac.compare_digest(speakers.get(place, key), key)
             may = is_its and (place in speakers or len(speakers) < most)
             if message[0] == _ABORT:
-                self._aborters[room, place] = key
-                self._aborters.move_to_end((room, place))
-                if len(self._aborters) > _MOST_ROOMS:
-                    self._aborters.popitem(last=False)
+                _keep(self._aborters, (room, place), key)
             elif may:
                 self._rooms[room] = speakers
                 speakers[place] = key
-            else:
-                raise StrangerError(f"{_kind(message)}: room {room} is of others")
         return may
 
-    def end(self, room: int, place: str | None = None) -> None:
-        """Let a room be asked for by others: its request has ended, or that of one."""
+    def end(self, room: int) -> None:
+        """Let a room be asked for by others: its request has ended."""
+        with self._lock:
+            for place, key in self._rooms.pop(room, {}).items():
+                _keep(self._ended, (room, place), key)
+
+    def leave(self, message: Message) -> None:
+        """Forget that who says a message has asked for its room."""
+        room, place = room_of(message), self._place_in(message)
         with self._lock:
             speakers = self._rooms.get(room, {})
-            speakers.pop(place or "", None)
-            if place is None or not speakers:
+            speakers.pop(place, None)
+            if not speakers:
                 self._rooms.pop(room, None)
 
     def say(self, place: str, message: Message) -> list[bytes]:
@@ -197,10 +198,11 @@ class Asked:
             if message[0] == _ABORT_ACK:
                 key = self._aborters.get((room, place))
             else:
-                key = self._rooms.get(room, {}).get(place)
+                had_asked = self._ended.get((room, place))
+                key = self._rooms.get(room, {}).get(place, had_asked)
         if key is None:
             raise StrangerError(f"nobody at {place} has asked for room {room}")
-        return [*message, key] if key else list(message)
+        return proved(message, key)
 
     def _place_in(self, message: Message) -> str:
         """Return where its sender says that it listens."""
@@ -210,6 +212,11 @@ class Asked:
         except ValueError:
             raise ValueError("it names no place") from None
         return self._place_of(host.decode("ascii"), int(port.decode("ascii")))
+
+
+def proved(message: Message, key: bytes) -> list[bytes]:
+    """Return a message with the key of the pair, which is empty where there is none."""
+    return [*message, key] if key else list(message)
 
 
 def gives_key(session: str) -> bool:
@@ -227,6 +234,16 @@ def room_of(message: Message) -> int:
         return int(message[1 if _has_tag(message) else 0].decode("ascii"))
     except IndexError:
         raise ValueError("it names no room") from None
+
+
+def _keep(
+    keys: OrderedDict[tuple[int, str], bytes], at: tuple[int, str], key: bytes
+) -> None:
+    """Note a key as the last one."""
+    keys[at] = key
+    keys.move_to_end(at)
+    if len(keys) > _MOST_ROOMS:
+        keys.popitem(last=False)
 
 
 def _name(key: bytes) -> str:
