@@ -20,7 +20,7 @@ from sgl_tiered.engines.sglang.layered.admission import (
     _layered_adder_class,
 )
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
-from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.driver import LayerDriver, NoRoomError
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
@@ -460,3 +460,36 @@ def test_a_prompt_that_sglang_refuses_after_us_keeps_no_room():
         assert decided is not None
         kept.append((decided.tolist(), device.admission._left))
     assert kept[0] == kept[1]
+
+
+def test_nobody_decodes_while_stores_read_all_pages_that_could_leave():
+    """No step is begun without room for its page; once the stores end there is one."""
+    device = Device(2 * LAYERS)
+    req = request("a", 2 * PAGE)
+    device.admission.begin([])
+    assert device.admission.admit(req, 0, 2 * PAGE, is_alone=True)
+    device.forward([req], None)
+    device.settle()
+    device.driver.begin_store(1, np.array(device.pages["a"]))
+    assert device.turns.choose([req]) == []
+    assert device.driver.num_paused == 0
+    with pytest.raises(NoRoomError):
+        device.forward([req], 1)
+    device.pages["a"].pop()
+    req.kv.kv_committed_len -= 1
+    device.driver.end_store(1)
+    assert device.turns.choose([req]) == [0]
+    device.forward([req], 1)
+
+
+def test_one_decodes_where_stores_leave_it_room():
+    """A store alone holds nobody: who goes on within its page needs no room."""
+    device = Device(2 * LAYERS)
+    req = request("a", 2 * PAGE - 1)
+    device.admission.begin([])
+    assert device.admission.admit(req, 0, 2 * PAGE - 1, is_alone=True)
+    device.forward([req], None)
+    device.settle()
+    device.driver.begin_store(1, np.array(device.pages["a"]))
+    assert device.turns.choose([req]) == [0]
+    device.forward([req], 1)

@@ -54,7 +54,9 @@ class DecodeTurns:
         self._masks = _masks(layout.num_layers)
 
     def choose(self, reqs: Sequence[Any]) -> list[int]:
-        """Return the positions of those that decode next, ascending; never none.
+        """Return the positions of those that decode next, ascending.
+
+        None where nobody has room as stores read the pages that could leave; they end.
 
         Args:
             reqs: SGLang's running requests, first come first.
@@ -66,6 +68,9 @@ class DecodeTurns:
         facts = self._facts.turns(reqs, reading, room)
         plan = self._policy.choose(facts, room)
         decode = self._with_room(reqs, plan)
+        if not decode:
+            # No step, so nobody is left out of one, and all turns stay as they are.
+            return []
         self._move(reqs, plan)
         # Layers go to the host before a coming step would wait for their room.
         self._forecast.relieve(
@@ -86,8 +91,9 @@ class DecodeTurns:
         if wanted and not self._admission.make_room(wanted):
             left = self._admission.room() // self._num_layers
             late = begins[max(left, 0) :]
-            # One goes on in any case: room for it was kept at its admission.
-            if len(late) == len(decode):
+            # One goes on: room for it was kept at its admission. But stores, begun
+            # since then, may read the copies whose room that was.
+            if len(late) == len(decode) and not self._driver.num_stores:
                 late = late[1:]
             decode.difference_update(late)
         return decode
