@@ -13,6 +13,7 @@ be met, so that a slow machine changes nothing.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar
@@ -352,6 +353,22 @@ class TransportKit:
         assert transfer.error == "disconnected"
         assert transport.pull(peer, piece).poll() is FAILED
         process.go_on()
+
+    def test_another_connection_to_the_same_peer_outlives_the_first(
+        self, transport: Transport, peer: Peer, process: PeerProcess
+    ) -> None:
+        """Disconnecting one of two ends that one only."""
+        other = transport.connect(process.address)
+        first = Pieces.one(0, 0, 4096)
+        assert transport.push(peer, first, timeout_s=self.FAR_S).wait() is DONE
+        transport.disconnect(peer)
+        assert transport.pull(peer, first).poll() is FAILED
+        second = Pieces.one(8192, 8192, 4096)
+        for piece in (first, second):
+            # The second one comes when whoever disconnects has done so.
+            transfer = transport.push(other, piece, timeout_s=self.FAR_S)
+            assert transfer.wait() is DONE, transfer.error
+            time.sleep(0.1)
 
     def test_closing_twice(
         self, transport: Transport, peer: Peer, process: PeerProcess

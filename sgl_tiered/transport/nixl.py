@@ -14,6 +14,8 @@ import contextlib
 import importlib
 import itertools
 import os
+import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +70,9 @@ class NixlLibrary:
         except Exception as error:
             raise TransportUnavailableError(f"NIXL does not start: {error}") from error
         self._registered: list[Any] = []
+        # By remote agent: the connections to it. The library keeps one, by its name.
+        self._num_links: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def endpoint(self) -> tuple[str, bytes]:
         """Return the agent's name, and what UCX needs to reach it."""
@@ -85,15 +90,17 @@ class NixlLibrary:
 
     def connect(self, address: PeerAddress) -> _Link:
         """Load the agent's metadata; nothing is sent."""
-        try:
-            name = self._agent.add_remote_agent(address.metadata)
-        except Exception as error:
-            raise ValueError(
-                f"{address.endpoint}: no NIXL metadata ({error})"
-            ) from error
-        name = name.decode() if isinstance(name, bytes) else str(name)
-        if name != address.endpoint:
-            raise ValueError(f"the metadata is {name}'s, not {address.endpoint}'s")
+        with self._lock:
+            try:
+                name = self._agent.add_remote_agent(address.metadata)
+            except Exception as error:
+                raise ValueError(
+                    f"{address.endpoint}: no NIXL metadata ({error})"
+                ) from error
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            if name != address.endpoint:
+                raise ValueError(f"the metadata is {name}'s, not {address.endpoint}'s")
+            self._num_links[name] += 1
         return _Link(name)
 
     def reach(self, link: _Link) -> str:
@@ -132,9 +139,14 @@ class NixlLibrary:
         return TransferStatus.DONE if state == "DONE" else TransferStatus.FAILED
 
     def disconnect(self, link: _Link) -> None:
-        """Forget the remote agent."""
-        with contextlib.suppress(Exception):
-            self._agent.remove_remote_agent(link.agent)
+        """Forget the remote agent, with the last connection to it."""
+        with self._lock:
+            self._num_links[link.agent] -= 1
+            if self._num_links[link.agent] > 0:
+                return
+            del self._num_links[link.agent]
+            with contextlib.suppress(Exception):
+                self._agent.remove_remote_agent(link.agent)
 
     def close(self) -> None:
         """Take memory back and end the agent."""
