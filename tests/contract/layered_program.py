@@ -175,10 +175,11 @@ def pausing() -> dict[str, Any]:
     decode(batch)
     out["joined"] = {"ran": list(steps.ran), "kept": len(batch.reqs)}
 
-    # One of those that wait ends by an abort: it decodes, as SGLang ends it so.
+    # One of those that wait ends by an abort, as SGLang does it: once it decodes.
     steps.ran.clear()
     batch.reqs[1].to_finish = "abort"
-    chosen += [[2]]
+    chosen += [[2], [1]]
+    decode(batch)
     decode(batch)
     batch.reqs[1].is_finished = True
     batch.filter_batch()

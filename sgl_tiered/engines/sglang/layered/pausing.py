@@ -29,8 +29,8 @@ class PausingDecode:
 
     Args:
         original: SGLang's method, bound.
-        choose: returns the positions of those that decode next, ascending; none where
-            no step is to be made now. Called with requests that may wait or decode.
+        choose: returns the positions of those that decode next, ascending; empty where
+            no step is to be made now. Called with requests that all may wait or decode.
     """
 
     def __init__(self, original: Callable[[Any], Any], choose: Choose) -> None:
@@ -42,7 +42,7 @@ class PausingDecode:
         """Prepare the next decode step; return its batch, a part or all of ``batch``.
 
         Returns:
-            None or an empty batch where SGLang wants no step now.
+            None or an empty batch where no step is to be made now.
         """
         if self._is_stale:
             refresh(batch)
@@ -71,12 +71,7 @@ class PausingDecode:
         if not everyone or not can_be_split(batch):
             return everyone
         # Of one alone as well: its layers may have to leave, or can come back.
-        chosen = set(self._choose(batch.reqs))
-        if not chosen:
-            return []
-        # An abort is carried out in a step, so nobody who is to end waits.
-        chosen.update(n for n in everyone if batch.reqs[n].to_finish is not None)
-        return sorted(chosen)
+        return list(self._choose(batch.reqs))
 
 
 def can_be_split(batch: Any) -> bool:
