@@ -474,6 +474,7 @@ def test_nobody_decodes_while_stores_read_all_pages_that_could_leave():
     device.driver.begin_store(1, np.array(device.pages["a"]))
     assert device.turns.choose([req]) == []
     assert device.driver.num_paused == 0
+    assert device.driver.counters()["layerkv_turns_held"] == 1
     with pytest.raises(NoRoomError):
         device.forward([req], 1)
     device.pages["a"].pop()

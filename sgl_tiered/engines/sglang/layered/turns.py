@@ -71,6 +71,7 @@ class DecodeTurns:
         decode = self._with_room(reqs, plan)
         if not decode:
             # No step, so nobody is left out of one, and all turns stay as they are.
+            self._driver.held()
             return []
         self._move(reqs, plan, self._begun(reqs, decode))
         # Layers go to the host before a coming step would wait for their room.
