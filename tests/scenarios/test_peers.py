@@ -76,18 +76,25 @@ def pair(plain, model, tmp_path_factory):
         pair.stop()
 
 
+def ask_for_pulls(pair, held, bodies):
+    """Ask B, which has no page, while A has them in one place; return the answers."""
+    if held == "disk":
+        drop(pair.a, "device", "host")
+    answers = []
+    for one in bodies:
+        drop(pair.b, "device", "host")
+        if held == "disk":
+            # It read what the last answer was made of.
+            drop(pair.a, "host")
+        answers.append(pair.b.post("/generate", one))
+    return answers
+
+
 @pytest.mark.parametrize("held", ["memory", "disk"])
 def test_prompts_of_whole_pages(pair, plain, held):
     """A prompt of k pages gets k - 1 of them, with a token behind it all k."""
-    if held == "disk":
-        drop(pair.a, "device", "host")
     before = edge(settle(pair.b), "peer->host")
-    answers = []
-    for tokens in ASKED:
-        drop(pair.b, "device", "host")
-        if held == "disk":
-            drop(pair.a, "host")
-        answers.append(pair.b.post("/generate", body(tokens)))
+    answers = ask_for_pulls(pair, held, [body(tokens) for tokens in ASKED])
     same(ASKED, plain[0], answers)
     assert [cached(one) for one in answers] == [
         {"peer": count} if count else {} for count in FOUND
@@ -101,15 +108,8 @@ def test_prompts_of_whole_pages(pair, plain, held):
 @pytest.mark.parametrize("held", ["memory", "disk"])
 def test_logprobs_of_the_prompt(pair, plain, held):
     """They are plain's, and what lies before the first one asked for is pulled."""
-    if held == "disk":
-        drop(pair.a, "device", "host")
     before = edge(settle(pair.b), "peer->host")
-    answers = []
-    for first in FROM:
-        drop(pair.b, "device", "host")
-        if held == "disk":
-            drop(pair.a, "host")
-        answers.append(pair.b.post("/generate", scored(first)))
+    answers = ask_for_pulls(pair, held, [scored(first) for first in FROM])
     same([SCORED] * len(FROM), plain[1], answers)
     assert [cached(one) for one in answers] == [
         {"peer": count} if count else {} for count in FROM.values()
