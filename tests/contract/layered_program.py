@@ -147,9 +147,24 @@ def pausing() -> dict[str, Any]:
     batch = decode_batch(reqs)
     out: dict[str, Any] = {}
 
-    chosen += [[0, 2], [1], [0, 1, 2, 3, 4], []]
-    whole = [decode(batch) is batch for _ in range(4)]
+    chosen += [[0, 2], [1], [0, 1, 2, 3, 4]]
+    whole = [decode(batch) is batch for _ in range(3)]
     out["plain"] = {"ran": list(steps.ran), "whole": whole, "kept": len(batch.reqs)}
+
+    # Nobody has room: no step is made, also for one that is to end, and all stay.
+    steps.ran.clear()
+    chosen += [[1], [], [0, 1, 2, 3, 4]]
+    decode(batch)
+    batch.reqs[0].to_finish = "abort"
+    prepared = decode(batch)
+    batch.reqs[0].to_finish = None
+    kept = len(batch.reqs)
+    decode(batch)
+    out["none"] = {
+        "is_none": prepared is None,
+        "ran": list(steps.ran),
+        "kept": kept,
+    }
 
     # A new request joins while the lengths of the others are old.
     steps.ran.clear()
@@ -160,10 +175,11 @@ def pausing() -> dict[str, Any]:
     decode(batch)
     out["joined"] = {"ran": list(steps.ran), "kept": len(batch.reqs)}
 
-    # One of those that wait ends by an abort: it decodes, as SGLang ends it so.
+    # One of those that wait ends by an abort, as SGLang does it: once it decodes.
     steps.ran.clear()
     batch.reqs[1].to_finish = "abort"
-    chosen += [[2]]
+    chosen += [[2], [1]]
+    decode(batch)
     decode(batch)
     batch.reqs[1].is_finished = True
     batch.filter_batch()

@@ -25,9 +25,8 @@ def test_parts_decode_and_the_whole_stays(pausing):
         ["r0", "r2"],
         ["r1"],
         ["r0", "r1", "r2", "r3", "r4"],
-        ["r0", "r1", "r2", "r3", "r4"],
     ]
-    assert pausing["plain"]["whole"] == [False, False, True, True]
+    assert pausing["plain"]["whole"] == [False, False, True]
     assert pausing["plain"]["kept"] == 5
 
 
@@ -37,9 +36,18 @@ def test_a_request_joins_while_others_wait(pausing):
     assert pausing["joined"]["kept"] == 6
 
 
-def test_an_aborted_request_does_not_wait(pausing):
-    """SGLang ends an aborted request in its next step."""
-    assert pausing["aborted"]["ran"] == [["r1", "r2"]]
+def test_no_step_is_made_where_nobody_is_chosen(pausing):
+    """Nobody is taken in that has no room, be it to end; all are there for the next."""
+    assert pausing["none"] == {
+        "is_none": True,
+        "ran": [["r1"], ["r0", "r1", "r2", "r3", "r4"]],
+        "kept": 5,
+    }
+
+
+def test_an_aborted_request_has_room_or_waits(pausing):
+    """Whoever chooses has reckoned with its page: nobody else is taken in."""
+    assert pausing["aborted"]["ran"] == [["r2"], ["r1"]]
     assert pausing["aborted"]["kept"] == ["r0", "r2", "r3", "r4", "r6"]
 
 

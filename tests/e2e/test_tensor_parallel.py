@@ -28,6 +28,7 @@ from tests.e2e.e2e_support import (
     settle,
     stats,
 )
+from tests.faults.fault_support import faults
 
 CORES = sorted(os.sched_getaffinity(0))
 CASE = Case(16, overlap=False)
@@ -99,9 +100,11 @@ def mixed():
 
 
 def layered(model, name, *flags):
-    """Return a server of two ranks with layer-wise KV."""
+    """Return a server of two ranks with layer-wise KV, which may be slowed or fail."""
     device = CASE.device(model, LAYER_POOL_TOKENS)
-    return on_two_ranks(tiered_spec(device, Tiers(16 * MB), name, (*LAYERKV, *flags)))
+    env = {"SGL_TIERED_ALLOW_FAULTS": "1"}
+    flags = (*LAYERKV, *flags)
+    return on_two_ranks(tiered_spec(device, Tiers(16 * MB), name, flags, env))
 
 
 @pytest.fixture(scope="module")
@@ -209,3 +212,46 @@ def test_layers_of_many_at_once_equal_plain(servers, model, plain):
     assert layers["layerkv_bytes_offloaded"] > 0
     assert layers["layerkv_steps_paused"] > 0
     assert layers["layerkv_guard_asked"] > 0
+
+
+def test_layers_wait_for_stores_that_read_them(servers, model, plain):
+    """What a store reads cannot leave: nobody decodes without room, and none fails."""
+    plain, alone = plain
+    server = servers.get(layered(model, "layerkv-pause", *PAUSE))
+    server.flush_cache()
+    before = stats(server)["layerkv"]
+    with faults(server, "host:delay=1"):
+        answers = open_loop(server, mixed())
+    assert [record.error for record in answers] == [None] * NUM_MIXED
+    result = check_equality(
+        alone,
+        answers,
+        page_size=CASE.page_size,
+        spread=plain.spread,
+        forced=False,
+        slack=2.0,
+    )
+    assert result.passed, result.summary()
+    after = stats(server)["layerkv"]
+    assert after["layerkv_turns_held"] > before["layerkv_turns_held"]
+    assert after["layerkv_requests_lost"] == before["layerkv_requests_lost"]
+
+
+def test_without_copies_to_the_host_it_serves_what_fits(servers, model, plain):
+    """Who finds no room ends with a sentence, on both ranks alike; both serve on."""
+    plain, alone = plain
+    server = servers.get(layered(model, "layerkv-pause", *PAUSE))
+    server.flush_cache()
+    before = stats(server)["layerkv"]["layerkv_requests_lost"]
+    with faults(server, "host:fault=error/store"):
+        answers = open_loop(server, mixed())
+    told = [record.error for record in answers if record.error]
+    lost = stats(server)["layerkv"]["layerkv_requests_lost"] - before
+    assert 0 < lost == len(told) < NUM_MIXED
+    assert all("send the request again" in sentence for sentence in told), told
+    server.flush_cache()
+    answers = sequential(server, mixed())
+    result = check_equality(
+        alone, answers, page_size=CASE.page_size, spread=plain.spread
+    )
+    assert result.passed, result.summary()

@@ -32,8 +32,6 @@ _WEIGHTS = (
     "SchedulerWeightUpdaterManager."
 )
 _BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator."
-_NAP_S = 0.001
-"""A request that arrives meanwhile waits so long at most."""
 
 
 def admin_hooks() -> list[tuple[str, Any, Any]]:
@@ -99,7 +97,7 @@ def _sleep(original: Any, scheduler: Any) -> None:
     elif not runtime.is_moving:
         original(scheduler)
     else:
-        runtime.completions.wait(_NAP_S)
+        runtime.nap()
 
 
 def _refuse_beams(original: Any, coordinator: Any, req: Any, recv_req: Any) -> Any:

@@ -44,8 +44,6 @@ __all__ = ["TieredRadixCache"]
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.001  # a nap that leaves a reader a core, and that no TTFT shows
-
 
 class TieredRadixCache(LendingRadixCache):
     """UnifiedRadixCache over host, CXL and disk tiers.
@@ -512,7 +510,7 @@ class TieredRadixCache(LendingRadixCache):
     def check_hicache_events(self) -> None:
         """Take the ends of transfers and start what follows from them."""
         if self.tiered.is_reading and self.tiered.engine_idle():
-            self.tiered.completions.wait(_IDLE_WAIT_S)
+            self.tiered.nap()
         self.take_ends()
         if self._prefetch is not None:
             self._prefetch.between_passes(self._keys)

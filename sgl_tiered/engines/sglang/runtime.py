@@ -82,6 +82,8 @@ _CLOSE_TIMEOUT_S = 10.0
 _DRAIN_TIMEOUT_S = 5.0
 """A copy from the device that does not end must not hold the scheduler: its memory and
 its slots stay set aside until it does."""
+_NAP_S = 0.001
+"""A request that arrives meanwhile waits so long at most: no TTFT shows it."""
 _PUBLISH_S = 1.0
 """Seconds between two publications of the metrics; a scrape is seldom more frequent."""
 _MAX_REPORTS = 1024
@@ -232,6 +234,10 @@ class TieredRuntime:
         """Whether the disk is read for requests that wait."""
         ahead = self.prefetcher is not None and self.prefetcher.is_busy
         return ahead or bool(self.coordinator.num_staging)
+
+    def nap(self) -> None:
+        """Leave a core to those that copy, until a transfer ends or for a moment."""
+        self.completions.wait(_NAP_S)
 
     @property
     def is_moving(self) -> bool:

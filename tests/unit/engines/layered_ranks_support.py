@@ -116,6 +116,7 @@ class Request:
         self.time_stats = SimpleNamespace(prefill_finished_time=0.0)
         self.finished_reason = SimpleNamespace(to_json=lambda: {"type": "stop"})
         self.is_gone = False
+        self.to_finish = None
 
     @property
     def output_ids_through_stop(self):

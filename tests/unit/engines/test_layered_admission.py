@@ -20,7 +20,7 @@ from sgl_tiered.engines.sglang.layered.admission import (
     _layered_adder_class,
 )
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
-from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.sglang.layered.driver import LayerDriver, NoRoomError
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
@@ -113,6 +113,7 @@ def request(
             prefill_finished_time=NOW_S, scheduler_recv_time=NOW_S
         ),
         finished=lambda: False,
+        to_finish=None,
     )
 
 
@@ -460,3 +461,96 @@ def test_a_prompt_that_sglang_refuses_after_us_keeps_no_room():
         assert decided is not None
         kept.append((decided.tolist(), device.admission._left))
     assert kept[0] == kept[1]
+
+
+def test_nobody_decodes_while_stores_read_all_pages_that_could_leave():
+    """No step is begun without room for its page; once the stores end there is one."""
+    device = Device(2 * LAYERS)
+    req = request("a", 2 * PAGE)
+    device.admission.begin([])
+    assert device.admission.admit(req, 0, 2 * PAGE, is_alone=True)
+    device.forward([req], None)
+    device.settle()
+    device.driver.begin_store(1, np.array(device.pages["a"]))
+    assert device.turns.choose([req]) == []
+    assert device.driver.num_paused == 0
+    assert device.driver.counters()["layerkv_turns_held"] == 1
+    with pytest.raises(NoRoomError):
+        device.forward([req], 1)
+    device.pages["a"].pop()
+    req.kv.kv_committed_len -= 1
+    device.driver.end_store(1)
+    assert device.turns.choose([req]) == [0]
+    device.forward([req], 1)
+
+
+def test_one_decodes_where_stores_leave_it_room():
+    """A store alone holds nobody: who goes on within its page needs no room."""
+    device = Device(2 * LAYERS)
+    req = request("a", 2 * PAGE - 1)
+    device.admission.begin([])
+    assert device.admission.admit(req, 0, 2 * PAGE - 1, is_alone=True)
+    device.forward([req], None)
+    device.settle()
+    device.driver.begin_store(1, np.array(device.pages["a"]))
+    assert device.turns.choose([req]) == [0]
+    device.forward([req], 1)
+
+
+def two_that_decode(device: Device, *num_prompts: int) -> list[Any]:
+    """Return requests, with prompts of so many tokens computed one after the other."""
+    reqs = [request(f"r{n}", num) for n, num in enumerate(num_prompts)]
+    for req in reqs:
+        device.admission.begin([])
+        assert device.admission.admit(req, 0, len(req.origin_input_ids), is_alone=True)
+        device.forward([req], None)
+        device.settle()
+    return reqs
+
+
+def test_who_is_to_end_waits_for_the_room_of_its_page():
+    """An abort is carried out in a step, but a step without room would be none."""
+    device = Device(4 * LAYERS)
+    reqs = two_that_decode(device, 2 * PAGE - 2, 2 * PAGE)
+    pages = np.array(device.pages["r0"] + device.pages["r1"])
+    device.driver.begin_store(1, pages)
+    reqs[1].to_finish = "abort"
+    assert device.turns.choose(reqs) == [0]
+    device.forward(reqs[:1], 1)
+    device.driver.end_store(1)
+    assert device.turns.choose(reqs) == [0, 1]
+    device.forward(reqs, 1)
+
+
+@pytest.mark.parametrize(("aborted", "chosen"), [(None, [0]), ("abort", [1])])
+def test_who_is_to_end_has_room_before_others(aborted: str | None, chosen: list[int]):
+    """It would wait for its turn, or for its page: it leaves more than it takes."""
+    device = Device(5 * LAYERS)
+    reqs = two_that_decode(device, 2 * PAGE, 2 * PAGE)
+    device.driver.begin_store(1, np.array(device.pages["r0"] + device.pages["r1"]))
+    reqs[1].to_finish = aborted
+    assert device.turns.choose(reqs) == chosen
+    device.forward([reqs[n] for n in chosen], 1)
+
+
+def test_nothing_returns_to_the_room_of_a_page_that_is_begun():
+    """What returns stays while a store reads it: the page would have no room then."""
+    device = Device(12 * LAYERS)
+    reqs = [request(f"r{n}", num) for n, num in enumerate((2, 2, 10))]
+    for req in reqs:
+        num_tokens = PAGE * len(req.origin_input_ids)
+        req.origin_input_ids = [7] * num_tokens
+        device.admission.begin([])
+        assert device.admission.admit(req, 0, num_tokens, is_alone=True)
+        device.forward([req], None)
+        if req.rid == "r1":
+            device.manager.release(req.rid, np.ones(LAYERS, np.bool_))
+        device.settle()
+    device.driver.finished("r2")
+    device.driver.freed(np.array([device.pages["r2"].pop()]))
+    assert device.manager.away(["r1"]).tolist() == [2 * LAYERS]
+    assert device.manager.room().free == LAYERS
+    device.driver.begin_store(1, np.concatenate(list(device.pages.values())))
+    assert device.turns.choose(reqs[:2]) == [0]
+    device.forward(reqs[:1], 1)
+    device.driver.end_store(1)

@@ -115,14 +115,32 @@ def test_what_fails_without_anybody_to_blame_is_raised(aborted):
     assert driver.lost == {"a"}
 
 
-def test_one_of_several_ranks_does_not_run_alone(aborted):
-    """The others would wait for it in their next collective, or it for them."""
+@pytest.mark.parametrize(
+    "error", [LayerReadError(0, ("a",), "no"), ValueError("the model")], ids=repr
+)
+def test_one_of_several_ranks_does_not_run_alone(aborted, error):
+    """Nor clean up: the others would wait for it in a collective, or it for them."""
     driver = FakeDriver()
-    error = LayerReadError(0, ("a",), "no")
-    run, _ = repeated(failing(error), driver, may_repeat=False)
-    with pytest.raises(LayerReadError):
+    run, _ = repeated(failing(error), driver, is_alone=False)
+    with pytest.raises(type(error)):
         run(batch("a"))
-    assert (driver.num_broken_off, driver.num_repeated) == (1, 0)
+    assert (driver.num_broken_off, driver.num_repeated) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [
+        (LayerRoomError(2, 5, ("b", "c")), {"c"}),
+        (NoRoomError(["b"], 3, "none"), {"b"}),
+    ],
+)
+def test_what_all_ranks_lack_room_for_ends_the_server_on_none(aborted, error, ended):
+    """All find it at the same layer, and end the same requests."""
+    driver = FakeDriver()
+    forward = failing(error, lambda driver, calls: ended <= driver.lost)
+    run, _ = repeated(forward, driver, is_alone=False)
+    assert run(batch("a", "b", "c")) == "done"
+    assert set(aborted) == driver.lost == ended
 
 
 def test_whatever_else_goes_wrong_is_raised_at_once(aborted):

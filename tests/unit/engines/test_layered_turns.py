@@ -55,6 +55,7 @@ def request(
         sampling_params=SimpleNamespace(max_new_tokens=1_000, custom_params=params),
         time_stats=SimpleNamespace(prefill_finished_time=first_s),
         finished=lambda: False,
+        to_finish=None,
     )
 
 
@@ -117,7 +118,8 @@ class FakeLayers:
         self.kept[rid] = self.held(rid) | layers
         return 0
 
-    def pull(self, rid: str) -> int:
+    def pull(self, rid: str, most: int | None = None) -> int:
+        assert most is None, "nobody begins a page"
         self.pulled.append(rid)
         return self.is_away[rid]
 

@@ -161,7 +161,7 @@ def test_the_same_facts_give_the_same_choice(
         whole_pages=lambda req: req.kv.kv_committed_len // PAGE,
     )
     forecast = LayerForecast(driver, decoders.tokens_left)
-    DecodeTurns(driver, admission, policy, facts, forecast)._move(reqs, chosen)
+    DecodeTurns(driver, admission, policy, facts, forecast)._move(reqs, chosen, 0)
     memory._place(seqs, chosen)
     assert len(placed) == 2
     assert placed[0] == placed[1]

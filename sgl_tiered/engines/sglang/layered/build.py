@@ -255,18 +255,17 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
     def choose(reqs: Sequence[Any]) -> list[int]:
         chosen = turns.choose(reqs)
         agreement.note(chosen)
+        if not chosen:
+            # SGLang asks again at once, and what is waited for needs the core.
+            runtime.nap()
         return chosen
 
     scheduler.update_running_batch = PausingDecode(
         scheduler.update_running_batch, choose
     )
-    if agreement.is_shared:
-        # One that ran a forward again alone would wait for the others' collectives, and
-        # to clean up after it is to meet the others, who are in theirs.
-        return
     worker = scheduler.tp_worker
     worker.forward_batch_generation = RepeatedForward(
-        worker.forward_batch_generation, driver
+        worker.forward_batch_generation, driver, is_alone=not agreement.is_shared
     )
 
 

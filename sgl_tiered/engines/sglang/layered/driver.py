@@ -125,6 +125,7 @@ class LayerDriver:
             "layerkv_bytes_pulled": 0,
             "layerkv_stall_s": 0.0,
             "layerkv_requests": 0,
+            "layerkv_turns_held": 0,
             "layerkv_forwards_repeated": 0,
             "layerkv_requests_lost": 0,
         }
@@ -350,6 +351,10 @@ class LayerDriver:
         """Note who waits in this step."""
         self.num_paused = len(rids)
         self.pauses.left_out(rids)
+
+    def held(self) -> None:
+        """Note that nobody decodes in this turn: stores read all that could leave."""
+        self._totals["layerkv_turns_held"] += 1
 
     def take_report(self, rid: str) -> dict[str, Any] | None:
         """Return what became of a request's layers, once; None if nothing."""

@@ -29,8 +29,8 @@ class PausingDecode:
 
     Args:
         original: SGLang's method, bound.
-        choose: returns the positions of those that decode next, ascending and not
-            empty; called with requests that all may wait or decode.
+        choose: returns the positions of those that decode next, ascending; empty where
+            no step is to be made now. Called with requests that all may wait or decode.
     """
 
     def __init__(self, original: Callable[[Any], Any], choose: Choose) -> None:
@@ -42,12 +42,14 @@ class PausingDecode:
         """Prepare the next decode step; return its batch, a part or all of ``batch``.
 
         Returns:
-            None or an empty batch where SGLang wants no step now.
+            None or an empty batch where no step is to be made now.
         """
         if self._is_stale:
             refresh(batch)
             self._is_stale = False
         keep = self._chosen(batch)
+        if not keep and batch.reqs:
+            return None
         if len(keep) == len(batch.reqs):
             return self._original(batch)
         part = part_of(batch, keep)
@@ -69,10 +71,7 @@ class PausingDecode:
         if not everyone or not can_be_split(batch):
             return everyone
         # Of one alone as well: its layers may have to leave, or can come back.
-        chosen = set(self._choose(batch.reqs))
-        # An abort is carried out in a step, so nobody who is to end waits.
-        chosen.update(n for n in everyone if batch.reqs[n].to_finish is not None)
-        return sorted(chosen) or everyone
+        return list(self._choose(batch.reqs))
 
 
 def can_be_split(batch: Any) -> bool:

@@ -6,6 +6,10 @@ SGLang has taken nothing of it, so running it again gives what it would have giv
 fails again and again ends the requests that need it, with a sentence for the client:
 they stay in their place in the batch, where they read and write what padding does, and
 the others' rows are computed. Whatever else the model raises is SGLang's to handle.
+
+Of several ranks, all find alike that there is no room, at the same layer, since their
+tables are the same: so all run it again. A layer that could not be staged breaks the
+forward off on one of them, and that ends the server.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ class RepeatedForward:
     Args:
         original: SGLang's method, bound.
         driver: of the pool.
-        may_repeat: whether this process may run a forward once more than others.
+        is_alone: whether there are no other ranks.
         sleep: waits for so many seconds.
     """
 
@@ -42,12 +46,15 @@ class RepeatedForward:
         original: Callable[..., Any],
         driver: LayerDriver,
         *,
-        may_repeat: bool = True,
+        is_alone: bool = True,
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         self._original = original
         self._driver = driver
-        self._may_repeat = may_repeat
+        self._is_alone = is_alone
+        self._repeated: tuple[type[Exception], ...] = (NoRoomError, LayerRoomError)
+        if is_alone:
+            self._repeated = (*self._repeated, LayerReadError)
         # An event that nobody sets is a sleep, without the module of the real clock.
         self._sleep = sleep or threading.Event().wait
 
@@ -55,16 +62,17 @@ class RepeatedForward:
         """Run a batch until all of its requests are computed or have ended.
 
         Raises:
-            TieredError: it broke off, and may not be repeated here.
+            TieredError: it broke off, and there is nobody to end, or the other ranks
+                are to be waited for.
             Exception: what the model raises.
         """
         num_broken = 0
         while True:
             try:
                 return self._original(batch, *args, **kwargs)
-            except (LayerReadError, LayerRoomError, NoRoomError) as error:
+            except self._repeated as error:
                 self._driver.broke_off()
-                if not self._may_repeat or batch is None:
+                if batch is None:
                     raise
                 if num_broken < len(PAUSES_S):
                     self._sleep(PAUSES_S[num_broken])
@@ -73,8 +81,10 @@ class RepeatedForward:
                 num_broken += 1
                 self._driver.repeats()
             except BaseException:
-                # Whoever asks the manager next must not find a forward under way.
-                self._driver.broke_off()
+                # Whoever asks the manager next must not find a forward under way. To
+                # clean up among ranks is to meet the others, who are in a collective.
+                if self._is_alone:
+                    self._driver.broke_off()
                 raise
 
     def _end(self, batch: Any, keys: Collection[object], error: Exception) -> bool:
@@ -98,8 +108,9 @@ class RepeatedForward:
         return True
 
 
-def _to_end(error: LayerReadError | LayerRoomError | NoRoomError) -> Sequence[object]:
+def _to_end(error: Exception) -> Sequence[object]:
     """Return whom an error ends: all that it names, or the last if room is lacking."""
+    assert isinstance(error, LayerReadError | LayerRoomError | NoRoomError), error
     if isinstance(error, LayerRoomError):
         # With the most recent of them out of the way the others may have room.
         return error.keys[-1:]

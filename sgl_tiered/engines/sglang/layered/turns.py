@@ -54,7 +54,10 @@ class DecodeTurns:
         self._masks = _masks(layout.num_layers)
 
     def choose(self, reqs: Sequence[Any]) -> list[int]:
-        """Return the positions of those that decode next, ascending; never none.
+        """Return the positions of those that decode next, ascending.
+
+        Who is to end takes part, as an abort is carried out in a step. Empty while
+        stores read what could leave and nobody has room: all stores end.
 
         Args:
             reqs: SGLang's running requests, first come first.
@@ -66,7 +69,11 @@ class DecodeTurns:
         facts = self._facts.turns(reqs, reading, room)
         plan = self._policy.choose(facts, room)
         decode = self._with_room(reqs, plan)
-        self._move(reqs, plan)
+        if not decode:
+            # No step, so nobody is left out of one, and all turns stay as they are.
+            self._driver.held()
+            return []
+        self._move(reqs, plan, self._begun(reqs, decode))
         # Layers go to the host before a coming step would wait for their room.
         self._forecast.relieve(
             [reqs[n] for n in plan.order],
@@ -79,24 +86,38 @@ class DecodeTurns:
         return sorted(decode)
 
     def _with_room(self, reqs: Sequence[Any], plan: TurnPlan) -> set[int]:
-        """Return those of ``plan`` who find room for a page that they begin."""
-        decode = set(plan.decode)
-        begins = [n for n in plan.order if n in decode and self._begins_page(reqs[n])]
+        """Return those of ``plan``, and who is to end, that have room to go on."""
+        ending = {n for n, req in enumerate(reqs) if req.to_finish is not None}
+        decode = ending | set(plan.decode)
+        # Who is to end first: nobody else gives back as much.
+        order = sorted(plan.order, key=lambda n: n not in ending)
+        begins = [n for n in order if n in decode and self._begins_page(reqs[n])]
         wanted = len(begins) * self._num_layers
         if wanted and not self._admission.make_room(wanted):
             left = self._admission.room() // self._num_layers
             late = begins[max(left, 0) :]
-            # One goes on in any case: room for it was kept at its admission.
-            if len(late) == len(decode):
+            # One goes on, as room for it was kept at its admission, and all layers may
+            # leave for it. What a store reads cannot, until the store has ended.
+            if len(late) == len(decode) and not self._driver.num_stores:
                 late = late[1:]
             decode.difference_update(late)
         return decode
 
+    def _begun(self, reqs: Sequence[Any], decode: set[int]) -> int:
+        """Return the layer-pages of pages that those who decode begin."""
+        return sum(self._begins_page(reqs[n]) for n in decode) * self._num_layers
+
     def _begins_page(self, req: Any) -> bool:
         return bool(req.kv.kv_committed_len % self._page_tokens == 0)
 
-    def _move(self, reqs: Sequence[Any], plan: TurnPlan) -> None:
-        """Give the device to those with the best claims; others' layers leave."""
+    def _move(self, reqs: Sequence[Any], plan: TurnPlan, begun: int) -> None:
+        """Give the device to those with the best claims; others' layers leave.
+
+        Args:
+            reqs: all that run.
+            plan: of their turns.
+            begun: layer-pages that the step takes, which nothing returns to.
+        """
         manager, admission = self._driver.manager, self._admission
         claims, fixed = [], 0
         for n in plan.claims:
@@ -127,11 +148,17 @@ class DecodeTurns:
                 manager.release(rid, held & ~kept)
             if (kept & ~held).any():
                 manager.hold(rid, kept)
+        most: int | None = None
         for rid in wanted:
             missing = manager.missing(rid)
             if not missing:
                 continue
-            queued = manager.pull(rid)
+            if begun and most is None:
+                # Only now: to count the room takes longer than all the rest.
+                most = max(admission.room() - begun, 0)
+            queued = manager.pull(rid, most)
+            if most is not None:
+                most -= queued
             if queued < missing:
                 # Cached pages stand in its way until they are on the host.
                 manager.push(missing - queued)
