@@ -14,8 +14,6 @@ import contextlib
 import importlib
 import itertools
 import os
-import threading
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +38,7 @@ _PIECES_PER_BATCH = 32
 _INSTALL = "pip install 'sgl-tiered[nixl]'"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Link:
     """A remote agent, and why it is gone if it is."""
 
@@ -71,8 +69,7 @@ class NixlLibrary:
             raise TransportUnavailableError(f"NIXL does not start: {error}") from error
         self._registered: list[Any] = []
         # By remote agent: the connections to it. The library keeps one, by its name.
-        self._num_links: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._links: dict[str, list[_Link]] = {}
 
     def endpoint(self) -> tuple[str, bytes]:
         """Return the agent's name, and what UCX needs to reach it."""
@@ -90,18 +87,23 @@ class NixlLibrary:
 
     def connect(self, address: PeerAddress) -> _Link:
         """Load the agent's metadata; nothing is sent."""
-        with self._lock:
-            try:
-                name = self._agent.add_remote_agent(address.metadata)
-            except Exception as error:
-                raise ValueError(
-                    f"{address.endpoint}: no NIXL metadata ({error})"
-                ) from error
-            name = name.decode() if isinstance(name, bytes) else str(name)
-            if name != address.endpoint:
-                raise ValueError(f"the metadata is {name}'s, not {address.endpoint}'s")
-            self._num_links[name] += 1
-        return _Link(name)
+        links = self._links.get(address.endpoint, [])
+        if any(link.why_gone for link in links):
+            # NIXL would keep the endpoint that has failed.
+            self._remove(address.endpoint)
+            links[:] = [link for link in links if not link.why_gone]
+        try:
+            name = self._agent.add_remote_agent(address.metadata)
+        except Exception as error:
+            raise ValueError(
+                f"{address.endpoint}: no NIXL metadata ({error})"
+            ) from error
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        if name != address.endpoint:
+            raise ValueError(f"the metadata is {name}'s, not {address.endpoint}'s")
+        link = _Link(name)
+        self._links.setdefault(name, []).append(link)
+        return link
 
     def reach(self, link: _Link) -> str:
         """Nothing to wait for: the first transfer connects by itself."""
@@ -140,13 +142,13 @@ class NixlLibrary:
 
     def disconnect(self, link: _Link) -> None:
         """Forget the remote agent, with the last connection to it."""
-        with self._lock:
-            self._num_links[link.agent] -= 1
-            if self._num_links[link.agent] > 0:
-                return
-            del self._num_links[link.agent]
-            with contextlib.suppress(Exception):
-                self._agent.remove_remote_agent(link.agent)
+        links = self._links.get(link.agent, [])
+        # One that was lost does not count where its peer was connected anew.
+        if link in links:
+            links.remove(link)
+            if not links:
+                del self._links[link.agent]
+                self._remove(link.agent)
 
     def close(self) -> None:
         """Take memory back and end the agent."""
@@ -155,6 +157,10 @@ class NixlLibrary:
                 self._agent.deregister_memory(found)
         self._registered.clear()
         self._agent = None
+
+    def _remove(self, agent: str) -> None:
+        with contextlib.suppress(Exception):
+            self._agent.remove_remote_agent(agent)
 
     def _start(
         self, link: _Link, is_push: bool, local: Int64s, remote: Int64s, lengths: Int64s

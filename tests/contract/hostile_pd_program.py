@@ -7,8 +7,8 @@ Modes: ``prefill`` and ``decode`` (the threads that hear of the other side), ``w
 ``strangers_to_prefill`` and ``strangers_to_decode`` (messages that could be read, of
 who is not the one to say them); ``late_aborts``, ``names``, ``floods``, ``forgotten``
 (what they may not keep a pair from); ``keyless`` (a decode instance without a key);
-``registers_again``, ``unreadable``, ``unasked`` and ``ends`` (what a prefill instance
-knows of sessions and rooms, and until when).
+``registers_again``, ``unreadable``, ``unasked``, ``ends`` and ``forgets`` (what a
+prefill instance knows of sessions and rooms, and until when).
 With ``unguarded`` before a mode, what looks at messages first is taken away, with
 ``unproven`` the look at who says them: planted faults, which must be found.
 """
@@ -393,6 +393,9 @@ def strangers_to_prefill() -> dict[str, str]:
     told = {}
     for what, message in theirs.items():
         made = manager(is_prefill=True)
+        # What is told to the one that asked is not for strangers.
+        made.weights = lambda: ("name", "epoch")
+        made._telling[ROOM] = PrefillTold("name", "epoch", None)
         heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
         known = dict(made.decode_kv_args_table)
         heard(made, [message])
@@ -602,7 +605,12 @@ def unasked() -> dict[str, int]:
     heard(made, [RIGHT.say(8, HERE, abort(8))])
     assert answers(made, RIGHT) == [[b"ABORT_ACK", b"8", b"0", b"3"]]
     assert made.asked._rooms == {}
-    return made.incidents.counts
+    counts = dict(made.incidents.counts)
+    # Its pages may be another's by now, and SGLang sends there once all have asked.
+    heard(made, [TWIN.say(8, HERE, of_two)])
+    assert answers(made, TWIN) == [[b"8", b"0", b"0"]]
+    assert set(made.transfer_infos[8]) == {SESSION}
+    return counts
 
 
 def ends() -> dict[str, int]:
@@ -643,6 +651,24 @@ def ends() -> dict[str, int]:
     made.send_kv_status_message(
         targets=[("10.0.0.9", 5000)], bootstrap_room=9, status=KVPoll.Failed
     )
+    return made.incidents.counts
+
+
+def forgets() -> dict[str, int]:
+    """Who asks for a room while it is being forgotten hears that he has failed."""
+    made = manager(is_prefill=True)
+    heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
+    end = made.asked.end
+
+    def asked_anew(room: int) -> None:
+        end(room)
+        heard(made, [EVIL.say(ROOM, HERE, asks(ROOM, "", b"10.0.0.2"))])
+
+    made.asked.end = asked_anew
+    cleared(made)
+    assert answers(made, EVIL) == FAILED
+    assert made.asked._rooms == {}
+    assert ROOM not in made.transfer_infos
     return made.incidents.counts
 
 

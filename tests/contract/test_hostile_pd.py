@@ -13,7 +13,7 @@ pytestmark = pytest.mark.sglang
 STRANGERS = ("strangers_to_prefill", "strangers_to_decode")
 FACTS = (
     *("late_aborts", "names", "floods", "forgotten"),
-    *("registers_again", "unreadable", "unasked", "ends"),
+    *("registers_again", "unreadable", "unasked", "ends", "forgets"),
 )
 
 
@@ -95,6 +95,11 @@ def test_an_abort_before_its_request_leaves_no_room(told: dict[str, Any]) -> Non
 def test_no_word_is_lost_where_a_request_ends(told: dict[str, Any]) -> None:
     """Whoever has the room next; and what can be said to nobody is counted."""
     assert told["ends"] == {"stranger": 1, "unsaid": 1}
+
+
+def test_who_asks_while_a_room_is_forgotten_is_told_so(told: dict[str, Any]) -> None:
+    """He does not wait for a request of which nothing is known any more."""
+    assert told["forgets"] == {"stranger": 1}
 
 
 def test_one_that_gives_no_key_is_told_so(told: dict[str, Any]) -> None:

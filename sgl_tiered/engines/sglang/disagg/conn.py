@@ -251,7 +251,8 @@ class TieredKVManager(MooncakeKVManager):
     def _send_back(self, key: bytes, message: list[bytes]) -> None:
         """Tell who asks in vain that its transfer has failed; it registers anew."""
         place = NetworkAddress(message[1].decode(), int(message[2]))
-        failed = self._encode_kv_status_message(
+        # Without what is told to those that the room is of.
+        failed = super()._encode_kv_status_message(
             bootstrap_room=room_of(message), status=KVPoll.Failed, failure_reason=None
         )
         # Not by what is known of the room: that may be of others.
@@ -294,7 +295,7 @@ class TieredKVManager(MooncakeKVManager):
         mismatch = super()._publish_peer_registration(session, decode_args)
         if why:
             return self._reject(session, why)
-        if self.engine.send_probe(session) != 0:
+        if self._send_probe(session) != 0:
             # It registers anew after each failure, which does not make it well.
             with self.session_lock:
                 self.failed_sessions.add(session)

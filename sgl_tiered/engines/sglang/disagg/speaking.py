@@ -153,7 +153,7 @@ class Asked:
             rooms: by room, and session: who has asked SGLang for it.
 
         Returns:
-            Whether SGLang is to hear it. If not, others have asked for the room.
+            Whether SGLang is to hear it. If not, others have or had asked for it.
 
         Raises:
             ValueError: it names no place.
@@ -167,6 +167,10 @@ class Asked:
             may = is_its and (place in speakers or len(speakers) < most)
             if message[0] == _ABORT:
                 _keep(self._aborters, (room, place), key)
+            elif first is not None and not speakers:
+                # Of who has left, or of a request that is being forgotten: SGLang would
+                # send there as well, or forget who asks now.
+                may = False
             elif may:
                 self._rooms[room] = speakers
                 speakers[place] = key
