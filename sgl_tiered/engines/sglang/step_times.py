@@ -73,7 +73,10 @@ class StepTimes:
         reqs = batch.reqs
         contexts = context_tokens(reqs)
         self._step = (batch.forward_iter, batch.launch_ts, len(reqs), contexts, grew)
-        if step is not None and step[0] + 1 == batch.forward_iter:
+        # Turns without a forward count no pass, though a step may have waited in them.
+        if step is None or batch.after_idle_gap:
+            return
+        if step[0] + 1 == batch.forward_iter:
             _, launch_s, size, num_tokens, added = step
             self._learn(size, num_tokens, batch.launch_ts - launch_s, *added)
 

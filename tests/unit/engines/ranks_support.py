@@ -558,6 +558,7 @@ class Rank:
                 forward_mode=SimpleNamespace(is_decode=lambda: not batch),
                 forward_iter=len(self.log),
                 launch_ts=self.clock.now(),
+                after_idle_gap=False,
             )
         )
         for req in list(self.running):

@@ -309,7 +309,11 @@ def step(iteration, launch_s, batch, *, decode=True):
     mode = SimpleNamespace(is_decode=lambda: decode)
     reqs = [request(f"r{n}", 100, 10) for n in range(batch)]
     return SimpleNamespace(
-        forward_mode=mode, forward_iter=iteration, launch_ts=launch_s, reqs=reqs
+        forward_mode=mode,
+        forward_iter=iteration,
+        launch_ts=launch_s,
+        after_idle_gap=False,
+        reqs=reqs,
     )
 
 

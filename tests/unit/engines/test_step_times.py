@@ -10,7 +10,14 @@ import pytest
 from sgl_tiered.engines.sglang.step_times import StepTimes
 
 
-def batch(number: int, launch_s: float, *, num: int = 2, decodes: bool = True) -> Any:
+def batch(
+    number: int,
+    launch_s: float,
+    *,
+    num: int = 2,
+    decodes: bool = True,
+    after_gap: bool = False,
+) -> Any:
     reqs = [
         SimpleNamespace(origin_input_ids=[0] * 10, output_ids=[0] * n)
         for n in range(num)
@@ -19,6 +26,7 @@ def batch(number: int, launch_s: float, *, num: int = 2, decodes: bool = True) -
         forward_mode=SimpleNamespace(is_decode=lambda: decodes),
         forward_iter=number,
         launch_ts=launch_s,
+        after_idle_gap=after_gap,
         reqs=reqs,
     )
 
@@ -37,6 +45,16 @@ def test_a_step_lasts_until_the_next_launch() -> None:
         (2, 21, pytest.approx(0.5)),
         (3, 33, pytest.approx(0.75)),
     ]
+
+
+def test_a_wait_between_two_steps_is_part_of_neither() -> None:
+    """A turn in which nobody decodes counts no pass, so their numbers do not tell."""
+    seen: list[Any] = []
+    times = StepTimes(lambda *told: seen.append(told))
+    times.observe(batch(1, 1.0))
+    times.observe(batch(2, 6.0, after_gap=True))
+    times.observe(batch(3, 6.5))
+    assert seen == [(2, 21, pytest.approx(0.5))]
 
 
 def test_totals_are_those_of_the_step_itself() -> None:
