@@ -142,7 +142,8 @@ def pausing() -> dict[str, Any]:
         del reqs
         return chosen.pop(0)
 
-    decode = PausingDecode(steps.update, choose)
+    waits: list[bool] = []
+    decode = PausingDecode(steps.update, choose, lambda: bool(waits and waits.pop(0)))
     reqs = [request(row, 10 * row + 1) for row in range(NUM_REQS)]
     batch = decode_batch(reqs)
     out: dict[str, Any] = {}
@@ -206,6 +207,16 @@ def pausing() -> dict[str, Any]:
     chosen += [[0]]
     decode(batch)
     out["no room"] = {"ran": list(steps.ran)}
+
+    # Or those left out are to wait: nobody is retracted, and nobody decodes.
+    steps.ran.clear()
+    waits += [True, False]
+    chosen += [[0], [0], [0, 1, 2, 3]]
+    steps.retracts = 1
+    prepared = decode(batch)
+    out["waits"] = {"is_none": prepared is None, "ran": list(steps.ran)}
+    decode(batch)
+    out["waits"]["then"] = list(steps.ran)
     steps.has_room = True
     return out
 
@@ -393,6 +404,57 @@ def alone() -> dict[str, Any]:
     return {"asked": asked, "ran": steps.ran, "whole": is_whole}
 
 
+def napping() -> dict[str, Any]:
+    """Let a scheduler with layers choose nobody, or have those left out wait."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from sgl_tiered.core.clock import ManualClock
+    from sgl_tiered.engines.sglang.agreement import Agreement
+    from sgl_tiered.engines.sglang.config import TieredConfig
+    from sgl_tiered.engines.sglang.layered import build
+
+    chosen, waits = [[0, 1], [], [0], [0], [0]], [True, False]
+    turns = SimpleNamespace(
+        choose=lambda reqs: chosen.pop(0), waits=lambda: waits.pop(0)
+    )
+    # What it decides by has tests of its own.
+    for name in ("LayerForecast", "LayerAdmission", "LayerFacts"):
+        setattr(build, name, lambda *parts, **more: SimpleNamespace(counters=dict))
+    build.DecodeTurns = lambda *parts: turns  # type: ignore[assignment, misc]
+    clock, steps = ManualClock(1.0), Steps()
+    naps: list[int] = []
+    plan = SimpleNamespace(
+        longest_tokens=100, acts=None, settings=SimpleNamespace(decode="stream")
+    )
+    manager = SimpleNamespace(bytes_streamed=0, stall_s=0.0)
+    prefill = SimpleNamespace(overhead_s=0.0, token_s=0.0, pair_s=0.0)
+    runtime: Any = SimpleNamespace(
+        layers=SimpleNamespace(plan=plan, manager=manager),
+        config=TieredConfig(host_bytes=1),
+        agreement=Agreement(clock),
+        cost=SimpleNamespace(prefill=prefill),
+        lengths=None,
+        sources=None,
+        clock=clock,
+        attach=lambda *parts: None,
+        nap=lambda: naps.append(len(steps.ran)),
+    )
+    scheduler = SimpleNamespace(
+        max_req_len=100,
+        update_running_batch=steps.update,
+        tp_worker=SimpleNamespace(forward_batch_generation=None),
+    )
+    build.attach_scheduler(scheduler, runtime)
+    batch = decode_batch([request(row, 4) for row in range(2)])
+    ScheduleBatch.check_decode_mem = lambda self, selected_indices=None: steps.has_room
+    for _ in range(3):
+        scheduler.update_running_batch(batch)
+    steps.has_room = False
+    for _ in range(2):
+        scheduler.update_running_batch(batch)
+    return {"naps_after": naps, "ran": steps.ran}
+
+
 def main() -> None:
     """Print the stories."""
     stories = {
@@ -400,6 +462,7 @@ def main() -> None:
         "constrained": constrained(),
         "counted": counted(),
         "alone": alone(),
+        "napping": napping(),
     }
     print(json.dumps(stories))
 

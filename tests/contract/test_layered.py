@@ -63,6 +63,15 @@ def test_without_room_all_are_shown_to_sglang(pausing):
     assert pausing["no room"]["ran"] == [["r0", "r2", "r3", "r6"]]
 
 
+def test_without_room_who_is_left_out_may_wait(pausing):
+    """No step is made and nobody is retracted until they need not wait any more."""
+    assert pausing["waits"] == {
+        "is_none": True,
+        "ran": [],
+        "then": [["r0", "r2", "r3"]],
+    }
+
+
 def test_penalties_count_the_tokens_of_their_own_request(told):
     """In whatever parts it decodes: each logit is what it is for the request alone."""
     counted = told["counted"]
@@ -119,3 +128,11 @@ def test_parts_sample_under_their_own_constraints(told):
 def test_one_alone_has_its_layers_moved(told):
     """Nobody else is there to wait for, but room may have returned."""
     assert told["alone"] == {"asked": [1], "ran": [["r3"]], "whole": True}
+
+
+def test_a_scheduler_naps_where_no_step_is_made(told):
+    """It asks again at once, and what it waits for needs the core; else it goes on."""
+    assert told["napping"] == {
+        "naps_after": [1, 2],
+        "ran": [["r0", "r1"], ["r0"], ["r0", "r1"]],
+    }

@@ -32,7 +32,7 @@ have a turn within ``wait_limit_s`` all would be due at once, and streamed one a
 Bound: with n requests running, none waits longer between two tokens than twice the
 limit and n steps: then each step serves the one that has waited longest, and nobody
 else can come to have waited longer. Somebody always decodes, as far as the policy goes;
-the engine lets nobody decode while all room is read by stores, which end.
+the engine lets nobody decode for a while where stores read all room.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from sgl_tiered.engines.sglang.layered.driver import LayerDriver, NoRoomError
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
+from sgl_tiered.engines.sglang.layered.store_waits import PATIENCE_S
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission, _slo_adder_class
@@ -32,6 +33,7 @@ from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.policies.layers.registry import make_turns
+from sgl_tiered.policies.layers.turns import TurnPlan
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
@@ -466,12 +468,7 @@ def test_a_prompt_that_sglang_refuses_after_us_keeps_no_room():
 def test_nobody_decodes_while_stores_read_all_pages_that_could_leave():
     """No step is begun without room for its page; once the stores end there is one."""
     device = Device(2 * LAYERS)
-    req = request("a", 2 * PAGE)
-    device.admission.begin([])
-    assert device.admission.admit(req, 0, 2 * PAGE, is_alone=True)
-    device.forward([req], None)
-    device.settle()
-    device.driver.begin_store(1, np.array(device.pages["a"]))
+    req = one_without_room(device, 1)
     assert device.turns.choose([req]) == []
     assert device.driver.num_paused == 0
     assert device.driver.counters()["layerkv_turns_held"] == 1
@@ -495,6 +492,75 @@ def test_one_decodes_where_stores_leave_it_room():
     device.driver.begin_store(1, np.array(device.pages["a"]))
     assert device.turns.choose([req]) == [0]
     device.forward([req], 1)
+
+
+def one_without_room(device: Device, *stores: int) -> Any:
+    """Return a request that begins a page while stores read all that could leave."""
+    req = request("a", 2 * PAGE)
+    device.admission.begin([])
+    assert device.admission.admit(req, 0, 2 * PAGE, is_alone=True)
+    device.forward([req], None)
+    device.settle()
+    for number in stores:
+        device.driver.begin_store(number, np.array(device.pages["a"]))
+    return req
+
+
+def test_a_store_that_does_not_end_holds_nobody_for_long(caplog):
+    """It is said once, and the step finds its room, or a sentence, in its forward."""
+    device = Device(2 * LAYERS)
+    req = one_without_room(device, 1, 2)
+    assert device.turns.choose([req]) == []
+    device.clock.advance(PATIENCE_S / 2)
+    device.driver.end_store(2)
+    assert device.turns.choose([req]) == []
+    device.clock.advance(PATIENCE_S * 0.75)
+    # One has ended since: there is something to wait for.
+    assert device.turns.choose([req]) == []
+    assert not caplog.records
+    device.clock.advance(PATIENCE_S * 0.25)
+    assert device.turns.choose([req]) == [0]
+    assert device.turns.choose([req]) == [0]
+    (record,) = caplog.records
+    assert "1 request(s)" in record.getMessage()
+    assert "5.0 s" in record.getMessage()
+    assert "1 store(s)" in record.getMessage()
+    assert device.driver.counters()["layerkv_turns_held"] == 3
+    device.driver.begin_store(3, np.array(device.pages["a"]))
+    assert device.turns.choose([req]) == []
+
+
+def test_nobody_is_held_where_only_the_policy_names_nobody():
+    """Nothing would end that: everybody decodes."""
+    device = Device(6 * LAYERS)
+    reqs = two_that_decode(device, 2 * PAGE - 1, 2 * PAGE - 1)
+    device.driver.begin_store(1, np.array(device.pages["r0"]))
+    device.turns._policy = SimpleNamespace(
+        choose=lambda facts, room: TurnPlan((), (0, 1), (0, 1), (), (0, 1)),
+        needs_targets=False,
+    )
+    assert device.turns.choose(reqs) == [0, 1]
+    assert device.driver.counters()["layerkv_turns_held"] == 0
+
+
+def test_who_was_left_out_for_want_of_room_waits_where_others_are_retracted():
+    """For a store's end, and not for longer than it is waited for elsewhere."""
+    device = Device(5 * LAYERS)
+    reqs = two_that_decode(device, 2 * PAGE, 2 * PAGE)
+    assert device.turns.choose(reqs) == [0, 1]
+    assert not device.turns.waits()
+    device.driver.begin_store(1, np.array(device.pages["r0"] + device.pages["r1"]))
+    for seconds, waits in ((PATIENCE_S / 2, True), (PATIENCE_S / 2, True), (0, False)):
+        assert len(device.turns.choose(reqs)) == 1
+        assert device.turns.waits() == waits
+        device.clock.advance(seconds)
+    assert device.driver.counters()["layerkv_turns_held"] == 2
+    # Without a store there is nothing to wait for.
+    device.driver.begin_store(2, np.array(device.pages["r0"]))
+    assert device.turns.waits()
+    device.driver.end_store(1)
+    device.driver.end_store(2)
+    assert not device.turns.waits()
 
 
 def two_that_decode(device: Device, *num_prompts: int) -> list[Any]:

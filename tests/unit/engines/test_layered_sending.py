@@ -126,7 +126,7 @@ def test_layers_that_have_left_are_sent_from_host_rows(rig: Rig) -> None:
     assert rig.sources.num_device_bytes == 2 * LAYERS * PART
     rig.sources.collect()
     assert rig.num_pinned == 0
-    assert rig.driver.num_stores == 0
+    assert not rig.driver.stores
 
 
 def test_layers_that_are_on_their_way_are_sent_from_the_device(rig: Rig) -> None:
@@ -135,7 +135,7 @@ def test_layers_that_are_on_their_way_are_sent_from_the_device(rig: Rig) -> None
     pages = rig.prefill("a", 6)
     sent = rig.sources.begin(ROOM, pages)
     assert rig.num_pinned == 3
-    assert rig.driver.num_stores == 1
+    assert len(rig.driver.stores) == 1
     before = rig.pool.binding.device[:, pages].copy()
     rig.pool.copier.let_all_go()
     rig.pool.settle()
@@ -190,7 +190,7 @@ def test_a_transfer_that_is_given_up_pins_nothing(rig: Rig, way: str) -> None:
         rig.driver.finished("a")
         rig.driver.freed(pages.astype(np.int64))
     assert rig.num_pinned == 0
-    assert rig.driver.num_stores == 0
+    assert not rig.driver.stores
     # Its push may end after that.
     rig.sources.sent(sent, 0)
     rig.sources.collect()

@@ -131,7 +131,7 @@ class LayerAdmission:
         if need > self._left:
             # Others' layers leave for it; what was promised in this pass stays so.
             reserved = self.room() - self._left
-            is_sure = is_alone and not self._driver.num_stores
+            is_sure = is_alone and not self._driver.stores
             if not self.make_room(need + reserved) and not is_sure:
                 # If alone: its pages are read by offloads, which end.
                 return False
@@ -153,7 +153,7 @@ class LayerAdmission:
         need += self._stuck(num_new)
         reserved = self.room() - self._left
         fits = need <= self.room() or self.make_room(need)
-        if not fits and (not is_alone or self._driver.num_stores):
+        if not fits and (not is_alone or self._driver.stores):
             return False
         self._left = self.room() - reserved
         self._reserve(_Reserved(req.rid, need, 0, num_new))

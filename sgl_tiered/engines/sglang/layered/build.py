@@ -260,8 +260,15 @@ def attach_scheduler(scheduler: Any, runtime: LayeredRuntime) -> None:
             runtime.nap()
         return chosen
 
+    def waits() -> bool:
+        is_held = turns.waits()
+        agreement.note(is_held)
+        if is_held:
+            runtime.nap()
+        return is_held
+
     scheduler.update_running_batch = PausingDecode(
-        scheduler.update_running_batch, choose
+        scheduler.update_running_batch, choose, waits
     )
     worker = scheduler.tp_worker
     worker.forward_batch_generation = RepeatedForward(

@@ -381,9 +381,9 @@ class LayerDriver:
     # -- Tiers below -----------------------------------------------------------
 
     @property
-    def num_stores(self) -> int:
-        """Offloads and transfers that read pages where they are; all of them end."""
-        return len(self._storing)
+    def stores(self) -> frozenset[int]:
+        """Offloads and transfers that read pages where they are, by number."""
+        return frozenset(self._storing)
 
     def kinds(self, pages: Int64s) -> tuple[UInt8s, Bools] | None:
         """Return what pages would be stored as; None where all of them are KV.

@@ -24,6 +24,10 @@ __all__ = ["PausingDecode", "can_be_split", "give_back", "part_of", "refresh"]
 Choose = Callable[[Sequence[Any]], Sequence[int]]
 
 
+def _never() -> bool:
+    return False
+
+
 class PausingDecode:
     """Stands before ``Scheduler.update_running_batch`` of one scheduler.
 
@@ -31,11 +35,19 @@ class PausingDecode:
         original: SGLang's method, bound.
         choose: returns the positions of those that decode next, ascending; empty where
             no step is to be made now. Called with requests that all may wait or decode.
+        waits: returns whether those that it left out are to wait rather than decode
+            with the others, where SGLang is to retract.
     """
 
-    def __init__(self, original: Callable[[Any], Any], choose: Choose) -> None:
+    def __init__(
+        self,
+        original: Callable[[Any], Any],
+        choose: Choose,
+        waits: Callable[[], bool] = _never,
+    ) -> None:
         self._original = original
         self._choose = choose
+        self._waits = waits
         self._is_stale = False
 
     def __call__(self, batch: Any) -> Any:
@@ -54,7 +66,10 @@ class PausingDecode:
             return self._original(batch)
         part = part_of(batch, keep)
         if not part.check_decode_mem():
-            # Who is retracted is to be chosen among all, not among those at work.
+            # Who is retracted is to be chosen among all, not among those at work; and
+            # who is not decodes then.
+            if self._waits():
+                return None
             return self._original(batch)
         self._is_stale = True
         before = list(part.reqs)

@@ -16,6 +16,7 @@ from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
+from sgl_tiered.engines.sglang.layered.store_waits import StoreWaits
 from sgl_tiered.policies.layers.allotment import allotted_layers
 from sgl_tiered.policies.layers.retention import retained_layers
 from sgl_tiered.policies.layers.turns import TurnPlan, Turns
@@ -48,6 +49,10 @@ class DecodeTurns:
         self._policy = policy
         self._facts = facts
         self._forecast = forecast
+        self._stores = StoreWaits(driver)
+        # Those of the last choice that had no room, and when it was.
+        self._late: Sequence[int] = ()
+        self._now_s = 0.0
         self._num_layers = layout.num_layers
         self._usable = driver.plan.num_layer_pages - 2 * driver.plan.half_pages
         self._page_tokens = layout.page_tokens
@@ -57,7 +62,7 @@ class DecodeTurns:
         """Return the positions of those that decode next, ascending.
 
         Who is to end takes part, as an abort is carried out in a step. Empty while
-        stores read what could leave and nobody has room: all stores end.
+        nobody has room, for as long as stores that read what could leave are due.
 
         Args:
             reqs: SGLang's running requests, first come first.
@@ -65,14 +70,16 @@ class DecodeTurns:
         self._driver.manager.poll()
         self._admission.see(reqs)
         reading = self._facts.read(reqs)
+        self._now_s = reading.now_s
         room = self._facts.turn_room(reading)
         facts = self._facts.turns(reqs, reading, room)
         plan = self._policy.choose(facts, room)
         decode = self._with_room(reqs, plan)
-        if not decode:
+        if decode is None:
             # No step, so nobody is left out of one, and all turns stay as they are.
             self._driver.held()
             return []
+        decode = decode or set(range(len(reqs)))
         self._move(reqs, plan, self._begun(reqs, decode))
         # Layers go to the host before a coming step would wait for their room.
         self._forecast.relieve(
@@ -85,8 +92,22 @@ class DecodeTurns:
         self._driver.paused([r.rid for n, r in enumerate(reqs) if n not in decode])
         return sorted(decode)
 
-    def _with_room(self, reqs: Sequence[Any], plan: TurnPlan) -> set[int]:
-        """Return those of ``plan``, and who is to end, that have room to go on."""
+    def waits(self) -> bool:
+        """Return whether somebody had no room at the last choice that may come yet.
+
+        It is to be asked where those who were left out would decode all the same.
+        """
+        waits = bool(self._late) and self._stores.are_due(len(self._late), self._now_s)
+        if waits:
+            self._driver.held()
+        return waits
+
+    def _with_room(self, reqs: Sequence[Any], plan: TurnPlan) -> set[int] | None:
+        """Return those of ``plan``, and who is to end, that have room to go on.
+
+        None where nobody has, and stores are to be waited for.
+        """
+        self._late = ()
         ending = {n for n, req in enumerate(reqs) if req.to_finish is not None}
         decode = ending | set(plan.decode)
         # Who is to end first: nobody else gives back as much.
@@ -95,11 +116,13 @@ class DecodeTurns:
         wanted = len(begins) * self._num_layers
         if wanted and not self._admission.make_room(wanted):
             left = self._admission.room() // self._num_layers
-            late = begins[max(left, 0) :]
-            # One goes on, as room for it was kept at its admission, and all layers may
-            # leave for it. What a store reads cannot, until the store has ended.
-            if len(late) == len(decode) and not self._driver.num_stores:
-                late = late[1:]
+            self._late = late = begins[max(left, 0) :]
+            if len(late) == len(decode):
+                # What a store reads cannot leave until the store has ended.
+                if self._stores.are_due(len(late), self._now_s):
+                    return None
+                # One goes on: room for it was kept at its admission.
+                self._late = late = late[1:]
             decode.difference_update(late)
         return decode
 
