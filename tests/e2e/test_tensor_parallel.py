@@ -218,21 +218,25 @@ def test_layers_wait_for_stores_that_read_them(servers, model, plain):
     """What a store reads cannot leave: nobody decodes without room, and none fails."""
     plain, alone = plain
     server = servers.get(layered(model, "layerkv-pause", *PAUSE))
-    server.flush_cache()
-    before = stats(server)["layerkv"]
-    with faults(server, "host:delay=1"):
-        answers = open_loop(server, mixed())
-    assert [record.error for record in answers] == [None] * NUM_MIXED
-    result = check_equality(
-        alone,
-        answers,
-        page_size=CASE.page_size,
-        spread=plain.spread,
-        forced=False,
-        slack=2.0,
-    )
-    assert result.passed, result.summary()
-    after = stats(server)["layerkv"]
+    before = after = stats(server)["layerkv"]
+    for delay_s in (1, 2, 4):
+        # How slow stores have to be for it depends on how fast it computes here.
+        if after["layerkv_turns_held"] > before["layerkv_turns_held"]:
+            break
+        server.flush_cache()
+        with faults(server, f"host:delay={delay_s}"):
+            answers = open_loop(server, mixed())
+        assert [record.error for record in answers] == [None] * NUM_MIXED
+        result = check_equality(
+            alone,
+            answers,
+            page_size=CASE.page_size,
+            spread=plain.spread,
+            forced=False,
+            slack=2.0,
+        )
+        assert result.passed, result.summary()
+        after = stats(server)["layerkv"]
     assert after["layerkv_turns_held"] > before["layerkv_turns_held"]
     assert after["layerkv_requests_lost"] == before["layerkv_requests_lost"]
 
