@@ -219,7 +219,7 @@ def test_layers_wait_for_stores_that_read_them(servers, model, plain):
     plain, alone = plain
     server = servers.get(layered(model, "layerkv-pause", *PAUSE))
     before = after = stats(server)["layerkv"]
-    for delay_s in (1, 2, 4):
+    for delay_s in (1, 2, 3):
         # How slow stores have to be for it depends on how fast it computes here.
         if after["layerkv_turns_held"] > before["layerkv_turns_held"]:
             break
