@@ -280,7 +280,9 @@ def test_clear_under_load(server, plain, is_read):
     same([tokens], [plain[long_answer]], [answer])
     if not is_read:
         assert cached(answer) == {"disk": NUM_PAGES * PAGE}
-    # What was computed since is kept; what was on disk alone is not.
+    # What was computed since is kept; what was on disk alone is not. First what is being
+    # written there has to be, or it is there after the clear.
+    settle(server)
     server.post("/hicache/storage-backend/clear", {})
     forget(server, "disk")
     assert stats(server)["occupancy"]["disk"]["used"] == 0
