@@ -280,8 +280,8 @@ def test_clear_under_load(server, plain, is_read):
     same([tokens], [plain[long_answer]], [answer])
     if not is_read:
         assert cached(answer) == {"disk": NUM_PAGES * PAGE}
-    # What was computed since is kept; what was on disk alone is not. First what is being
-    # written there has to be, or it is there after the clear.
+    # What was computed since is kept; what was on disk alone is not. What is on its way
+    # there would come after the clear.
     settle(server)
     server.post("/hicache/storage-backend/clear", {})
     forget(server, "disk")
