@@ -250,7 +250,9 @@ class Process:
         if what == 0 or not others:
             self.hold(prompt, num_pages)
         elif what < 3:
-            self.fetch(int(rng.choice(others)), prompt, num_pages, tell=False)
+            # Some is left where a holder stops: what is lent to it stays so.
+            if self.pool.usage().num_lent_blocks <= NUM_BLOCKS // 2:
+                self.fetch(int(rng.choice(others)), prompt, num_pages, tell=False)
         elif len(self.pool.match(tokens(prompt, num_pages))) == num_pages:
             self.send(
                 int(rng.choice(others)),
