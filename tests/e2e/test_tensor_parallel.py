@@ -191,23 +191,28 @@ def test_layers_placed_singly_equal_plain(servers, model, plain):
     assert layers["layerkv_guard_collectives"] > 0
 
 
+def many_equal_plain(server, alone, spread):
+    """Let many come at once to an empty cache; each is answered as when it is alone."""
+    server.flush_cache()
+    answers = open_loop(server, mixed())
+    assert [record.error for record in answers] == [None] * NUM_MIXED
+    result = check_equality(
+        alone,
+        answers,
+        page_size=CASE.page_size,
+        spread=spread,
+        forced=False,
+        slack=2.0,
+    )
+    assert result.passed, result.summary()
+
+
 def test_layers_of_many_at_once_equal_plain(servers, model, plain):
     """Who waits for a turn, who is admitted and what leaves is the same on both."""
     plain, alone = plain
     server = servers.get(layered(model, "layerkv-pause", *PAUSE))
     for _ in range(3):
-        server.flush_cache()
-        answers = open_loop(server, mixed())
-        assert [record.error for record in answers] == [None] * NUM_MIXED
-        result = check_equality(
-            alone,
-            answers,
-            page_size=CASE.page_size,
-            spread=plain.spread,
-            forced=False,
-            slack=2.0,
-        )
-        assert result.passed, result.summary()
+        many_equal_plain(server, alone, plain.spread)
     layers = stats(server)["layerkv"]
     assert layers["layerkv_bytes_offloaded"] > 0
     assert layers["layerkv_steps_paused"] > 0
@@ -223,19 +228,8 @@ def test_layers_wait_for_stores_that_read_them(servers, model, plain):
         # How slow stores have to be for it depends on how fast it computes here.
         if after["layerkv_turns_held"] > before["layerkv_turns_held"]:
             break
-        server.flush_cache()
         with faults(server, f"host:delay={delay_s}"):
-            answers = open_loop(server, mixed())
-        assert [record.error for record in answers] == [None] * NUM_MIXED
-        result = check_equality(
-            alone,
-            answers,
-            page_size=CASE.page_size,
-            spread=plain.spread,
-            forced=False,
-            slack=2.0,
-        )
-        assert result.passed, result.summary()
+            many_equal_plain(server, alone, plain.spread)
         after = stats(server)["layerkv"]
     assert after["layerkv_turns_held"] > before["layerkv_turns_held"]
     assert after["layerkv_requests_lost"] == before["layerkv_requests_lost"]
