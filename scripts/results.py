@@ -121,13 +121,21 @@ class Found:
 
 
 def dated(path: Path) -> tuple[str, str]:
-    """Return date and commit of a record, from itself or from ``dates.json``."""
+    """Return date and commit of a record, from itself or from ``dates.json``.
+
+    Raises:
+        SystemExit: a record without them has not been committed yet.
+    """
     record = json.loads(path.read_text())
     known = json.loads(DATES.read_text()) if DATES.exists() else {}
-    said = known.get(path.relative_to(ROOT).as_posix(), {})
+    name = path.relative_to(ROOT).as_posix()
+    said = known.get(name, {})
     stamp = re.search(r"(\d{4})(\d{2})(\d{2})T\d{6}Z", path.name)
     date = record.get("date") or ("-".join(stamp.groups()) if stamp else "")
-    return str(date or said["date"]), str(record.get("commit") or said["commit"])
+    date, commit = date or said.get("date"), record.get("commit") or said.get("commit")
+    if not (date and commit):
+        raise SystemExit(f"results: {name} says no date or commit; commit it first")
+    return str(date), str(commit)
 
 
 @cache
@@ -495,6 +503,7 @@ def written() -> dict[Path, str]:
 def note_dates() -> None:
     """Ask git once when a record that does not say so was committed."""
     known = json.loads(DATES.read_text()) if DATES.exists() else {}
+    known = {name: said for name, said in known.items() if (ROOT / name).exists()}
     for kind in KINDS.values():
         for path in ROOT.glob(kind.pattern):
             name = path.relative_to(ROOT).as_posix()

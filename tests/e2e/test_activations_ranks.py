@@ -11,7 +11,6 @@ from sgl_tiered_workloads.systems import MB, Tiers, plain_spec, tiered_spec
 from tests.e2e.e2e_support import (
     MODELS,
     REFERENCE_POOL_TOKENS,
-    open_loop,
     record_reference,
     sequential,
     settle,
@@ -21,9 +20,9 @@ from tests.e2e.test_tensor_parallel import (
     CORES,
     LAYER_POOL_TOKENS,
     LAYERKV,
-    NUM_MIXED,
     SHAPE,
     STREAM,
+    many_equal_plain,
     mixed,
     on_two_ranks,
 )
@@ -81,18 +80,7 @@ def test_both_ranks_rebuild_alike(servers, mha, plain, share, may_fork):
             min_exact_fraction=0.1,
         )
         assert result.passed, result.summary()
-        server.flush_cache()
-    answers = open_loop(server, mixed())
-    assert [record.error for record in answers] == [None] * NUM_MIXED
-    result = check_equality(
-        alone,
-        answers,
-        page_size=CASE.page_size,
-        spread=reference.spread,
-        forced=False,
-        slack=2.0,
-    )
-    assert result.passed, result.summary()
+    many_equal_plain(server, alone, reference.spread)
     layers = settle(server)["layerkv"]
     assert layers["activations"]["rebuild_s"] > 0
     assert layers["layerkv_act_pages"] > 0

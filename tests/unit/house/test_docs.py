@@ -173,6 +173,13 @@ def test_a_record_of_an_earlier_source_says_so(records: Path) -> None:
     assert results.found("it").when == f"2026-01-01, a000000{results.CHANGED}"
 
 
+def test_a_record_that_nobody_committed_is_refused(records: Path) -> None:
+    """Unless it says itself when it was made, and of which commit."""
+    (records / "a.json").write_text(json.dumps({"source": "now"}))
+    with pytest.raises(SystemExit, match=r"records/a\.json .*; commit it first"):
+        results.found("it")
+
+
 def test_without_a_record_there_is_no_figure(records: Path) -> None:
     """The command that makes one is named instead."""
     assert results.found("it") is None
