@@ -1,11 +1,15 @@
 # Every target sets up what it needs, from Python 3.11+ with pip; `make help` lists them.
 #   ARGS="..."   is handed to the program or to pytest
+#   RECORD=dir   keeps what was measured there as a file, such as benchmarks/results
 #   VENV=path    is the virtual environment, PYTHON=path the interpreter it is made with
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 VENV ?= .venv
 ARGS ?=
+RECORD ?=
 PY := "$(VENV)/bin/python"
+KEEP := $(if $(RECORD),--record "$(RECORD)")
+BENCH := $(PY) scripts/recorded.py $(KEEP)
 SAY := . scripts/say.sh; say
 TEST := bash scripts/test.sh "$(VENV)"
 # SGLang has thousands of modules: without written bytecode every process of every server
@@ -31,7 +35,7 @@ lock: ## choose the newest versions that go together, for scripts/constraints.tx
 .PHONY: demo
 demo: install ## plain SGLang against SGLang with tiers, on a model that we trained
 	@$(SAY) demo "plain SGLang, then SGLang with tiers, on the same work (about 8 minutes)"
-	@$(PY) benchmarks/serving/demo.py $(ARGS)
+	@$(PY) benchmarks/serving/demo.py $(KEEP) $(ARGS)
 	@$(SAY) demo "done"
 
 .PHONY: serve
@@ -76,12 +80,12 @@ test-cxl: install ## the CXL tier on memory like CXL's, in a QEMU guest
 .PHONY: fuzz
 fuzz: install ## odd inputs at every entry point, and planted faults (20 minutes)
 	@$(SAY) fuzz "10,000 inputs per target; last line is one JSON object"
-	@exec $(PY) -m tests.fuzz $(ARGS)
+	@exec $(PY) -m tests.fuzz $(KEEP) $(ARGS)
 
 .PHONY: soak
 soak: install ## 45 minutes of load: memory, threads, step times, what is left (--minutes N)
 	@$(SAY) soak "plain SGLang, a tiered server and one that leaks; last line is one JSON object"
-	@exec $(PY) -m tests.soak $(ARGS)
+	@exec $(PY) -m tests.soak $(KEEP) $(ARGS)
 
 .PHONY: equality
 equality: install ## every combination against plain SGLang, faults and kills (45 minutes)
@@ -115,80 +119,85 @@ check: install ## lint and the tests that start no server
 .PHONY: bench-reuse
 bench-reuse: install ## plain SGLang, HiCache and sgl-tiered; last line is one JSON object
 	@$(SAY) bench "plain SGLang, HiCache and sgl-tiered on the reuse workloads"
-	@exec $(PY) benchmarks/serving/bench_reuse.py $(ARGS)
+	@exec $(PY) benchmarks/serving/bench_reuse.py $(KEEP) $(ARGS)
+
+.PHONY: bench-no-reuse
+bench-no-reuse: install ## prompts that never come again, against plain SGLang (45 minutes)
+	@$(SAY) bench "plain SGLang twice and sgl-tiered in turns; last line is one JSON object"
+	@exec $(PY) benchmarks/serving/bench_no_reuse.py $(KEEP) $(ARGS)
 
 .PHONY: bench-chat
 bench-chat: install ## plain SGLang and sgl-tiered on a chat, by the harness: a report
-	@exec $(PY) -m sgl_tiered.cli.main bench run benchmarks/specs/chat.toml \
+	@exec $(BENCH) chat -m sgl_tiered.cli.main bench run benchmarks/specs/chat.toml \
 	  --out out/bench-chat $(ARGS)
 
 .PHONY: bench-tree
 bench-tree: install ## LSPDojo's tree search on plain SGLang and on sgl-tiered
-	@exec $(PY) benchmarks/serving/lsp_tree.py $(ARGS)
+	@exec $(BENCH) tree benchmarks/serving/lsp_tree.py $(ARGS)
 
 .PHONY: bench-disk
 bench-disk: install ## the disk tier against fio on the same files
-	@exec $(PY) benchmarks/disk/bench_disk.py $(ARGS)
+	@exec $(BENCH) disk benchmarks/disk/bench_disk.py $(ARGS)
 
 .PHONY: bench-restart
 bench-restart: install ## a restart on a disk with 5 million pages
-	@exec $(PY) benchmarks/disk/bench_restart.py $(ARGS)
+	@exec $(PY) benchmarks/disk/bench_restart.py $(KEEP) $(ARGS)
 
 .PHONY: bench-pipeline
 bench-pipeline: install ## loads under a forward, and offloads under prefill (throttled)
-	@exec $(PY) benchmarks/serving/bench_pipeline.py $(ARGS)
+	@exec $(BENCH) pipeline benchmarks/serving/bench_pipeline.py $(ARGS)
 
 .PHONY: bench-planner
 bench-planner: install ## the planner against always loading and never loading (throttled)
-	@exec $(PY) benchmarks/serving/bench_planner.py $(ARGS)
+	@exec $(BENCH) planner benchmarks/serving/bench_planner.py $(ARGS)
 
 .PHONY: bench-orders
 bench-orders: install ## orders of the queue, prefetch and text analysis (throttled)
-	@exec $(PY) benchmarks/serving/bench_orders.py $(ARGS)
+	@exec $(BENCH) orders benchmarks/serving/bench_orders.py $(ARGS)
 
 .PHONY: bench-layerkv
 bench-layerkv: install ## layer-wise KV against plain SGLang (emulated link)
-	@exec $(PY) benchmarks/serving/bench_layerkv.py $(ARGS)
+	@exec $(BENCH) layerkv benchmarks/serving/bench_layerkv.py $(ARGS)
 
 .PHONY: bench-activations
 bench-activations: install ## activations beside KV, rebuilt under loads (emulated link)
-	@exec $(PY) benchmarks/serving/bench_activations.py $(ARGS)
+	@exec $(BENCH) activations benchmarks/serving/bench_activations.py $(ARGS)
 
 .PHONY: bench-slo
 bench-slo: install ## SLO admission off and on: violations and throughput
-	@exec $(PY) benchmarks/serving/bench_slo.py $(ARGS)
+	@exec $(BENCH) slo benchmarks/serving/bench_slo.py $(ARGS)
 
 .PHONY: bench-sparsity
 bench-sparsity: install ## dropping and encoding KV: quality, and TTFT (emulated link)
-	@exec $(PY) benchmarks/quality/bench_sparsity.py $(ARGS)
+	@exec $(BENCH) sparsity benchmarks/quality/bench_sparsity.py $(ARGS)
 
 .PHONY: bench-pool
 bench-pool: install ## calls of the memory pool, and transfers against their transport
-	@exec $(PY) benchmarks/pool/bench_pool.py $(ARGS)
+	@exec $(BENCH) pool benchmarks/pool/bench_pool.py $(ARGS)
 
 .PHONY: bench-cluster
 bench-cluster: install ## routers, and prefill/decode pairs, ours and SGLang's (45 minutes)
 	@bash scripts/peers.sh "$(VENV)"
-	@exec $(PY) benchmarks/cluster/bench_cluster.py $(ARGS)
+	@exec $(BENCH) cluster benchmarks/cluster/bench_cluster.py $(ARGS)
 
 .PHONY: bench-router
 bench-router: install ## routers, ours and SGLang's, where memory is short; resumable
 	@bash scripts/peers.sh "$(VENV)"
 	@$(SAY) router "45 minutes a call, calls add up; last line is one JSON object"
-	@exec $(PY) benchmarks/cluster/bench_router.py $(ARGS)
+	@exec $(BENCH) router benchmarks/cluster/bench_router.py $(ARGS)
 
 .PHONY: bench-store
 bench-store: install ## a prefix from another server: our pool, Mooncake Store; resumable
 	@$(SAY) store "45 minutes a call, calls add up; last line is one JSON object"
-	@exec $(PY) benchmarks/cluster/bench_store.py $(ARGS)
+	@exec $(BENCH) store benchmarks/cluster/bench_store.py $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: install ## all that has to be seen on a GPU; ARGS=--dry-run on a CPU
-	@exec $(PY) benchmarks/gpu/session.py $(ARGS)
+	@exec $(BENCH) gpu benchmarks/gpu/session.py $(ARGS)
 
 .PHONY: bench-llama
 bench-llama: install ## plain SGLang, HiCache, LMCache and tiers on one GPU: MODEL=path
-	@exec $(PY) benchmarks/gpu/llama.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
+	@exec $(BENCH) llama benchmarks/gpu/llama.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 .PHONY: compile-kernels
 compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, without a GPU
@@ -197,12 +206,13 @@ compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, wit
 
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server
-	@exec $(PY) benchmarks/sim/fidelity.py $(ARGS)
+	@exec $(BENCH) fidelity benchmarks/sim/fidelity.py $(ARGS)
 
 .PHONY: bench-micro
 bench-micro: install ## every micro benchmark, one after the other
 	@for script in benchmarks/micro/[!_]*.py; do \
-	  $(SAY) bench "$$script"; $(PY) "$$script" $(ARGS); \
+	  name=$$(basename "$$script" .py); \
+	  $(SAY) bench "$$script"; $(BENCH) "micro-$$name" "$$script" $(ARGS); \
 	done
 	@$(SAY) bench "done"
 

@@ -9,7 +9,6 @@ what takes hours need not be run again while that source stands.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import xml.etree.ElementTree as ET
@@ -17,12 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from sgl_tiered_workloads.harness.machine import (
-    commit,
-    is_dirty,
-    machine_facts,
-    source_hash,
-)
+from sgl_tiered_workloads.harness.keeping import keep_record, run_facts
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("sgl_tiered", "kernels", "platform_dist", "workloads/sgl_tiered_workloads")
@@ -69,14 +63,12 @@ def main() -> None:
 
 def _keep(folder: Path, parts: dict[str, dict[str, Any]], bad: list[str]) -> None:
     """Write a record of each part, in place of an earlier one on the same source."""
-    folder.mkdir(parents=True, exist_ok=True)
-    source = source_hash(ROOT, PRODUCT)
-    facts = {"commit": commit(), "dirty": is_dirty(), "machine": machine_facts()}
+    facts = run_facts("make test-full", ROOT, PRODUCT, ())
     for part, told in parts.items():
         failed = [line for line in bad if f": {part}: " in line]
-        record = {"part": part, "source": source, **told, "not_green": failed, **facts}
-        file = folder / f"{part}-{source}.json"
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        (folder / f"{part}-{facts['source']}.json").unlink(missing_ok=True)
+        record = {"part": part, **told, "not_green": failed, **facts}
+        keep_record(folder, part, record)
 
 
 def _cases(report: Path) -> list[ET.Element]:

@@ -42,13 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sgl_tiered_workloads.harness.machine import (
-    NOT_IN_SERVERS,
-    commit,
-    is_dirty,
-    machine_facts,
-    source_hash,
-)
+from sgl_tiered_workloads.harness.keeping import keep_record, run_facts
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.server import ServerSpec, SglangServer, exit_on_signals
 from sgl_tiered_workloads.systems import CPU_FLAGS, MB, Device, Tiers, tiered_spec
@@ -479,15 +473,10 @@ def main() -> int:
         figures = {**restarts(servers, args, num), **figures, "pages": num}
     figures |= {
         "server": "sglang.launch_server on a CPU, tiny model of 2 layers",
-        "machine": machine_facts(),
-        "commit": commit(),
-        "dirty": is_dirty(),
-        "source": source_hash(ROOT, SOURCES, NOT_IN_SERVERS),
+        **run_facts("make bench-restart", ROOT, SOURCES),
     }
     if args.record is not None:
-        args.record.mkdir(parents=True, exist_ok=True)
-        file = args.record / f"restart-{figures['source'][:12]}.json"
-        file.write_text(json.dumps(figures, indent=1) + "\n")
+        keep_record(args.record, "restart", figures)
     if not figures["is_adopting_throughout"]:
         note("adoption ended before a window did: more --pages or a shorter --window-s")
     print(json.dumps(figures))

@@ -6,12 +6,15 @@ Parts (all by default; ``--part`` picks):
 - ``host``: hits of a 6,000-token prompt in host memory.
 - ``beyond``: a working set beyond host memory, for the systems with a disk.
 - ``disk``: hits of the same prompt on disk, page cache cold and warm.
-- ``noreuse``: prompts that never come again, with the flags of the parts above.
 
-A hit's penalty is its TTFT over plain SGLang's device hit of the same length. Before
-anything is claimed, every answer is compared with those of plain SGLang whose device
-pool holds everything, and a negative control shows that the comparison can fail.
-Records, table and picture go to ``--out``; the last line is one JSON object.
+A hit's penalty is its TTFT over plain SGLang's device hit of the same length, and no
+TTFT can be lower than that hit's: ``ttft_speedup_of_bound`` is the share of the best
+possible speed-up over recomputing that ours reaches. Before anything is claimed, every
+answer is compared with those of plain SGLang whose device pool holds everything, and a
+negative control shows that the comparison can fail. Records, table and picture go to
+``--out``; the last line is one JSON object, and the exit code is 1 if its ``problems``
+or ``targets_missed`` name something. One run swings with the machine: ``--judge
+FOLDER`` measures nothing and judges the medians of three records on today's source.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 # The baselines are a folder beside, used by the micro benchmarks too.
 sys.path.append(str(Path(__file__).parents[1] / "baselines"))
@@ -34,9 +38,7 @@ from reuse.fleet import Sizes, Stores, system_specs
 from reuse.parts import (
     HitRun,
     Records,
-    pair_ratios,
     run_hits,
-    run_no_reuse,
     run_rounds,
     sources,
 )
@@ -51,18 +53,29 @@ from reuse.schedules import (
     Scale,
     set_rounds,
 )
+from reuse.targets import judged, missed
 from sgl_tiered_workloads.gate import NegativeControlError
 from sgl_tiered_workloads.harness.fleet import Fleet
+from sgl_tiered_workloads.harness.keeping import keep_record, read_kept, run_facts
+from sgl_tiered_workloads.harness.machine import NOT_IN_SERVERS, source_hash
 from sgl_tiered_workloads.model import PRESETS, make_model
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 from sgl_tiered_workloads.server import ServerStartError, exit_on_signals
 from sgl_tiered_workloads.sessions import PlannedRequest
 
-PARTS = ("sets", "host", "beyond", "disk", "noreuse")
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = (
+    "sgl_tiered",
+    "kernels",
+    "platform_dist",
+    "benchmarks/serving/bench_reuse.py",
+    "benchmarks/serving/reuse",
+)
+PARTS = ("sets", "host", "beyond", "disk")
+NAME, COMMAND = "reuse", "make bench-reuse"
 PRESET = "bench"
 POOL_TOKENS = 8192
 DISK_BYTES = 6_000_000_000
-HALF_WIDTH = 0.01
 MIN_HITS = 50
 DISK_SYSTEMS = ("hicache-file", "tiered-disk")
 HOST_SYSTEMS = ("hicache-sync", "hicache-async", "tiered")
@@ -83,11 +96,7 @@ class Bench:
         """Print one line with the time since the start."""
         print(f"[{time.monotonic() - self.begin:5.0f} s] {text}", flush=True)
 
-    def out_of_time(self) -> bool:
-        """Whether the budget is spent."""
-        return time.monotonic() - self.begin > self.args.minutes * 60
-
-    async def run(self) -> dict[str, object]:
+    async def run(self) -> dict[str, Any]:
         """Measure all parts and return the result."""
         out, parts = self.args.out.resolve(), self.args.part
         self.say(f"making the {PRESET} model (random weights, cached)")
@@ -118,15 +127,11 @@ class Bench:
                     await self._host_parts(fleet)
                 if {"beyond", "disk"} & set(parts):
                     await self._disk_parts(fleet)
-                if "noreuse" in parts:
-                    await self._no_reuse(fleet)
         finally:
             shutil.rmtree(out / "store", ignore_errors=True)
         return summary(self.findings)
 
     async def _reference(self, fleet: Fleet) -> None:
-        if set(self.args.part) == {"noreuse"}:
-            return
         self.say("reference: plain SGLang whose device pool holds everything")
         await fleet.only(["reference"], self._warm_up())
         server = fleet.servers["reference"]
@@ -178,9 +183,7 @@ class Bench:
     async def _disk_parts(self, fleet: Fleet) -> None:
         self.say("disk: plain, HiCache with files, tiered with a disk; small host")
         names = ("plain", *DISK_SYSTEMS)
-        # Kept for the runs without reuse, asleep until then.
-        later = [n for n in ("tiered",) if n in fleet.servers]
-        await fleet.only([*names, *later], self._warm_up())
+        await fleet.only(names, self._warm_up())
         servers = {name: fleet.servers[name] for name in names}
         if "beyond" in self.args.part:
             pools, small = self.scale.beyond_pools, self.scale.small_host_pools
@@ -194,28 +197,6 @@ class Bench:
             schedule, states = self._hits("disk"), ("cold", "warm")
             run = await run_hits(servers, schedule, self.stores, states, self.say)
             self._take_hits(fleet, "disk", run)
-
-    async def _no_reuse(self, fleet: Fleet) -> None:
-        self.say("no reuse: the same flags, prompts that never come again")
-        names = ("plain", "tiered", "tiered-disk")
-        await fleet.only(names, self._warm_up())
-        servers = {name: fleet.servers[name] for name in names}
-        rates, moved, records = await run_no_reuse(
-            servers,
-            self.scale.run_prompts,
-            self.scale.min_pairs,
-            self.scale.max_pairs,
-            HALF_WIDTH,
-            self.out_of_time,
-            self.say,
-        )
-        for name in names:
-            self._write(fleet, "noreuse", name, records[name])
-        self.reference.answers["noreuse"] = records["plain"]
-        for name in names[1:]:
-            self.reference.check("noreuse", name, records[name], ())
-            self.findings.ratios[name] = pair_ratios(rates, name)
-        self.findings.moved = moved
 
     def _take_set(self, fleet: Fleet, label: str, records: Records) -> None:
         """Check and keep what a working set gave."""
@@ -236,6 +217,9 @@ class Bench:
                 # HiCache calls its disk "storage".
                 tier = "storage" if name == "hicache-file" else kind
                 self.reference.check(kind, name, every, (tier,))
+        self.findings.recompute_s += [
+            record.ttft_s for record in run.records["plain"] if not record.cached_tokens
+        ]
         for (name, state), records in run.hits.items():
             if name == "plain":
                 self.findings.device_s += good_hits(records, "device")
@@ -275,7 +259,6 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")
-    parser.add_argument("--minutes", type=float, help="when to add no more pairs")
     parser.add_argument("--first-port", type=int, help="default: any free ports")
     parser.add_argument(
         "--layout",
@@ -283,10 +266,15 @@ def main() -> int:
         default="page_first_direct",
         help="of HiCache's host memory; the default copies as fast as ours",
     )
+    parser.add_argument("--record", type=Path, help="folder for the figures as a file")
+    parser.add_argument("--judge", type=Path, metavar="FOLDER", help="of the records")
     args = parser.parse_args()
+    if args.judge is not None:
+        return _judge(args.judge)
+    if args.record is not None and (args.part or args.quick):
+        parser.error("a record is of all parts and no smoke run")
     full = os.environ.get("FULL") == "1"
     args.part = args.part or list(PARTS)
-    args.minutes = args.minutes or (150.0 if full else 42.0)
     scale = QUICK if args.quick else FULL if full else NORMAL
     exit_on_signals()
     bench = Bench(args, scale)
@@ -298,10 +286,25 @@ def main() -> int:
     except NegativeControlError as error:
         print(f"the gate cannot fail, so it proves nothing: {error}", file=sys.stderr)
         return 1
+    if not args.quick:
+        result["targets_missed"] = missed(result)
+    result["minutes"] = round((time.monotonic() - bench.begin) / 60, 1)
+    if args.record is not None:
+        facts = run_facts(COMMAND, ROOT, SOURCES)
+        record = {**facts, "scale": asdict(scale), **result}
+        keep_record(args.record, NAME, record)
     return _finish(args.out, bench, result)
 
 
-def _finish(out: Path, bench: Bench, result: Mapping[str, object]) -> int:
+def _judge(folder: Path) -> int:
+    """Print what the medians of the records on today's source say."""
+    source = source_hash(ROOT, SOURCES, NOT_IN_SERVERS)
+    result = judged(read_kept(folder, NAME, source))
+    print(json.dumps(result))
+    return 1 if result["targets_missed"] else 0
+
+
+def _finish(out: Path, bench: Bench, result: Mapping[str, Any]) -> int:
     """Write and print table, picture and result."""
     out.mkdir(parents=True, exist_ok=True)
     text = markdown(bench.findings, result)
@@ -312,7 +315,7 @@ def _finish(out: Path, bench: Bench, result: Mapping[str, object]) -> int:
     print("\n" + text)
     bench.say(f"records, logs, table and picture are in {out}")
     print(json.dumps(result))
-    return 1 if bench.findings.problems else 0
+    return 1 if bench.findings.problems or result.get("targets_missed") else 0
 
 
 def _flat(rounds: Iterable[Sequence[PlannedRequest]]) -> list[PlannedRequest]:

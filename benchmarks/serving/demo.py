@@ -32,7 +32,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -43,14 +42,7 @@ from sgl_tiered_workloads.gate import (
     negative_control,
     plain_spread,
 )
-from sgl_tiered_workloads.harness.machine import (
-    NOT_IN_SERVERS,
-    commit,
-    is_dirty,
-    machine_facts,
-    source_hash,
-    versions,
-)
+from sgl_tiered_workloads.harness.keeping import keep_record, run_facts
 from sgl_tiered_workloads.records import RequestRecord, make_header, write_records
 from sgl_tiered_workloads.report import draw_demo, format_table, summarise
 from sgl_tiered_workloads.server import (
@@ -194,12 +186,9 @@ async def _demo(args: argparse.Namespace, say: Progress) -> int:
     _report(args.out, runs, result, chats)
     if result.passed:
         record = _record(runs, result, chats) | {"load_before": load_before}
-        for folder in (args.out, args.record):
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                name = "record" if folder is args.out else f"demo-{record['source']}"
-                text = json.dumps(record, indent=1) + "\n"
-                (folder / f"{name}.json").write_text(text)
+        (args.out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+        if args.record is not None:
+            keep_record(args.record, "demo", record)
     say(f"records, logs and picture are in {args.out}")
     return 0 if result.passed else 1
 
@@ -391,13 +380,7 @@ def _record(
     summaries = {n: summarise(TITLES[n], runs[n], PAGE_SIZE) for n in TITLES}
     written = {record.key: record.output for record in runs["reference"]}
     return {
-        "command": "make demo",
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
-        "dirty": is_dirty(),
-        "source": source_hash(ROOT, SOURCES, NOT_IN_SERVERS),
-        "versions": versions(),
-        "machine": machine_facts(),
+        **run_facts("make demo", ROOT, SOURCES),
         "model": MODEL.name,
         "shape": asdict(SHAPE),
         "pool_tokens": POOL_TOKENS,

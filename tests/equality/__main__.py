@@ -27,14 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from sgl_tiered_workloads.fork_server import fork_servers
-from sgl_tiered_workloads.harness.machine import (
-    NOT_IN_SERVERS,
-    commit,
-    is_dirty,
-    machine_facts,
-    source_hash,
-    versions,
-)
+from sgl_tiered_workloads.harness.keeping import run_facts
 from sgl_tiered_workloads.server import exit_on_signals
 
 from tests.e2e.conftest import Servers
@@ -84,17 +77,14 @@ class Call:
         self._began_s = time.monotonic()
         self._end_s = self._began_s + 60.0 * minutes
         self._scratch = scratch
-        self.source = source_hash(ROOT, SOURCES, NOT_IN_SERVERS)
+        facts = run_facts("make equality", ROOT, SOURCES)
+        self.source = facts["source"]
         self.before = read_calls(folder, self.source)
         self._seed = seed + len(self.before)
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         self._path = folder / f"{self.source[:12]}-{now}.json"
         self.told: dict[str, Any] = {
-            "source": self.source,
-            "commit": commit(),
-            "dirty": is_dirty(),
-            "versions": versions(),
-            "machine": machine_facts(),
+            **facts,
             "seed": self._seed,
             "asked": {"minutes": minutes, "pairs": []},
             "minutes": 0.0,

@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from sgl_tiered_workloads.harness.machine import machine_facts, source_hash
+from sgl_tiered_workloads.harness.keeping import keep_record, run_facts
 
 from tests.fuzz.targets import TARGETS, end_at_once, run_one
 
@@ -57,7 +57,7 @@ def main() -> int:
             one["target"] for one in told if not (one["accepted"] and one["refused"])
         ],
         "seed": args.seed,
-        "source": source_hash(ROOT, SOURCES),
+        **run_facts("make fuzz", ROOT, SOURCES, ()),
     }
     is_whole = args.targets is not None or (
         summary["targets"] >= MIN_TARGETS
@@ -69,10 +69,7 @@ def main() -> int:
         and all(one["planted"] for one in told)
     )
     if args.record is not None:
-        args.record.mkdir(parents=True, exist_ok=True)
-        record = {**summary, "machine": machine_facts(), "told": told}
-        file = args.record / f"fuzz-{summary['source']}.json"
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        keep_record(args.record, "fuzz", {**summary, "told": told})
     print(json.dumps(summary), flush=True)
     return 0 if is_whole and is_right else 1
 

@@ -50,13 +50,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_tiered_workloads.client import StreamingClient
-from sgl_tiered_workloads.harness.machine import (
-    NOT_IN_SERVERS,
-    commit,
-    is_dirty,
-    machine_facts,
-    source_hash,
-)
+from sgl_tiered_workloads.harness.keeping import keep_record, run_facts
 from sgl_tiered_workloads.records import RequestRecord
 from sgl_tiered_workloads.server import exit_on_signals
 
@@ -400,18 +394,9 @@ def main() -> int:
     series = figures.pop("series")
     figures["failures"] = failures(figures)
     figures["passed"] = not figures["failures"]
-    figures |= {
-        "seed": args.seed,
-        "machine": machine_facts(),
-        "commit": commit(),
-        "dirty": is_dirty(),
-        "source": source_hash(ROOT, SOURCES, NOT_IN_SERVERS),
-    }
+    figures |= {"seed": args.seed, **run_facts("make soak", ROOT, SOURCES)}
     if args.record is not None:
-        args.record.mkdir(parents=True, exist_ok=True)
-        file = args.record / f"soak-{figures['source']}.json"
-        record = {**figures, "series": series}
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        keep_record(args.record, "soak", {**figures, "series": series})
     print(json.dumps(figures))
     return 0 if figures["passed"] else 1
 

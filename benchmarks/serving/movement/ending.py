@@ -16,7 +16,8 @@ def run_to_end(run: Coroutine[Any, Any, dict[str, Any]], out: Path) -> int:
     """Run a benchmark, and write its figures to ``out/result.json`` and as last line.
 
     Returns:
-        1 if the figures name ``problems`` or a server did not start, else 0.
+        1 if the figures name ``problems`` or ``targets_missed``, or a server did not
+        start, else 0.
     """
     exit_on_signals()
     try:
@@ -27,4 +28,4 @@ def run_to_end(run: Coroutine[Any, Any, dict[str, Any]], out: Path) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "result.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result))
-    return 1 if result.get("problems") else 0
+    return 1 if result.get("problems") or result.get("targets_missed") else 0

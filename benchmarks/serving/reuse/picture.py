@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from reuse.results import MS, Findings
 from reuse.statistics import quantiles
 
@@ -23,19 +22,18 @@ _COLOURS: Mapping[str, str] = {
 
 
 def draw(path: Path, findings: Findings, result: Mapping[str, Any]) -> None:
-    """Draw TTFT by working set, penalties by kind of hit, and runs without reuse."""
+    """Draw TTFT by working set, and penalties by kind of hit."""
     # The canvas is made directly: pyplot would keep global state and may look
     # for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.4), dpi=160, layout="constrained")
+    figure = Figure(figsize=(10, 4.4), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    sets, penalties, no_reuse = figure.subplots(1, 3, width_ratios=(1.5, 1.2, 0.8))
+    sets, penalties = figure.subplots(1, 2, width_ratios=(1.5, 1.2))
     _draw_sets(sets, findings)
     _draw_penalties(penalties, result.get("penalties_ms", {}))
-    _draw_no_reuse(no_reuse, findings)
-    for axes in (sets, penalties, no_reuse):
+    for axes in (sets, penalties):
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -65,14 +63,3 @@ def _draw_penalties(axes: Any, penalties: Mapping[str, Mapping[str, float]]) -> 
     axes.set_yticks(range(len(penalties)), list(penalties))
     axes.invert_yaxis()
     axes.set_title("Time over a device hit, 6,000 tokens, ms", loc="left", fontsize=10)
-
-
-def _draw_no_reuse(axes: Any, findings: Findings) -> None:
-    for place, (name, ratios) in enumerate(findings.ratios.items()):
-        spread = np.linspace(-0.15, 0.15, len(ratios))
-        axes.plot(place + spread, ratios, "o", color=_COLOURS[name], markersize=3)
-        middle = float(np.median(ratios))
-        axes.plot([place - 0.25, place + 0.25], [middle, middle], color="black")
-    axes.axhline(1.0, color="#555555", linewidth=0.8)
-    axes.set_xticks(range(len(findings.ratios)), list(findings.ratios))
-    axes.set_title("Throughput without reuse / plain", loc="left", fontsize=10)

@@ -12,10 +12,10 @@ from reuse.schedules import HIT_CACHED_TOKENS
 from reuse.statistics import (
     Interval,
     PenaltyError,
-    median_interval,
     penalty,
     penalty_ratio,
     quantiles,
+    share_of_bound,
 )
 from sgl_tiered_workloads.records import RequestRecord
 
@@ -36,11 +36,10 @@ class Findings:
             requests that could hit.
         sources: by the same, prompt tokens by where their KV came from.
         device_s: TTFT of plain SGLang's device hits, the baseline of all penalties.
+        recompute_s: TTFT of plain SGLang where nothing of such a prompt was cached.
         hits_s: by label (``tiered``, ``hicache-file cold``), TTFT of good hits.
         resident: largest share of a store that was in the page cache before a cold
             hit, by system.
-        ratios: by system, throughput over plain's, run by run.
-        moved: by system and edge, bytes moved in the runs without reuse.
         outputs_identical: the gate.
         problems: why the run fails.
     """
@@ -48,10 +47,9 @@ class Findings:
     sets: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     sources: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     device_s: list[float] = field(default_factory=list)
+    recompute_s: list[float] = field(default_factory=list)
     hits_s: dict[str, list[float]] = field(default_factory=dict)
     resident: dict[str, float] = field(default_factory=dict)
-    ratios: dict[str, list[float]] = field(default_factory=dict)
-    moved: dict[str, dict[str, int]] = field(default_factory=dict)
     outputs_identical: bool = True
     problems: list[str] = field(default_factory=list)
 
@@ -77,7 +75,7 @@ def summary(findings: Findings, seed: int = 0) -> dict[str, Any]:
         result |= _speedups(findings)
         result |= _host_penalties(findings, rng)
         result |= _disk_penalties(findings, rng)
-        result |= _no_reuse(findings)
+        result |= _of_bound(findings, rng)
         penalties = {
             name: _ms(penalty(hits, findings.device_s, rng)) | {"hits": len(hits)}
             for name, hits in findings.hits_s.items()
@@ -133,6 +131,25 @@ def _disk_penalties(findings: Findings, rng: np.random.Generator) -> dict[str, A
     return found
 
 
+def _of_bound(findings: Findings, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the share of the best speed-up, and what it is a share of."""
+    found: dict[str, Any] = {}
+    device_s, recompute_s = findings.device_s, findings.recompute_s
+    for label, end in (("tiered", ""), ("tiered-disk cold", "_disk")):
+        ours_s = findings.hits_s.get(label)
+        if not ours_s or not device_s:
+            continue
+        share = share_of_bound(ours_s, device_s, rng)
+        found |= _named(f"ttft_speedup_of_bound{end}", share)
+        if recompute_s:
+            speedup = float(np.median(recompute_s) / np.median(ours_s))
+            found[f"ttft_speedup_of_hits{end}"] = round(speedup, 2)
+    if device_s and recompute_s:
+        bound = float(np.median(recompute_s) / np.median(device_s))
+        found["ttft_speedup_bound"] = round(bound, 2)
+    return found
+
+
 def _ratio(
     findings: Findings,
     peer: str,
@@ -145,27 +162,6 @@ def _ratio(
     except PenaltyError as error:
         findings.problems.append(f"{peer}: {error}")
         return None
-
-
-def _no_reuse(findings: Findings) -> dict[str, Any]:
-    if not findings.ratios:
-        return {}
-    intervals = {n: median_interval(r) for n, r in findings.ratios.items()}
-    worst = min(intervals.values(), key=lambda interval: interval.value)
-    return {
-        "no_reuse_throughput_vs_plain": round(worst.value, 4),
-        "no_reuse_half_width": round(max(i.half_width for i in intervals.values()), 4),
-        "no_reuse_by_system": {
-            n: {
-                "median": round(i.value, 4),
-                "low": round(i.low, 4),
-                "high": round(i.high, 4),
-                "pairs": len(findings.ratios[n]),
-            }
-            for n, i in intervals.items()
-        },
-        "no_reuse_bytes": findings.moved,
-    }
 
 
 def _named(key: str, interval: Interval | None) -> dict[str, Any]:
@@ -210,15 +206,6 @@ def markdown(findings: Findings, result: Mapping[str, Any]) -> str:
         ]
         head = ("hit", "number", "penalty ms", "95 % interval")
         lines += [base, "", *_rows(head, rows)]
-    if "no_reuse_by_system" in result:
-        rows = []
-        for name, i in result["no_reuse_by_system"].items():
-            moved = findings.moved.get(name, {})
-            text = ", ".join(f"{e} {n / 1e6:,.0f} MB" for e, n in moved.items() if n)
-            low_high = f"{i['low']} to {i['high']}"
-            rows.append((name, i["pairs"], i["median"], low_high, text))
-        head = ("no reuse", "pairs", "throughput vs plain", "95 % interval", "moved")
-        lines += _rows(head, rows)
     return "\n".join(lines)
 
 

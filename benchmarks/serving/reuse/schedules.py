@@ -44,8 +44,6 @@ class Scale:
         beyond_pools: the working set beyond host memory.
         small_host_pools: that host memory.
         hits: hits of each kind per system.
-        min_pairs, max_pairs: paired runs without reuse.
-        run_prompts: prompts of one such run.
     """
 
     pools: tuple[float, ...]
@@ -54,14 +52,11 @@ class Scale:
     beyond_pools: float
     small_host_pools: int
     hits: int
-    min_pairs: int
-    max_pairs: int
-    run_prompts: int
 
 
-NORMAL = Scale((0.5, 4, 16), 2, 20, 8, 4, 60, 16, 60, 4)
-FULL = Scale((0.5, 4, 16), 5, 20, 16, 4, 200, 40, 120, 6)
-QUICK = Scale((0.5, 1.5), 1, 3, 2.5, 2, 6, 6, 6, 1)
+NORMAL = Scale((0.5, 4, 16), 2, 20, 8, 4, 60)
+FULL = Scale((0.5, 4, 16), 5, 20, 16, 4, 200)
+QUICK = Scale((0.5, 1.5), 1, 3, 2.5, 2, 6)
 
 
 def set_rounds(

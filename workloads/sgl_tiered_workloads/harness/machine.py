@@ -58,13 +58,14 @@ def source_hash(root: Path, folders: Iterable[str], without: Iterable[str] = ())
 
     Args:
         root: of the checkout.
-        folders: in it.
+        folders: in it; a single file counts as well.
         without: folders in these that do not count, such as ``NOT_IN_SERVERS``.
     """
     digest = hashlib.sha256()
     left_out = [root / folder for folder in without]
     for folder in folders:
-        for file in sorted((root / folder).rglob("*.py")):
+        place = root / folder
+        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
             if any(file.is_relative_to(each) for each in left_out):
                 continue
             digest.update(str(file.relative_to(root)).encode() + b"\0")
