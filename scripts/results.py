@@ -33,8 +33,9 @@ __all__ = ["BLOCKS", "CHANGED", "KINDS", "Kind", "filled", "main", "pages", "wri
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RECORDS = ROOT / "benchmarks/results"
-DATES = RECORDS / "dates.json"
+RECORDS = "benchmarks/results"
+"""Where ``make ... RECORD=benchmarks/results`` keeps records of every kind."""
+DATES = ROOT / RECORDS / "dates.json"
 """When records that do not say it themselves were made, and printed pages changed."""
 MOST_UNEVEN = 1.25
 """How far equal work may differ between two servers whose speeds are compared."""
@@ -42,6 +43,7 @@ CHANGED = ", of an earlier source"
 _BLOCK = re.compile(
     r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- /results -->)", re.S | re.M
 )
+_STAMP = re.compile(r"(\d{4})(\d{2})(\d{2})T(\d{2})(\d{2})(\d{2})Z")
 Record = Mapping[str, Any]
 
 
@@ -50,7 +52,7 @@ class Kind:
     """A kind of record.
 
     Attributes:
-        pattern: of its files.
+        pattern: of its files that are not in ``RECORDS``, or of all.
         command: that makes one.
         folders, without: whose source decides what is measured.
     """
@@ -61,12 +63,13 @@ class Kind:
     without: tuple[str, ...] = NOT_IN_SERVERS
 
 
+_PRODUCT = ("sgl_tiered", "kernels", "platform_dist")
 _WORKLOADS = "workloads/sgl_tiered_workloads"
 KINDS = {
     "demo": Kind(
-        "benchmarks/results/demo-*.json",
+        f"{RECORDS}/demo-*.json",
         "make demo",
-        ("sgl_tiered", "kernels", "platform_dist"),
+        _PRODUCT,
     ),
     "equality": Kind(
         "tests/equality/records/*.json",
@@ -89,6 +92,20 @@ KINDS = {
         "make bench-restart",
         ("sgl_tiered", "benchmarks/disk"),
     ),
+    "reuse": Kind(
+        f"{RECORDS}/reuse-*.json",
+        "make bench-reuse",
+        (*_PRODUCT, "benchmarks/serving/bench_reuse.py", "benchmarks/serving/reuse"),
+    ),
+    "no-reuse": Kind(
+        f"{RECORDS}/no-reuse-*.json",
+        "make bench-no-reuse",
+        (
+            *_PRODUCT,
+            "benchmarks/serving/bench_no_reuse.py",
+            "benchmarks/serving/no_reuse",
+        ),
+    ),
 }
 
 
@@ -101,6 +118,7 @@ class Found:
         records: what is in them, oldest first.
         date, commit: of the newest.
         is_current: whether their source is today's.
+        folder: of the newest.
     """
 
     kind: Kind
@@ -108,6 +126,7 @@ class Found:
     date: str
     commit: str
     is_current: bool
+    folder: str = ""
 
     @property
     def last(self) -> Record:
@@ -130,30 +149,48 @@ def dated(path: Path) -> tuple[str, str]:
     known = json.loads(DATES.read_text()) if DATES.exists() else {}
     name = path.relative_to(ROOT).as_posix()
     said = known.get(name, {})
-    stamp = re.search(r"(\d{4})(\d{2})(\d{2})T\d{6}Z", path.name)
-    date = record.get("date") or ("-".join(stamp.groups()) if stamp else "")
+    stamp = _STAMP.search(path.name)
+    date = record.get("date") or ("-".join(stamp.groups()[:3]) if stamp else "")
     date, commit = date or said.get("date"), record.get("commit") or said.get("commit")
     if not (date and commit):
         raise SystemExit(f"results: {name} says no date or commit; commit it first")
     return str(date), str(commit)
 
 
+def _in_order(paths: Iterable[Path]) -> list[Path]:
+    """Return records, oldest first; of one day and source by their numbers."""
+
+    def key(path: Path) -> tuple[str, str, int, str]:
+        stamp = _STAMP.search(path.name)
+        time = json.loads(path.read_text()).get("time", "")
+        time = time or (":".join(stamp.groups()[3:]) if stamp else "")
+        return dated(path)[0], time, len(path.name), path.name
+
+    return sorted(paths, key=key)
+
+
+def _files(name: str) -> list[Path]:
+    """Return the records of a kind."""
+    own, kept = ROOT.glob(KINDS[name].pattern), ROOT.glob(f"{RECORDS}/{name}-*.json")
+    return sorted({*own, *kept})
+
+
 @cache
 def found(name: str) -> Found | None:
     """Return the records of a kind that count; None where there are none."""
-    kind = KINDS[name]
-    paths = sorted(ROOT.glob(kind.pattern))
+    kind, paths = KINDS[name], _files(name)
     if not paths:
         return None
     told = {path: json.loads(path.read_text()) for path in paths}
     now = source_hash(ROOT, kind.folders, kind.without)
     wanted = now
     if all(record["source"] != now for record in told.values()):
-        wanted = told[max(paths, key=dated)]["source"]
-    chosen = sorted((p for p in paths if told[p]["source"] == wanted), key=dated)
+        wanted = told[_in_order(paths)[-1]]["source"]
+    chosen = _in_order(path for path in paths if told[path]["source"] == wanted)
     date, commit = dated(chosen[-1])
     records = tuple(told[path] for path in chosen)
-    return Found(kind, records, date, commit, wanted == now)
+    folder = chosen[-1].parent.relative_to(ROOT).as_posix()
+    return Found(kind, records, date, commit, wanted == now, folder)
 
 
 def pages() -> list[Path]:
@@ -417,8 +454,64 @@ def _adopted(record: Record) -> str:
     )
 
 
+def _interval(record: Record, key: str) -> str:
+    """Return a share and its interval in per cent."""
+    low, high = record[f"{key}_interval"]
+    return f"{record[key]:.1%} ({low:.1%} to {high:.1%})"
+
+
+def no_reuse_line() -> str:
+    """Tell what tiers cost where nothing comes again."""
+    run = found("no-reuse")
+    if run is None:
+        return _missing("no-reuse")
+    record = run.last
+    if not record["outputs_identical"]:
+        return "*The answers of the last run differ: no speed is claimed.*"
+    rate = "no_reuse_throughput_vs_plain"
+    return (
+        f"Of plain SGLang's throughput on prompts that never come again, "
+        f"{_interval(record, rate)} is left with host memory and "
+        f"{_interval(record, rate + '_disk')} with a disk too, for "
+        f"{_interval(record, 'cpu_per_prompt_vs_plain')} of its CPU seconds a prompt; "
+        f"in the first minutes, before the write policy has learned that nothing comes "
+        f"again, {record[rate + '_first_minutes']:.1%} and "
+        f"{record[rate + '_disk_first_minutes']:.1%}. A second plain SGLang has "
+        f"{_interval(record, 'plain_vs_plain')} of the first one's throughput "
+        f"({record['blocks']} blocks of windows in turns, 95 % intervals; "
+        f"`{run.kind.command}`; {run.when}; {_on(record)}{_beside(record)})."
+    )
+
+
+def reuse_line() -> str:
+    """Tell how near hits below the device come to the device's; medians of the runs."""
+    run = found("reuse")
+    if run is None:
+        return _missing("reuse")
+    if not all(record["outputs_identical"] for record in run.records):
+        return "*The answers of a run differ: no speed is claimed.*"
+
+    def middle(key: str) -> float:
+        # None where a peer was not slower than the device, so that there is no ratio.
+        return median(record.get(key) or float("inf") for record in run.records)
+
+    count = len(run.records)
+    return (
+        f"A hit of 6,000 tokens in host memory gives "
+        f"{middle('ttft_speedup_of_bound'):.0%} of the best possible speed-up over "
+        f"recomputing, which is a device hit's. The time that it takes beyond a device "
+        f"hit is {middle('host_hit_penalty_vs_hicache'):.2f} times HiCache's (the "
+        f"better of two forms), on disk with a cold page cache "
+        f"{middle('disk_hit_penalty_vs_hicache_file'):.2f} times that of HiCache's "
+        f"file backend. On working sets of 4 and 16 device pools the median time to "
+        f"the first token is {middle('ttft_p50_speedup_vs_plain'):.1f} times lower "
+        f"than plain SGLang's or better (`{run.kind.command}`, "
+        f"{count} run{'s' if count > 1 else ''}; {run.when}; {_on(run.last)})."
+    )
+
+
 def results_table() -> str:
-    """Return README's five rows."""
+    """Return README's rows; those of reuse once there are records."""
     rows = [
         ("Time to the first token, and the answers", demo_line()),
         ("Same answers, with faults and kills", equality_table().split("\n")[0]),
@@ -426,6 +519,11 @@ def results_table() -> str:
         ("Restart", restart_line()),
         ("Odd inputs", fuzz_line()),
     ]
+    more = {
+        "reuse": ("Hits beside HiCache's", reuse_line),
+        "no-reuse": ("Cost without reuse", no_reuse_line),
+    }
+    rows += [(what, line()) for name, (what, line) in more.items() if found(name)]
     head = ["| what | seen |", "|---|---|"]
     return "\n".join(head + [f"| {what} | {seen} |" for what, seen in rows])
 
@@ -438,6 +536,8 @@ def measured_table() -> str:
         "soak": "45 minutes of load",
         "fuzz": "odd inputs",
         "restart": "a start on a full disk",
+        "reuse": "hits beside HiCache's",
+        "no-reuse": "prompts that never come again",
     }
     lines = [
         "| what | command | when, commit | on | records |",
@@ -445,7 +545,7 @@ def measured_table() -> str:
     ]
     for name, title in titles.items():
         run, kind = found(name), KINDS[name]
-        folder = kind.pattern.rpartition("/")[0]
+        folder = run.folder if run else kind.pattern.rpartition("/")[0]
         on = (run.when, _on(run.last)) if run else ("not recorded yet", "")
         lines.append(f"| {title} | `{kind.command}` | {on[0]} | {on[1]} | `{folder}` |")
     return "\n".join(lines)
@@ -470,6 +570,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "soak-line": soak_line,
     "fuzz-line": fuzz_line,
     "restart-line": restart_line,
+    "reuse-line": reuse_line,
+    "no-reuse-line": no_reuse_line,
     "results-table": results_table,
     "measured-table": measured_table,
     "printed-table": printed_table,
@@ -504,11 +606,11 @@ def note_dates() -> None:
     """Ask git once when a record that does not say so was committed."""
     known = json.loads(DATES.read_text()) if DATES.exists() else {}
     known = {name: said for name, said in known.items() if (ROOT / name).exists()}
-    for kind in KINDS.values():
-        for path in ROOT.glob(kind.pattern):
+    for kind in KINDS:
+        for path in _files(kind):
             name = path.relative_to(ROOT).as_posix()
             record = json.loads(path.read_text())
-            has_date = "date" in record or re.search(r"\d{8}T\d{6}Z", path.name)
+            has_date = "date" in record or _STAMP.search(path.name)
             if name in known or (has_date and "commit" in record):
                 continue
             asked = ("git", "log", "--diff-filter=A", "--format=%cs %h", "--", name)

@@ -11,6 +11,7 @@ import docs_commands as commands
 import docs_hooks
 import pytest
 import results
+from sgl_tiered_workloads.harness import keeping
 
 from sgl_tiered.engines.sglang import config
 
@@ -246,11 +247,111 @@ def test_kinds_of_records_hash_what_their_programs_hash() -> None:
         "fuzz": ("tests/fuzz/__main__.py", "SOURCES"),
         "demo": ("benchmarks/serving/demo.py", "SOURCES"),
         "restart": ("benchmarks/disk/bench_restart.py", "SOURCES"),
+        "reuse": ("benchmarks/serving/bench_reuse.py", "SOURCES"),
+        "no-reuse": ("benchmarks/serving/bench_no_reuse.py", "SOURCES"),
     }
+    assert programs.keys() == results.KINDS.keys()
     for name, (path, word) in programs.items():
-        said = re.search(rf"^{word} = \((.*?)\)$", (ROOT / path).read_text(), re.M)
+        text = (ROOT / path).read_text()
+        said = re.search(rf"^{word} = \((.*?)\)$", text, re.M | re.S)
         folders = tuple(re.findall(r'"([^"]+)"', said[1]))
         assert results.KINDS[name].folders == folders, name
+        assert all((ROOT / folder).exists() for folder in folders), name
+
+
+def test_a_record_is_dated_by_itself(records: Path) -> None:
+    """As ``make ... RECORD=`` writes it, nobody need commit it before it is shown."""
+    facts = keeping.run_facts("make it", ROOT, ["sgl_tiered/core"])
+    keeping.keep_record(records, "it", facts | {"source": "now"})
+    found = results.found("it")
+    assert found.when == f"{facts['date']}, {facts['commit'][:7]}"
+    assert found.folder == "records"
+
+
+def test_of_equal_days_the_later_run_is_the_last(records: Path) -> None:
+    """Its number says which it is, also where all were made on one day."""
+    for value in range(11):
+        record = {"source": "now", "date": "2026-01-01", "commit": "abcdef0"}
+        keeping.keep_record(records, "it", record | {"value": value})
+    told = [record["value"] for record in results.found("it").records]
+    assert told == list(range(11))
+
+
+def test_of_one_day_the_later_source_is_the_newest(records: Path) -> None:
+    """By the time in the record or in its name, never by the commit's letters."""
+    facts = {"source": "old", "date": "2026-01-01", "time": "08:00:00"}
+    keeping.keep_record(records, "it", facts | {"commit": "ffffff0"})
+    facts |= {"source": "older", "time": "07:00:00", "commit": "ffffff1"}
+    keeping.keep_record(records, "it", facts)
+    assert results.found("it").commit == "ffffff0"
+    results.found.cache_clear()
+    stamped = records / "x-20260101T090000Z.json"
+    stamped.write_text(json.dumps({"source": "x", "commit": "aaaaaa0"}))
+    assert results.found("it").commit == "aaaaaa0"
+
+
+def test_records_of_any_kind_may_lie_together(records: Path) -> None:
+    """``RECORD=benchmarks/results`` is good for all of them."""
+    keep(records, "it-now", "now", "2026-01-01")
+    together = records.parent / "benchmarks/results"
+    together.mkdir(parents=True)
+    keep(together, "it-now", "now", "2026-01-02")
+    keep(together, "not-it-now", "now", "2026-01-03")
+    found = results.found("it")
+    assert [record["date"] for record in found.records] == ["2026-01-01", "2026-01-02"]
+    assert found.folder == "benchmarks/results"
+
+
+NO_REUSE = {
+    "outputs_identical": True,
+    "blocks": 30,
+    "machine": {"cores": 2, "accelerators": []},
+    "load_before": 0.1,
+    **{
+        key + end: value
+        for key, value in (
+            ("no_reuse_throughput_vs_plain", 0.991),
+            ("no_reuse_throughput_vs_plain_disk", 0.987),
+            ("no_reuse_throughput_vs_plain_first_minutes", 0.953),
+            ("no_reuse_throughput_vs_plain_disk_first_minutes", 0.942),
+            ("cpu_per_prompt_vs_plain", 1.008),
+            ("plain_vs_plain", 1.001),
+        )
+        for end, value in (("", value), ("_interval", [value - 0.003, value + 0.003]))
+    },
+}
+REUSE = {
+    "outputs_identical": True,
+    "machine": {"cores": 2, "accelerators": []},
+    "ttft_speedup_of_bound": 0.96,
+    "host_hit_penalty_vs_hicache": 0.5,
+    "disk_hit_penalty_vs_hicache_file": 0.1,
+    "ttft_p50_speedup_vs_plain": 8.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "told"),
+    [
+        ("no-reuse", [NO_REUSE], "99.1% (98.8% to 99.4%) is left with host memory"),
+        ("no-reuse", [NO_REUSE], "first minutes, before the write policy"),
+        ("no-reuse", [NO_REUSE | {"outputs_identical": False}], "no speed is claimed"),
+        ("reuse", [REUSE], "is 0.50 times HiCache's"),
+        ("reuse", [REUSE, REUSE | {"ttft_speedup_of_bound": 0.1}, REUSE], "gives 96%"),
+        ("reuse", [REUSE, REUSE | {"outputs_identical": False}], "no speed is claimed"),
+    ],
+)
+def test_lines_of_reuse_come_from_records(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    records: list[dict[str, object]],
+    told: str,
+) -> None:
+    """Several runs are told by their medians; of other answers no speed is told."""
+    kind = results.KINDS[name]
+    found = results.Found(kind, tuple(records), "2026-01-01", "abcdef0123", True)
+    monkeypatch.setattr(results, "found", lambda _: found)
+    assert told in results.BLOCKS[f"{name}-line"]()
 
 
 # --- settings ------------------------------------------------------------------------

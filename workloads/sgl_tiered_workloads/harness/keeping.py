@@ -31,7 +31,9 @@ def run_facts(
     sources: Iterable[str],
     without: Iterable[str] = NOT_IN_SERVERS,
 ) -> dict[str, Any]:
-    """Return what a record says of its run: command, day, commit, source, machine.
+    """Return what a record says of its run: command, commit, source, machine, and when.
+
+    ``date`` and ``time`` are those of this call, in UTC.
 
     Args:
         command: that makes such a record; no paths of the machine in it.
@@ -39,9 +41,11 @@ def run_facts(
         sources: folders and files in it whose source decides what is measured.
         without: what of these does not count.
     """
+    now = datetime.now(UTC)
     return {
         "command": command,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": now.date().isoformat(),
+        "time": now.strftime("%H:%M:%S"),
         "commit": commit(),
         "dirty": is_dirty(),
         "source": source_hash(root, sources, without),
