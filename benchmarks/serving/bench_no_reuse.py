@@ -62,8 +62,8 @@ SOURCES = (
 )
 PRESET = "bench"
 POOL_TOKENS = 8192
-HOST_POOLS = 4
-"""So small that it is full in the first minutes, and has to give up pages from then."""
+HOST_POOLS = 2
+"""HiCache's default. It is full after the first windows and gives up pages from then."""
 DISK_BYTES = 6_000_000_000
 MIN_BLOCKS = 2
 GATE_WINDOW = 1 << 20
