@@ -63,7 +63,7 @@ SOURCES = (
 PRESET = "bench"
 POOL_TOKENS = 8192
 HOST_POOLS = 2
-"""HiCache's default. It is full after the first windows and gives up pages from then."""
+"""HiCache's default. It is full after the first windows and then gives up pages."""
 DISK_BYTES = 6_000_000_000
 MIN_BLOCKS = 2
 GATE_WINDOW = 1 << 20
