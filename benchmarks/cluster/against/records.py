@@ -18,13 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sgl_tiered_workloads.harness.machine import (
-    commit,
-    is_dirty,
-    machine_facts,
-    source_hash,
-    versions,
-)
+from sgl_tiered_workloads.harness.keeping import run_facts
 
 __all__ = ["PRODUCT", "ROOT", "Call", "busy_cores", "design_hash", "read_blocks"]
 
@@ -70,15 +64,13 @@ class Call:
         peers: Mapping[str, str],
         busy: float,
     ) -> None:
+        facts = run_facts(f"make bench-{bench}", ROOT, PRODUCT, ())
         self.header: dict[str, Any] = {
             "kind": "call",
             "bench": bench,
-            "source": source_hash(ROOT, PRODUCT),
+            **facts,
+            "versions": {**facts["versions"], **peers},
             "design": design_hash(design),
-            "commit": commit(),
-            "dirty": is_dirty(),
-            "versions": {**versions(), **peers},
-            "machine": machine_facts(),
             "sizes": dict(design),
             "busy_before": busy,
             "alone": busy < _ALONE,
