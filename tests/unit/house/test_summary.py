@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,18 @@ def test_a_part_without_a_report_is_an_error(folder: Path, report: str | None) -
 def test_nothing_ran(tmp_path: Path) -> None:
     """Arguments may leave no test."""
     assert "no tests ran in" in summary(tmp_path)[-1]
+
+
+def test_a_record_of_a_part_is_of_its_last_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that was run again on the same source has one record, the newer one."""
+    kept = folder / "records"
+    monkeypatch.setenv("TEST_RECORDS", str(kept))
+    summary(folder, "lint")
+    summary(folder)
+    records = {path.name: json.loads(path.read_text()) for path in kept.iterdir()}
+    assert sorted(record["part"] for record in records.values()) == ["e2e", "lint"]
+    for name, record in records.items():
+        assert name == f"{record['part']}-{record['source']}.json"
+        assert record["not_green"] == []
