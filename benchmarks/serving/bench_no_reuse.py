@@ -192,12 +192,12 @@ def _specs(model: Path, store: Path) -> dict[str, ServerSpec]:
     host_bytes = HOST_POOLS * POOL_TOKENS * PRESETS[PRESET].kv_bytes_per_token
     host, host_and_disk = Tiers(host_bytes), Tiers(host_bytes, store, DISK_BYTES)
     store.mkdir(parents=True)
-    names = iter(SYSTEMS)
+    host_name, disk_name = SYSTEMS
     specs = (
         plain_spec(device, PLAIN),
         plain_spec(device, AGAIN),
-        tiered_spec(device, host, next(names)),
-        tiered_spec(device, host_and_disk, next(names)),
+        tiered_spec(device, host, host_name),
+        tiered_spec(device, host_and_disk, disk_name),
     )
     return {spec.name: spec for spec in specs}
 
@@ -215,6 +215,8 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="folder for the figures as a file")
     args = parser.parse_args()
     if args.quick:
+        if args.record is not None:
+            parser.error("a smoke run has no figures to keep")
         args.minutes = args.first_minutes = 0.0
     return run_to_end(Bench(args).run(), args.out)
 
