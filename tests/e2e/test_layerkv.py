@@ -214,7 +214,6 @@ def test_a_store_that_does_not_end_holds_nobody_for_ever(servers, model, plain):
     assert result.passed, result.summary()
     state = settle(server)
     assert state["counters"]["offloads_given_up"] > 0
-    assert state["layerkv"]["layerkv_turns_held"] > 0
     assert state["layerkv"]["layerkv_requests_lost"] == 0
     assert pinned(state) == 0
     # What was given up is stored by whoever sends it next.
