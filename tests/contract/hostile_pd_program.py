@@ -69,6 +69,7 @@ def keep(self: Any, endpoint: str, parts: list[bytes], is_ipv6: bool = False) ->
     self.outbox.append((endpoint, parts))
 
 
+REALLY_SENT = common.CommonKVManager._send_multipart_locked
 common.CommonKVManager._send_multipart_locked = keep
 
 
@@ -611,6 +612,30 @@ def unasked() -> dict[str, int]:
     heard(made, [TWIN.say(8, HERE, of_two)])
     assert answers(made, TWIN) == [[b"8", b"0", b"0"]]
     assert set(made.transfer_infos[8]) == {SESSION}
+    return counts
+
+
+def unread() -> dict[str, int]:
+    """Who asks in vain and reads no answer does not hold up who reads the questions."""
+    made = manager(is_prefill=True)
+    made._zmq_ctx, made._socket_lock = zmq.Context(), threading.Lock()
+    made._socket_cache, made._monitor_cache, made._socket_send_locks = {}, {}, {}
+    common.CommonKVManager._send_multipart_locked = REALLY_SENT
+    # Nobody listens there: what is said is queued, until there is no room.
+    asking = [b"8", b"127.0.0.1", b"1"]
+
+    def answer() -> None:
+        for _ in range(1200):
+            made._send_back(b"", asking)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive(), "it waits"
+    common.CommonKVManager._send_multipart_locked = keep
+    made._zmq_ctx.destroy(linger=0)
+    counts = dict(made.incidents.counts)
+    assert 0 < counts.pop("unsaid") < 1200
     return counts
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.sglang
 STRANGERS = ("strangers_to_prefill", "strangers_to_decode")
 FACTS = (
     *("late_aborts", "names", "floods", "forgotten"),
-    *("registers_again", "unreadable", "unasked", "ends", "forgets", "unclaimed"),
+    *("registers_again", "unreadable", "unasked", "ends", "forgets", "unclaimed", "unread"),
 )
 
 
@@ -136,3 +136,8 @@ def test_without_a_look_at_who_speaks_it_is_noticed() -> None:
 def test_a_room_whose_request_never_comes_is_forgotten(told: dict[str, Any]) -> None:
     """Once the decode instance has given it up; its pages were kept for ever."""
     assert told["unclaimed"] == {"unclaimed": 1}, told["unclaimed"]
+
+
+def test_who_reads_no_answer_holds_up_no_thread(told: dict[str, Any]) -> None:
+    """Each word beyond a thousand held SGLang's thread for 30 s."""
+    assert told["unread"] == {}, told["unread"]

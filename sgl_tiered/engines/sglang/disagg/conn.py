@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -285,10 +286,9 @@ class TieredKVManager(MooncakeKVManager):
             bootstrap_room=room_of(message), status=KVPoll.Failed, failure_reason=None
         )
         # Not by what is known of the room: that may be of others.
-        send = partial(super()._send_multipart_locked, is_ipv6=place.is_ipv6)
-        self.incidents.guard(
-            "an answer", partial(send, place.to_tcp(), proved(failed, key))
-        )
+        said = proved(failed, key)
+        say = partial(self._say, place.to_tcp(), said, is_ipv6=place.is_ipv6)
+        self.incidents.guard("an answer", say)
 
     def _send_multipart_locked(
         self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
@@ -299,7 +299,22 @@ class TieredKVManager(MooncakeKVManager):
         except StrangerError as error:
             self.incidents.note("unsaid", str(error))
             return
-        super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
+        self._say(endpoint, said, is_ipv6=is_ipv6)
+
+    def _say(self, endpoint: str, said: list[bytes], *, is_ipv6: bool) -> None:
+        """Send where there is room for it, and wait for none.
+
+        SGLang's thread that hears all decode instances says this, and its scheduler.
+        """
+        try:
+            super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
+        except zmq.Again:
+            self.incidents.note("unsaid", f"{endpoint} reads nothing that is said")
+
+    def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
+        socket = super()._connect(endpoint, is_ipv6=is_ipv6)
+        send = partial(socket.send_multipart, flags=zmq.NOBLOCK)
+        return SimpleNamespace(send_multipart=send)
 
     def _is_live(self, room: int) -> bool:
         """Return whether a decode instance has something to hear of a room still."""
