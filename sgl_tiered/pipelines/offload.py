@@ -98,9 +98,7 @@ class OffloadWorker:
                 completion.
             after: ``DevicePool.mark()`` of the work that writes them.
         """
-        return self._worker.try_put(
-            _Job(plan, device_pages, after, self._num_given_up)
-        )
+        return self._worker.try_put(_Job(plan, device_pages, after, self._num_given_up))
 
     def submit(
         self, plan: OffloadPlan, device_pages: PageNumbers, after: object

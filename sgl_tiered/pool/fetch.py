@@ -217,7 +217,7 @@ class Fetches:
         if any(loan.peer[0] == holder and loan.is_open for loan in self._loans):
             num_lent = sum(each == holder for each in self._lent.values())
             if num_lent + len(addresses) > self._most_lent:
-                return f"instance {holder} does not say that it is done with former ones"
+                return f"instance {holder} does not end what it was lent before"
         return self._store.refusal(addresses)
 
     def begin(

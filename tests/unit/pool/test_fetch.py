@@ -254,6 +254,6 @@ def test_who_does_not_answer_is_lent_half_of_the_blocks(world: World) -> None:
     assert blocks is not None
     refused = receiver.pool.fetch(0, PROMPT, blocks)
     assert refused.status is TransferStatus.FAILED
-    assert "done with former ones" in refused.error
+    assert "was lent before" in refused.error
     assert receiver.pool.usage().num_lent_blocks == 4
     assert not receiver.pool.free_mem(blocks)

@@ -524,7 +524,12 @@ class TieredKVSender(MooncakeKVSender):
     supports_host_tensor_indices = has_accelerator()
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *rest: Any, **more: Any
+        self,
+        mgr: Any,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        *rest: Any,
+        **more: Any,
     ) -> None:
         # Before SGLang looks at what is known of the room.
         mgr.claimed.add(bootstrap_room)
