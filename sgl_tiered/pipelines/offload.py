@@ -1,7 +1,8 @@
 """Copies from the device to a memory tier, off the critical path.
 
 The queue is bounded: an engine that produces faster than the copies run is told so and
-drops the write, which costs a later miss and no waiting now.
+drops the write, which costs a later miss and no waiting now. Copies that do not end are
+given up: whatever they still read is shown to nobody.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.worker import Worker
 from sgl_tiered.tiers.base import MemoryTier
 
-__all__ = ["OffloadWorker"]
+__all__ = ["CHUNK_PAGES", "OffloadWorker"]
 
 MAX_QUEUED = 64
 CHUNK_PAGES = 64
@@ -36,6 +37,7 @@ class _Job:
     plan: OffloadPlan
     device_pages: PageNumbers
     after: object
+    num_given_up: int
 
 
 class OffloadWorker:
@@ -69,10 +71,13 @@ class OffloadWorker:
         self._metrics = metrics
         self._shares = shares
         self._closing = threading.Event()
+        self._num_given_up = 0
+        # When the copy that runs began or last ended a chunk; None while none runs.
+        self._moved_s: float | None = None
         self._worker: Worker[_Job] = Worker(
             "tiered-offload",
             self._store,
-            self._give_up,
+            self._fail,
             max_queued=max_queued,
             background=True,
         )
@@ -93,15 +98,28 @@ class OffloadWorker:
                 completion.
             after: ``DevicePool.mark()`` of the work that writes them.
         """
-        return self._worker.try_put(_Job(plan, device_pages, after))
+        return self._worker.try_put(_Job(plan, device_pages, after, self._num_given_up))
 
     def submit(
         self, plan: OffloadPlan, device_pages: PageNumbers, after: object
     ) -> None:
         """Queue a copy; with a full queue it is posted as failed. Never blocks."""
-        job = _Job(plan, device_pages, after)
+        job = _Job(plan, device_pages, after, self._num_given_up)
         if not self._worker.try_put(job):
-            self._give_up(job, "the offload queue is full or closed")
+            self._fail(job, "the offload queue is full or closed")
+
+    def stuck_s(self) -> float:
+        """Return for how long the copy that runs has moved no byte; 0 if none runs."""
+        moved_s = self._moved_s
+        return 0.0 if moved_s is None else self._clock.now() - moved_s
+
+    def give_up(self) -> None:
+        """Let what is not copied yet of all that was handed in so far end as failed.
+
+        So device pages may be reused at once: a copy that runs on may read anything.
+        Slots stay set aside until the completion. Never blocks.
+        """
+        self._num_given_up += 1
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until no copy waits or runs; return False after the timeout."""
@@ -113,6 +131,13 @@ class OffloadWorker:
         self._worker.close(timeout_s)
 
     def _store(self, job: _Job) -> None:
+        try:
+            self._moved_s = self._clock.now()
+            self._store_chunks(job)
+        finally:
+            self._moved_s = None
+
+    def _store_chunks(self, job: _Job) -> None:
         num_pages = len(job.plan.addresses)
         ok = np.zeros(num_pages, np.bool_)
         started_s = self._clock.now()
@@ -124,7 +149,13 @@ class OffloadWorker:
             if self._closing.is_set():
                 error = "closed"
                 break
-            self._store_chunk(job, chunk)
+            if not self._is_given_up(job):
+                self._store_chunk(job, chunk)
+                self._moved_s = self._clock.now()
+            # Asked after the copy: one given up under it may have read other pages.
+            if self._is_given_up(job):
+                error = "given up, as it did not end"
+                break
             ok[chunk] = True
         result = TransferResult(
             ok=ok,
@@ -146,7 +177,10 @@ class OffloadWorker:
         if self._shares is not None:
             self._shares.used(Share.DEMOTE, self._clock.now() - started_s)
 
-    def _give_up(self, job: _Job, error: str) -> None:
+    def _is_given_up(self, job: _Job) -> bool:
+        return job.num_given_up != self._num_given_up
+
+    def _fail(self, job: _Job, error: str) -> None:
         self._finish(job, TransferResult.failed(len(job.plan.pages), 0.0, error))
 
     def _finish(self, job: _Job, result: TransferResult) -> None:

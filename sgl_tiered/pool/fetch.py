@@ -6,7 +6,8 @@ says what each sums to; the receiver sums up what arrived before anybody may use
 loan is over when the holder has answered that all was written, or, after a failure, has
 answered a ``Cancel``: then nothing of it writes any more; and where its incarnation or
 ours is over, when its ``Fence`` has passed. Until then the blocks are held, whatever
-their owner does.
+their owner does. A holder that is stopped does not answer: one that has yet to say that
+it is done with a fetch that failed is lent no more than half of the blocks.
 """
 
 from __future__ import annotations
@@ -156,6 +157,11 @@ class _Loan:
     fence: Fence | None = None
     until_s: float = field(default=math.inf)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not known when it ends."""
+        return math.isinf(self.until_s)
+
 
 class Fetches:
     """All fetches of this instance, and the blocks lent for them. One thread calls it.
@@ -184,7 +190,9 @@ class Fetches:
         self._sums = sums
         self._running: list[Fetch] = []
         self._loans: list[_Loan] = []
-        self._lent: set[int] = set()
+        # By block: the instance that may write to it.
+        self._lent: dict[int, int] = {}
+        self._most_lent = sum(store.usage(each).capacity for each in store.media) // 2
 
     @property
     def num_running(self) -> int:
@@ -196,16 +204,20 @@ class Fetches:
         """Blocks of ours that another instance may write to."""
         return len(self._lent)
 
-    def refusal(self, addresses: UInt64s) -> str:
-        """Return why blocks cannot be lent, in one clause; else an empty text."""
+    def refusal(self, holder: int, addresses: UInt64s) -> str:
+        """Return why blocks cannot be lent to it, in a clause; else an empty text."""
         if not len(addresses):
             return "there are no blocks to write to"
         if len(set(addresses.tolist())) < len(addresses):
             return "a block is named twice"
-        if not self._lent.isdisjoint(addresses.tolist()):
+        if not self._lent.keys().isdisjoint(addresses.tolist()):
             return "another fetch may still write to a block"
         if not self._sums.reaches(addresses).all():
             return "a block lies where no bytes can arrive"
+        if any(loan.peer[0] == holder and loan.is_open for loan in self._loans):
+            num_lent = sum(each == holder for each in self._lent.values())
+            if num_lent + len(addresses) > self._most_lent:
+                return f"instance {holder} does not end what it was lent before"
         return self._store.refusal(addresses)
 
     def begin(
@@ -214,7 +226,7 @@ class Fetches:
         """Lend the blocks, and ask for the pages."""
         self._store.hold(fetch.addresses)
         self._sums.mark(fetch.addresses)
-        self._lent.update(fetch.addresses.tolist())
+        self._lent |= dict.fromkeys(fetch.addresses.tolist(), fetch.peer[0])
         fetch.request = requests.ask(fetch.peer, body, timeout_s)
         self._running.append(fetch)
 
@@ -250,7 +262,7 @@ class Fetches:
         self._running = [fetch for fetch in self._running if fetch.sums is not None]
         for loan in self._loans:
             loan.cancel = None
-            if loan.fence is None and math.isinf(loan.until_s):
+            if loan.fence is None and loan.is_open:
                 loan.fence = self._fences.open(loan.peer)
 
     def _advance(
@@ -298,5 +310,6 @@ class Fetches:
         self._loans.append(_Loan(fetch.peer, fetch.addresses, until_s=until_s))
 
     def _take_back(self, addresses: UInt64s) -> None:
-        self._lent.difference_update(addresses.tolist())
+        for address in addresses.tolist():
+            del self._lent[address]
         self._store.release(addresses)

@@ -471,7 +471,7 @@ class MemPool:
         """
         peer = self._peer(id)
         fetch = Fetch(peer or (id, 0), dstAddrList, self._pump)
-        refusal = self._fetches.refusal(dstAddrList)
+        refusal = self._fetches.refusal(id, dstAddrList)
         if peer is None:
             refusal = f"instance {id} is not in the pool"
         elif id == self._instance:

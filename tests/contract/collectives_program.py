@@ -1,6 +1,6 @@
 """One of two ranks over gloo: what the hooks around SGLang's collectives see.
 
-    collectives_program.py RANK PORT
+    collectives_program.py RANK FOLDER
 
 Rank 0's all-reduce is in flight until rank 1 comes to it, and rank 1 comes only once
 rank 0's swap has asked the guard: at first a thread that asks as a mover does, then a
@@ -21,7 +21,7 @@ PATIENCE_S = 120.0
 
 
 def main() -> None:
-    rank, port = int(sys.argv[1]), int(sys.argv[2])
+    rank, folder = int(sys.argv[1]), sys.argv[2]
     import torch
     from sglang.srt.distributed import parallel_state
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -38,13 +38,12 @@ def main() -> None:
         world_size=2,
         rank=rank,
         local_rank=rank,
-        distributed_init_method=f"tcp://127.0.0.1:{port}",
+        distributed_init_method=f"file://{folder}/ranks",
         backend="gloo",
     )
     group = parallel_state.get_world_group()
-    store = torch.distributed.TCPStore(
-        "127.0.0.1", port + 1, 2, rank == 0, timeout=timedelta(seconds=PATIENCE_S)
-    )
+    store = torch.distributed.FileStore(f"{folder}/turns", 2)
+    store.set_timeout(timedelta(seconds=PATIENCE_S))
     clock = SystemClock()
     watch = collectives.make_watch("cpu", clock)
     unwatched = group.all_reduce(torch.ones(1000)).sum().item()

@@ -69,6 +69,7 @@ def keep(self: Any, endpoint: str, parts: list[bytes], is_ipv6: bool = False) ->
     self.outbox.append((endpoint, parts))
 
 
+REALLY_SENT = common.CommonKVManager._send_multipart_locked
 common.CommonKVManager._send_multipart_locked = keep
 
 
@@ -147,7 +148,8 @@ def manager(*, is_prefill: bool) -> Any:
     made.deferred_bootstrap = made._staging_ctx = made._staging_handler = None
     made.defer_decode_allocation = made.enable_trace = False
     made.sources = made.weights = None
-    made._starts = {}
+    made._starts, made.claimed = {}, set()
+    made._asked_at_s, made._clock = conn.OrderedDict(), ManualClock()
     made.attn_tp_size = made.dcp_size = made.state_tp_size = made.pp_size = 1
     made.attn_cp_size, made.bootstrap_port = 1, 1
     made.dcp_rank = made.attn_tp_rank = made.pp_rank = made.attn_cp_rank = 0
@@ -611,6 +613,51 @@ def unasked() -> dict[str, int]:
     assert answers(made, TWIN) == [[b"8", b"0", b"0"]]
     assert set(made.transfer_infos[8]) == {SESSION}
     return counts
+
+
+def unread() -> dict[str, int]:
+    """Who asks in vain and reads no answer does not hold up who reads the questions."""
+    made = manager(is_prefill=True)
+    made._zmq_ctx, made._socket_lock = zmq.Context(), threading.Lock()
+    made._socket_cache, made._monitor_cache, made._socket_send_locks = {}, {}, {}
+    common.CommonKVManager._send_multipart_locked = REALLY_SENT
+    # Nobody listens there: what is said is queued, until there is no room.
+    asking = [b"8", b"127.0.0.1", b"1"]
+
+    def answer() -> None:
+        for _ in range(1200):
+            made._send_back(b"", asking)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert not thread.is_alive(), "it waits"
+    common.CommonKVManager._send_multipart_locked = keep
+    made._zmq_ctx.destroy(linger=0)
+    counts = dict(made.incidents.counts)
+    assert 0 < counts.pop("unsaid") < 1200
+    return counts
+
+
+def unclaimed() -> dict[str, int]:
+    """A room whose request never comes is forgotten, when nobody waits for it any more.
+
+    Not one whose request is here, nor one that is asked for still.
+    """
+    made = manager(is_prefill=True)
+    made.is_dummy_cp_rank, made.sender_trace_module = True, ""
+    heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
+    heard(made, [RIGHT.say(NEXT_ROOM, HERE, asks(room, "")) for room in (8, 9)])
+    conn.TieredKVSender(mgr=made, bootstrap_addr="a:1", bootstrap_room=ROOM)
+    made._clock.advance(400.0)
+    heard(made, [RIGHT.say(NEXT_ROOM, HERE, asks(9, ""))])
+    assert set(made.transfer_infos) == {ROOM, 8, 9}
+    made._clock.advance(400.0)
+    heard(made, [RIGHT.say(NEXT_ROOM, HERE, asks(10, ""))])
+    rooms = {ROOM, 9, 10}
+    assert set(made.transfer_infos) == set(made.asked._rooms) == rooms
+    assert set(made.request_status) == set(made.req_to_decode_prefix_len) == rooms
+    return made.incidents.counts
 
 
 def ends() -> dict[str, int]:

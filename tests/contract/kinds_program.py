@@ -165,6 +165,7 @@ class Bench:
                     self.cache, {TierId.HOST: host}, None, clock
                 )
                 runtime._offloads = CircuitBreaker(clock)
+                runtime._storing = set()
                 runtime.transfers = SimpleNamespace(  # type: ignore[assignment]
                     takes_offload=True, submitted_offload=lambda: None
                 )

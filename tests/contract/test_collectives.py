@@ -1,28 +1,13 @@
 """Real all-reduces of two gloo processes, as the contention guard sees them."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.contract.story_support import image, output_of, told_once
 
 pytestmark = pytest.mark.sglang
-
-
-def free_port():
-    """Return a port that, with the one after it, is free."""
-    while True:
-        with socket.socket() as one, socket.socket() as two:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            if port == 65535:
-                continue
-            try:
-                two.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +18,12 @@ def ranks():
 
 def tell():
     """Run both ranks."""
-    port = free_port()
     # Before two threads ask for it.
     image()
-    with ThreadPoolExecutor(2) as both:
+    # They meet in a folder: a port that is free now may be another's by then.
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as both:
         told = [
-            both.submit(output_of, "collectives_program.py", rank, port)
+            both.submit(output_of, "collectives_program.py", rank, folder)
             for rank in range(2)
         ]
         return [one.result() for one in told]

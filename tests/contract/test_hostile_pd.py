@@ -14,6 +14,7 @@ STRANGERS = ("strangers_to_prefill", "strangers_to_decode")
 FACTS = (
     *("late_aborts", "names", "floods", "forgotten"),
     *("registers_again", "unreadable", "unasked", "ends", "forgets"),
+    *("unclaimed", "unread"),
 )
 
 
@@ -131,3 +132,13 @@ def test_without_a_look_at_who_speaks_it_is_noticed() -> None:
     told = output_of("hostile_pd_program.py", "unproven", *STRANGERS)
     for side in STRANGERS:
         assert isinstance(told[side], str), told[side]
+
+
+def test_a_room_whose_request_never_comes_is_forgotten(told: dict[str, Any]) -> None:
+    """Once the decode instance has given it up; its pages were kept for ever."""
+    assert told["unclaimed"] == {"unclaimed": 1}, told["unclaimed"]
+
+
+def test_who_reads_no_answer_holds_up_no_thread(told: dict[str, Any]) -> None:
+    """Each word beyond a thousand held SGLang's thread for 30 s."""
+    assert told["unread"] == {}, told["unread"]

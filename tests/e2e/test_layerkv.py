@@ -20,13 +20,16 @@ from tests.e2e.e2e_support import (
     REFERENCE_POOL_TOKENS,
     Case,
     drop,
+    edge,
     open_loop,
+    pinned,
     record_reference,
     sequential,
     settle,
     stats,
     wait_until,
 )
+from tests.faults.fault_support import faults
 
 pytestmark = [pytest.mark.sglang, pytest.mark.e2e]
 
@@ -53,6 +56,8 @@ PAUSE = (
     # A prompt of 500 tokens takes 25 ms of the link, many times a step.
     "--tiered-emulate=host:bandwidth=20MB",
 )
+KEPT = ("--tiered-layerkv-retain=4", "--tiered-load-policy=never")
+"""All layers stay until others need the room, so the first store is one to the tier."""
 NUM_MIXED = 16
 ANSWER_TOKENS = 24
 
@@ -188,6 +193,39 @@ def test_pausing_many_at_once(servers, model, plain):
     wait_until(lambda: stats(server)["layerkv"]["paused"] == 0, "nobody is paused")
     (told,) = server.generate(mixed()[0].prompt, 4)["meta_info"]["tiered"]
     assert told["layerkv"]["num_layers"] == 4
+
+
+def test_a_store_that_does_not_end_holds_nobody_for_ever(servers, model, plain):
+    """It is given up: what it read leaves the device, and nobody ends with an error."""
+    reference, alone = plain
+    env = {"SGL_TIERED_ALLOW_FAULTS": "1"}
+    server = servers.get(layered(model, "layerkv-kept", *KEPT, env=env))
+    with faults(server, "host:fault=hang/store/times=1"):
+        answers = open_loop(server, mixed())
+    assert [record.error for record in answers] == [None] * NUM_MIXED
+    result = check_equality(
+        alone,
+        answers,
+        page_size=CASE.page_size,
+        spread=reference.spread,
+        forced=False,
+        slack=2.0,
+    )
+    assert result.passed, result.summary()
+    state = settle(server)
+    assert state["counters"]["offloads_given_up"] > 0
+    assert state["layerkv"]["layerkv_requests_lost"] == 0
+    assert pinned(state) == 0
+    # What was given up is stored by whoever sends it next.
+    before = edge(state, "device->host")
+    wait_until(lambda: stored_again(server, before), "the tier is stored to again")
+
+
+def stored_again(server, before):
+    """Compute prompts anew; return whether they were stored."""
+    drop(server, "device")
+    sequential(server, mixed()[:2])
+    return edge(settle(server), "device->host") > before
 
 
 def abort_some(server):

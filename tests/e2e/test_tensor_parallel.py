@@ -235,6 +235,19 @@ def test_layers_wait_for_stores_that_read_them(servers, model, plain):
     assert after["layerkv_requests_lost"] == before["layerkv_requests_lost"]
 
 
+def test_a_store_that_does_not_end_is_given_up_on_both_ranks(servers, model, plain):
+    """Who has no room waits until then, and both ranks let the same pages leave."""
+    plain, alone = plain
+    flags = ("--tiered-layerkv-retain=4", "--tiered-load-policy=never")
+    server = servers.get(layered(model, "layerkv-kept", *flags))
+    with faults(server, "host:fault=hang/store/times=1"):
+        many_equal_plain(server, alone, plain.spread)
+    state = settle(server)
+    assert state["counters"]["offloads_given_up"] > 0
+    assert state["layerkv"]["layerkv_requests_lost"] == 0
+    assert pinned(state) == 0
+
+
 def test_without_copies_to_the_host_it_serves_what_fits(servers, model, plain):
     """Who finds no room ends with a sentence, on both ranks alike; both serve on."""
     plain, alone = plain

@@ -62,7 +62,7 @@ from sgl_tiered.pipelines.completions import (
 )
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
-from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.offload import CHUNK_PAGES, OffloadWorker
 from sgl_tiered.pipelines.page_numbers import PageNumbers
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
@@ -71,7 +71,7 @@ from sgl_tiered.tiers.base import KeptTier, MemoryTier, Tier
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.emulator import Emulator
 
-__all__ = ["TieredRuntime"]
+__all__ = ["STORE_PATIENCE_S", "Parts", "TieredRuntime"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,11 @@ _CLOSE_TIMEOUT_S = 10.0
 _DRAIN_TIMEOUT_S = 5.0
 """A copy from the device that does not end must not hold the scheduler: its memory and
 its slots stay set aside until it does."""
+STORE_PATIENCE_S = 20.0
+"""A store that has moved no byte for so long is taken to be stuck. Some 10 ms are usual;
+one that is given up too early costs a later miss, and until then decoders may wait."""
+_STORE_PATIENCE = 10.0
+"""Or for so many times what its next bytes take at the measured bandwidth, if longer."""
 _NAP_S = 0.001
 """A request that arrives meanwhile waits so long at most: no TTFT shows it."""
 _PUBLISH_S = 1.0
@@ -160,7 +165,11 @@ class TieredRuntime:
         self.counter = LayerCounter(parts.device.layout.num_layers)
         self.agreement = parts.agreement or Agreement(parts.clock)
         self.transfers = make_transfers(
-            self.agreement, parts.completions, parts.stager, parts.promoter
+            self.agreement,
+            parts.completions,
+            parts.offloader,
+            parts.stager,
+            parts.promoter,
         )
         if parts.adoption is not None:
             parts.adoption.is_idle = lambda: self.engine_idle()
@@ -201,6 +210,9 @@ class TieredRuntime:
             tier.tier_id: CircuitBreaker(parts.clock) for tier in parts.tiers
         }
         self._offloads = CircuitBreaker(parts.clock)
+        # By the numbers of their plans: under way; given up, but not ended yet.
+        self._storing: set[int] = set()
+        self._given_up: set[int] = set()
         self._resting: tuple[TierId, ...] = ()
         self._num_demoting = 0
         self._closed = False
@@ -352,6 +364,7 @@ class TieredRuntime:
         may = self._offloads.allows() and self.transfers.takes_offload
         if may and parts.offloader.try_submit(plan, device_pages, parts.device.mark()):
             self.transfers.submitted_offload()
+            self._storing.add(plan.plan_id)
             return True
         self.metrics.add("offload_dropped_pages", len(plan.pages))
         reason = WRITES_REST if self._offloads.is_open else QUEUE_FULL
@@ -368,6 +381,10 @@ class TieredRuntime:
                     self.cache.finish_offload(plan, result)
                     self.explainer.offloaded(plan, result)
                     self._offloads.record(_failure(result))
+                    if plan.plan_id in self._given_up:
+                        self._given_up.remove(plan.plan_id)
+                        continue
+                    self._storing.remove(plan.plan_id)
                     self._end_offload(plan.plan_id)
                     self.on_offloaded()
                 case DemoteFinished(plan, result):
@@ -395,6 +412,7 @@ class TieredRuntime:
         if self.weights.poll():
             self._renew()
         self.cache.free_dropped()
+        self._give_up_stores()
         self._let_rest()
         self._demote()
         self._forget_on_disk()
@@ -688,6 +706,38 @@ class TieredRuntime:
 
     def _end_offload(self, plan_id: int) -> None:
         self.on_offload_end(plan_id)
+
+    def _give_up_stores(self) -> None:
+        """Give up stores once the one that runs is stuck; begin none until it goes on.
+
+        Whoever waits for device pages that they read gets these. The slots that they
+        may still write to stay set aside. Ranks are told alike how long it is stuck,
+        and have the same costs.
+        """
+        stuck_s = self.transfers.store_stuck_s
+        tier = self.parts.host.tier_id
+        _, bytes_per_s = self.cost.link_figures(tier)
+        chunk_bytes = CHUNK_PAGES * self.parts.device.layout.page_bytes
+        link_s = _STORE_PATIENCE * chunk_bytes / bytes_per_s
+        if self._storing and stuck_s > max(STORE_PATIENCE_S, link_s):
+            self.parts.offloader.give_up()
+            given_up = sorted(self._storing)
+            self._given_up |= self._storing
+            self._storing.clear()
+            self.metrics.add("offloads_given_up", len(given_up))
+            logger.warning(
+                "sgl-tiered: %d store(s) into the %s tier are given up, as the first "
+                "has moved no byte for %.1f s; their pages stay on the device, and "
+                "nothing is stored until it ends",
+                len(given_up),
+                tier.label,
+                stuck_s,
+            )
+            for plan_id in given_up:
+                self._end_offload(plan_id)
+            self.on_offloaded()
+        if self._given_up:
+            self._offloads.trip("stores do not end")
 
     def _end_promotion(self, event: PromoteFinished) -> None:
         """Take the end of a read ahead of need, or for a peer, whole or not."""

@@ -470,6 +470,7 @@ SEAMS: tuple[Seam, ...] = (
             "register_buffer_to_engine",
             "build_receiver_registration_message",
             "_make_worker_recv",
+            "_connect",
             "_send_multipart_locked",
             "send_kv_status_message",
             "register_deferred_ack_target",

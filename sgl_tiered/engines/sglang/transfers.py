@@ -35,6 +35,7 @@ from sgl_tiered.pipelines.completions import (
 )
 from sgl_tiered.pipelines.layerwise_load import LoadTicket
 from sgl_tiered.pipelines.offload import MAX_QUEUED as MAX_OFFLOADS
+from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.promote import MAX_QUEUED as MAX_PROMOTIONS
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagedRead, StagingReader
@@ -43,6 +44,8 @@ __all__ = ["SharedTransfers", "Transfers", "make_transfers"]
 
 _STUCK_S = 5.0
 """After so long without a thread that could read, the disk is left out of lookups."""
+_TOLD_S = 1.0
+"""A store that moves bytes more often is not spoken of."""
 
 
 class Transfers(Protocol):
@@ -68,6 +71,11 @@ class Transfers(Protocol):
         """Whether reads of the disk do not end."""
         ...
 
+    @property
+    def store_stuck_s(self) -> float:
+        """Seconds since the store that runs has moved a byte; 0 if none runs."""
+        ...
+
     def take(self) -> Sequence[Completion]:
         """Return the transfers that have ended since the last call."""
         ...
@@ -91,6 +99,7 @@ class Transfers(Protocol):
 def make_transfers(
     agreement: Agreement,
     completions: CompletionQueue,
+    offloader: OffloadWorker,
     stager: StagingReader | None,
     promoter: PromoteWorker | None,
 ) -> Transfers:
@@ -99,11 +108,12 @@ def make_transfers(
     Args:
         agreement: between the ranks.
         completions: where the pipelines post.
+        offloader: stores what is on the device.
         stager, promoter: read from the disk; None where there are none.
     """
     if agreement.is_shared:
-        return SharedTransfers(agreement, completions, stager, promoter)
-    return _OwnTransfers(completions, stager, promoter)
+        return SharedTransfers(agreement, completions, offloader, stager, promoter)
+    return _OwnTransfers(completions, offloader, stager, promoter)
 
 
 class _OwnTransfers:
@@ -112,10 +122,12 @@ class _OwnTransfers:
     def __init__(
         self,
         completions: CompletionQueue,
+        offloader: OffloadWorker,
         stager: StagingReader | None,
         promoter: PromoteWorker | None,
     ) -> None:
         self.take = completions.drain
+        self._offloader = offloader
         self.stager: Staging[StagedRead] | None = stager
         self.promoter: Reader | None = promoter
         self.takes_offload = True
@@ -125,6 +137,11 @@ class _OwnTransfers:
     def is_stuck(self) -> bool:
         """Whether reads of the disk do not end."""
         return any(reader.stuck_s() > _STUCK_S for reader in self._readers)
+
+    @property
+    def store_stuck_s(self) -> float:
+        """Seconds since the store that runs has moved a byte; 0 if none runs."""
+        return self._offloader.stuck_s()
 
     def submitted_offload(self) -> None:
         """Take no note: the pipeline counts."""
@@ -144,6 +161,7 @@ class SharedTransfers:
     Args:
         agreement: between the ranks.
         completions: of this rank's pipelines.
+        offloader: of this rank.
         stager, promoter: of this rank; None where there are none.
     """
 
@@ -151,11 +169,13 @@ class SharedTransfers:
         self,
         agreement: Agreement,
         completions: CompletionQueue,
+        offloader: OffloadWorker,
         stager: StagingReader | None,
         promoter: PromoteWorker | None,
     ) -> None:
         self._agreement = agreement
         self._completions = completions
+        self._offloader = offloader
         self._readers = [r for r in (stager, promoter) if r is not None]
         self._stager = None if stager is None else _SharedStager(stager)
         self._promoter = None if promoter is None else _SharedPromoter(promoter)
@@ -164,6 +184,8 @@ class SharedTransfers:
         self._told: dict[str, dict[int, _End]] = {}
         self._num_offloads = 0
         self.is_stuck = False
+        # Of all ranks the longest, as told at the last meeting.
+        self.store_stuck_s = 0.0
 
     @property
     def stager(self) -> Staging[StagedRead] | None:
@@ -210,7 +232,11 @@ class SharedTransfers:
             facts.setdefault("ended", {})[name] = asdict(_end_of(event))
         if any(reader.stuck_s() > _STUCK_S for reader in self._readers):
             facts["stuck"] = True
+        store_s = self._offloader.stuck_s()
+        if store_s > _TOLD_S:
+            facts["store_s"] = store_s
         met = self._agreement.meet(facts)
+        self.store_stuck_s = max(told.get("store_s", 0.0) for told in met)
         self.is_stuck = any("stuck" in told for told in met)
         for rank, told in enumerate(met):
             for name, end in told.get("ended", {}).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from sgl_tiered.engines.sglang.disagg.engine import (
 from sgl_tiered.engines.sglang.disagg.opening import open_kv_transport
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
-from sgl_tiered.transport.base import PeerAddress, TransferStatus
+from sgl_tiered.transport.base import Peer, PeerAddress, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
 from sgl_tiered.transport.loopback import open_loopback
 
@@ -242,6 +243,72 @@ def test_a_lost_peer_is_connected_anew_when_it_is_probed() -> None:
     library.raises = True  # It ends at once, by the library's exception.
     assert engine.batch_transfer_sync("peer:1", *batch) == -1
     assert seen == [""]
+    transport.close()
+
+
+def test_a_probe_that_takes_long_holds_up_no_other_session(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that does not answer is connected to while others are pushed to."""
+    here, there = sides
+    gone = Side(3)
+    assert here.knows(gone) == ""
+    lost, session = gone.engine.get_session_id(), there.engine.get_session_id()
+    here.engine._sessions[lost].peer.why_lost = "it is gone"  # type: ignore[attr-defined]
+    begun, goes_on = threading.Event(), threading.Event()
+    connect = here.engine._transport.connect
+
+    def slow(address: PeerAddress) -> Peer:
+        begun.set()
+        assert goes_on.wait(PATIENCE_S)
+        return connect(address)
+
+    monkeypatch.setattr(here.engine._transport, "connect", slow)
+    with ThreadPoolExecutor(3) as other:
+        probes = [other.submit(here.engine.send_probe, lost) for _ in range(2)]
+        assert begun.wait(PATIENCE_S)
+        ranges = [here.bases[0]], [there.bases[0]], [8]
+        push = other.submit(here.engine.batch_transfer_sync, session, *ranges)
+        try:
+            assert push.result(5.0) == 0
+        finally:
+            goes_on.set()
+        assert [probe.result(PATIENCE_S) for probe in probes] == [0, 0]
+    assert not here.engine._sessions[lost].peer.lost
+    ranges = [here.bases[0]], [gone.bases[0]], [8]
+    assert here.engine.batch_transfer_sync(lost, *ranges) == 0
+
+
+def test_a_batch_may_take_as_long_as_those_beside_it_need() -> None:
+    """They share the link: its bytes and theirs, at the slowest, and what is due."""
+    library = ScriptedLibrary()
+    transport = BatchedTransport(library, grace_s=0.0)
+    engine = RawEngine(transport, SystemClock(), timeout_s=PATIENCE_S)
+    memory = np.zeros(NUM_BYTES, np.uint8)
+    engine.batch_register([memory.ctypes.data], [NUM_BYTES])
+    assert engine.connect("peer:1", msgspec.msgpack.encode(ADDRESS)) == ""
+    here, there = memory.ctypes.data, ADDRESS.regions[0].address
+    pushed, bounds_s = transport.push, []
+
+    def push(peer, pieces, *, timeout_s):
+        bounds_s.append(timeout_s)
+        return pushed(peer, pieces, timeout_s=timeout_s)
+
+    transport.push = push  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as other:
+        codes = []
+        for n, size in enumerate((1000, 500)):
+            batch = [here + 1000 * n], [there + 1000 * n], [size]
+            codes.append(other.submit(engine.batch_transfer_sync, "peer:1", *batch))
+            until(lambda: len(library.tickets) == n + 1)  # noqa: B023
+        library.settle(TransferStatus.DONE)
+        assert [code.result(PATIENCE_S) for code in codes] == [0, 0]
+        last = other.submit(engine.batch_transfer_sync, "peer:1", *batch)
+        until(lambda: len(library.tickets) == 3)
+        library.settle(TransferStatus.DONE)
+        assert last.result(PATIENCE_S) == 0
+    took_s = [bound_s - PATIENCE_S for bound_s in bounds_s]
+    assert took_s == pytest.approx([1000 / 50e6, 1500 / 50e6, 500 / 50e6])
     transport.close()
 
 

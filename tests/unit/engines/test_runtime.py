@@ -14,13 +14,17 @@ from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
+from sgl_tiered.engines.sglang.runtime import (
+    STORE_PATIENCE_S,
+    Parts,
+    TieredRuntime,
+)
 from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
-from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.pipelines.offload import CHUNK_PAGES, OffloadWorker
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.strategies import spell
@@ -285,6 +289,72 @@ def test_offloads_that_fail_rest(slow_rig, clock):
     clock.advance(5.0)
     assert offload("ab")
     assert rig.runtime.cache.stats.pages_stored[TierId.HOST] == 2
+
+
+def test_a_store_that_does_not_end_is_given_up(slow_rig, clock, caplog):
+    """With those behind it: their device pages are free, and nothing is found of them.
+
+    No store is begun until it has ended, and its slots are used by nobody; one that
+    moves bytes is waited for.
+    """
+    rig, ended = slow_rig, []
+    runtime, cache = rig.runtime, rig.runtime.cache
+    runtime.on_offload_end = ended.append
+    digest = runtime.namespace(None, None)
+
+    def offload(word):
+        plan = cache.plan_offload(digest, spell(word, LAYOUT.page_tokens))
+        return plan, runtime.offload(plan, plan.positions.astype(np.int64))
+
+    rig.pool.store_gate.clear()
+    (first, _), (second, _) = offload("ab"), offload("cd")
+    assert rig.pool.store_started.acquire(timeout=PATIENCE_S)
+    clock.advance(STORE_PATIENCE_S)
+    runtime.pump()
+    assert ended == []
+    clock.advance(0.1)
+    runtime.pump()
+    runtime.pump()
+    assert ended == [first.plan_id, second.plan_id]
+    assert runtime.stats()["counters"]["offloads_given_up"] == 2
+    (record,) = [r for r in caplog.records if "moved no byte" in r.getMessage()]
+    assert "2 store(s)" in record.getMessage()
+    assert cache.occupancy(TierId.HOST).used_slots == 4
+    clock.advance(60.0)
+    runtime.pump()
+    third, taken = offload("ef")
+    assert not taken
+    # What it reads from now on belongs to somebody else.
+    rig.pool.fill(np.random.default_rng(4))
+    rig.pool.store_gate.set()
+    rig.settle()
+    assert ended == [first.plan_id, second.plan_id]
+    assert [found(rig, word) for word in ("ab", "cd", "ef")] == [0, 0, 0]
+    assert cache.occupancy(TierId.HOST).used_slots == 0
+    clock.advance(5.0)
+    assert offload("ab")[1]
+    rig.settle()
+    assert found(rig, "ab") == 2
+    cache.check()
+
+
+def test_a_store_takes_as_long_as_the_link_needs(slow_rig, clock):
+    """Ten times what a chunk takes at the measured bandwidth, if that is longer."""
+    rig, ended = slow_rig, []
+    rig.runtime.on_offload_end = ended.append
+    chunk_bytes = CHUNK_PAGES * LAYOUT.page_bytes
+    limit_s = 3 * STORE_PATIENCE_S
+    rig.cost._links[TierId.HOST] = LinkCost(1e-4, 10.0 * chunk_bytes / limit_s)
+    digest = rig.runtime.namespace(None, None)
+    plan = rig.runtime.cache.plan_offload(digest, spell("ab", LAYOUT.page_tokens))
+    rig.pool.store_gate.clear()
+    assert rig.runtime.offload(plan, plan.positions.astype(np.int64))
+    assert rig.pool.store_started.acquire(timeout=PATIENCE_S)
+    for seconds, is_given_up in ((0.9 * limit_s, False), (0.2 * limit_s, True)):
+        clock.advance(seconds)
+        rig.runtime.pump()
+        assert ended == [plan.plan_id] * is_given_up
+    rig.pool.store_gate.set()
 
 
 def test_nonsense_is_not_switched(rig):

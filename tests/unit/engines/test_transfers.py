@@ -51,8 +51,13 @@ class Side:
             stuck_s=lambda: self.stuck_s,
         )
         promoter = SimpleNamespace(submit=PromotedRead, stuck_s=lambda: 0.0)
+        self.store_s = 0.0
         self.transfers = SharedTransfers(
-            self.agreement, self.completions, stager, promoter
+            self.agreement,
+            self.completions,
+            SimpleNamespace(stuck_s=lambda: self.store_s),
+            stager,
+            promoter,
         )
 
     def stage(self, plan, positions):
@@ -282,6 +287,20 @@ def test_a_disk_that_is_stuck_anywhere_is_stuck():
         return before, side.transfers.is_stuck
 
     assert both(work) == [(True, False)] * 2
+
+
+def test_a_store_that_is_stuck_anywhere_is_stuck_as_long_on_all_ranks():
+    """All judge it by the longest standstill, not by a clock of their own."""
+
+    def work(side):
+        told = []
+        for seconds in (30.0 * side.rank, 0.0):
+            side.store_s = seconds
+            side.transfers.take()
+            told.append(side.transfers.store_stuck_s)
+        return told
+
+    assert both(work) == [[30.0, 0.0]] * 2
 
 
 def test_who_has_left_takes_its_own_ends():

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import (
@@ -124,6 +124,58 @@ def test_failed_offload_is_a_result(offload, pool, completions):
     assert bad.result.ok.tolist() == [False, False]
     assert "told to fail" in bad.result.error
     assert good.result.ok.all()
+
+
+def test_offloads_that_are_given_up_show_nothing(pool, host, completions, metrics):
+    """Neither what runs nor what waits; what was copied before, and after, is there."""
+    clock = ManualClock()
+    worker = OffloadWorker(pool, host, completions, clock, metrics)
+    num_pages = OFFLOAD_CHUNK_PAGES + 1
+    assert worker.stuck_s() == 0.0
+    pool.close_gates()
+    pages = np.arange(num_pages) % 32
+    worker.submit(offload_plan(np.arange(num_pages), plan_id=1), pages, 0)
+    worker.submit(offload_plan([100], plan_id=2), np.array([0]), 0)
+    assert pool.store_started.acquire(timeout=PATIENCE_S)
+    clock.advance(3.0)
+    assert worker.stuck_s() == 3.0
+    worker.give_up()
+    worker.submit(offload_plan([101], plan_id=3), np.array([1]), 0)
+    pool.open_gates()
+    assert worker.drain(PATIENCE_S)
+    assert worker.stuck_s() == 0.0
+    ends = {end.plan.plan_id: end.result for end in completions.drain()}
+    assert {n: int(end.ok.sum()) for n, end in ends.items()} == {1: 0, 2: 0, 3: 1}
+    assert "given up" in ends[1].error
+    assert "given up" in ends[2].error
+    # Of the first its first chunk, of the second nothing, the third.
+    assert len(pool.marks) == 2
+    worker.close(PATIENCE_S)
+
+
+def test_each_chunk_of_an_offload_is_progress(pool, host, completions, metrics):
+    """A plan of many chunks is not stuck while they end, and keeps what was copied."""
+    clock = ManualClock()
+    worker = OffloadWorker(pool, host, completions, clock, metrics)
+    num_pages = OFFLOAD_CHUNK_PAGES + 1
+    store = pool.store_pages
+    stuck = []
+
+    def store_pages(*args):
+        store(*args)
+        clock.advance(2.0)
+        stuck.append(worker.stuck_s())
+        if len(stuck) == 2:
+            worker.give_up()
+
+    pool.store_pages = store_pages
+    pages = np.arange(num_pages) % 32
+    worker.submit(offload_plan(np.arange(num_pages)), pages, 0)
+    assert worker.drain(PATIENCE_S)
+    assert stuck == [2.0, 2.0]
+    (end,) = completions.drain()
+    assert end.result.ok.tolist() == [True] * OFFLOAD_CHUNK_PAGES + [False]
+    worker.close(PATIENCE_S)
 
 
 def test_demote_stores_pages_with_checksums(host, disk, completions, metrics):

@@ -239,3 +239,21 @@ def test_sums_do_not_depend_on_how_pages_lie() -> None:
     assert len(set(sums.tolist())) == 2
     rows[2, layout.page_bytes - 1] ^= 1
     assert (block_sums(SHAPE, one, rows, slots) != sums).tolist() == [True, False]
+
+
+def test_who_does_not_answer_is_lent_half_of_the_blocks(world: World) -> None:
+    """It keeps them until it speaks: for other holders there is room."""
+    fetch = begin(world, 3)
+    world.clock.advance(CONFIG.timeout_s)
+    receiver = world.nodes[1]
+    receiver.poll()
+    assert fetch.status is TransferStatus.TIMED_OUT
+    assert not receiver.pool.free_mem(fetch.addresses)
+    assert begin(world, 1).status is TransferStatus.RUNNING
+    blocks = receiver.pool.alloc_mem(1)
+    assert blocks is not None
+    refused = receiver.pool.fetch(0, PROMPT, blocks)
+    assert refused.status is TransferStatus.FAILED
+    assert "was lent before" in refused.error
+    assert receiver.pool.usage().num_lent_blocks == 4
+    assert not receiver.pool.free_mem(blocks)

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
-from sgl_tiered.core.clock import SystemClock
+from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.engines.sglang.disagg.engine import FIRST_BYTES_PER_S, RawEngine
 from sgl_tiered.engines.sglang.disagg.figures import (
     PrefillFigures,
@@ -134,6 +135,10 @@ class TieredKVManager(MooncakeKVManager):
         # What was decided about returns, for ``pd_stats``.
         self.returning: Callable[[], dict[str, Any]] = dict
         self._link_bytes_per_s = FIRST_BYTES_PER_S
+        # Rooms of requests that are here; and when others were last asked for.
+        self.claimed: set[int] = set()
+        self._asked_at_s: OrderedDict[int, float] = OrderedDict()
+        self._clock: Clock = SystemClock()
         # By bootstrap address, of those that say: the start that is known.
         self._starts: dict[str, str] = {}
         # By room: what is to be told there, what was told here.
@@ -215,7 +220,32 @@ class TieredKVManager(MooncakeKVManager):
         elif why := self._why_not(key, said):
             self._send_back(key, said)
             raise StrangerError(why)
+        else:
+            self._forget_unclaimed(room_of(said))
         return said
+
+    def _forget_unclaimed(self, room: int) -> None:
+        """Note that a room is asked for; forget those whose request has not come.
+
+        SGLang notes whoever asks, and forgets it with the request. After its own longest
+        waits the decode instance has given up such a room.
+        """
+        now_s, asked_at_s = self._clock.now(), self._asked_at_s
+        asked_at_s[room] = now_s
+        asked_at_s.move_to_end(room)
+        longest_s = float(
+            envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+            + envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+        )
+        while now_s - asked_at_s[oldest := next(iter(asked_at_s))] > longest_s:
+            del asked_at_s[oldest]
+            if oldest in self.claimed or oldest not in self.transfer_infos:
+                continue
+            self.transfer_infos.pop(oldest, None)
+            self.req_to_decode_prefix_len.pop(oldest, None)
+            self.request_status.pop(oldest, None)
+            self.asked.end(oldest)
+            self.incidents.note("unclaimed", f"no request came for room {oldest}")
 
     def _why_not(self, key: bytes, message: list[bytes]) -> str:
         """Return why a decode instance asks in vain; else an empty text."""
@@ -256,10 +286,9 @@ class TieredKVManager(MooncakeKVManager):
             bootstrap_room=room_of(message), status=KVPoll.Failed, failure_reason=None
         )
         # Not by what is known of the room: that may be of others.
-        send = partial(super()._send_multipart_locked, is_ipv6=place.is_ipv6)
-        self.incidents.guard(
-            "an answer", partial(send, place.to_tcp(), proved(failed, key))
-        )
+        said = proved(failed, key)
+        say = partial(self._say, place.to_tcp(), said, is_ipv6=place.is_ipv6)
+        self.incidents.guard("an answer", say)
 
     def _send_multipart_locked(
         self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
@@ -270,7 +299,22 @@ class TieredKVManager(MooncakeKVManager):
         except StrangerError as error:
             self.incidents.note("unsaid", str(error))
             return
-        super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
+        self._say(endpoint, said, is_ipv6=is_ipv6)
+
+    def _say(self, endpoint: str, said: list[bytes], *, is_ipv6: bool) -> None:
+        """Send where there is room for it, and wait for none.
+
+        SGLang's thread that hears all decode instances says this, and its scheduler.
+        """
+        try:
+            super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
+        except zmq.Again:
+            self.incidents.note("unsaid", f"{endpoint} reads nothing that is said")
+
+    def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
+        socket = super()._connect(endpoint, is_ipv6=is_ipv6)
+        send = partial(socket.send_multipart, flags=zmq.NOBLOCK)
+        return SimpleNamespace(send_multipart=send)
 
     def _is_live(self, room: int) -> bool:
         """Return whether a decode instance has something to hear of a room still."""
@@ -479,8 +523,17 @@ class TieredKVSender(MooncakeKVSender):
 
     supports_host_tensor_indices = has_accelerator()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        mgr: Any,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        # Before SGLang looks at what is known of the room.
+        mgr.claimed.add(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, *rest, **more)
         if self.kv_mgr.sources is not None:
             # Which pages these are is asked at once.
             self.supports_host_tensor_indices = False
@@ -495,7 +548,7 @@ class TieredKVSender(MooncakeKVSender):
         """Return how far the transfer is; at its end nothing is read any more."""
         state = super().poll()
         if state in (KVPoll.Success, KVPoll.Failed):
-            self._end_reading()
+            self._end()
         return state
 
     def clear(self) -> None:
@@ -503,14 +556,15 @@ class TieredKVSender(MooncakeKVSender):
         # First: once SGLang has forgotten it, the room may be another request's.
         self.kv_mgr.asked.end(self.bootstrap_room)
         super().clear()
-        self._end_reading()
+        self._end()
 
     def abort(self) -> None:
         """End the transfer as failed."""
         super().abort()
-        self._end_reading()
+        self._end()
 
-    def _end_reading(self) -> None:
+    def _end(self) -> None:
+        self.kv_mgr.claimed.discard(self.bootstrap_room)
         if self.kv_mgr.sources is not None:
             self.kv_mgr.sources.end(self.bootstrap_room)
 

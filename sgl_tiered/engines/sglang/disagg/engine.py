@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 _BASE_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 50e6
-"""A batch slower than this counts as stuck: a twentieth of TCP on one machine."""
+"""A link slower than this counts as stuck: a twentieth of TCP on one machine."""
 _FIRST_LATENCY_S = 1e-3
 FIRST_BYTES_PER_S = 1e9
 """Of a link before its first push: a tenth of what a network card or a memory does."""
@@ -122,7 +122,8 @@ class RawEngine:
     Args:
         transport: moves the bytes; closed with the process.
         clock: for deadlines.
-        timeout_s: of a batch, and what its bytes take at the slowest.
+        timeout_s: of a batch, and what its bytes, and those of batches under way when
+            it begins, take at the slowest.
         incidents: counts what fails here.
     """
 
@@ -138,6 +139,9 @@ class RawEngine:
         self._clock = clock
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
+        # Held while a peer is connected to anew, which may take long.
+        self._probing = threading.Lock()
+        self._num_bytes_under_way = 0
         self._known: set[tuple[int, int]] = set()
         self._local = _Regions.of(())
         # The one that was pushed to last stands last.
@@ -274,18 +278,20 @@ class RawEngine:
             side = "this" if local is None else "the decode"
             return f"a range lies outside {side} instance's memory"
         num_bytes = int(sizes.sum())
-        timeout_s = self._timeout_s + num_bytes / _SLOWEST_BYTES_PER_S
         with self._lock:
+            self._num_bytes_under_way += num_bytes
+            due_s = self._num_bytes_under_way / _SLOWEST_BYTES_PER_S
             is_alone = session.num_pushing == 0
             session.num_pushing += 1
             session.num_begun += 1
             number = session.num_begun
         try:
             started_s = self._clock.now()
-            error = self._push(session, local, remote, sizes, timeout_s)
+            error = self._push(session, local, remote, sizes, self._timeout_s + due_s)
             seconds = self._clock.now() - started_s
         finally:
             with self._lock:
+                self._num_bytes_under_way -= num_bytes
                 session.num_pushing -= 1
         if error:
             return error
@@ -348,18 +354,26 @@ class RawEngine:
 
     def send_probe(self, session_id: str) -> int:
         """Return 0 if pushing to a peer that failed may be tried again, else -1."""
-        with self._lock:
-            session = self._sessions.get(session_id)
+        with self._probing:
+            with self._lock:
+                session = self._sessions.get(session_id)
             if session is None or session.peer.quarantine.num_held_bytes:
                 return -1
-            if session.peer.lost:
-                try:
-                    peer = self._transport.connect(session.address)
-                except ValueError:
-                    return -1
-                self._transport.disconnect(session.peer)
-                session.peer = peer
-        return 0
+            if not session.peer.lost:
+                return 0
+            try:
+                peer = self._transport.connect(session.address)
+            except ValueError:
+                return -1
+            with self._lock:
+                if self._sessions.get(session_id) is session:
+                    session.peer, peer = peer, session.peer
+                    code = 0
+                else:
+                    # It was forgotten meanwhile.
+                    code = -1
+            self._transport.disconnect(peer)
+        return code
 
     def _failed(self, why: str) -> int:
         with self._lock:

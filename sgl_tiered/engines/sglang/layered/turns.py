@@ -16,7 +16,6 @@ from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.store_waits import StoreWaits
 from sgl_tiered.policies.layers.allotment import allotted_layers
 from sgl_tiered.policies.layers.retention import retained_layers
 from sgl_tiered.policies.layers.turns import TurnPlan, Turns
@@ -49,10 +48,8 @@ class DecodeTurns:
         self._policy = policy
         self._facts = facts
         self._forecast = forecast
-        self._stores = StoreWaits(driver)
-        # Those of the last choice that had no room, and when it was.
+        # Those of the last choice that had no room.
         self._late: Sequence[int] = ()
-        self._now_s = 0.0
         self._num_layers = layout.num_layers
         self._usable = driver.plan.num_layer_pages - 2 * driver.plan.half_pages
         self._page_tokens = layout.page_tokens
@@ -62,7 +59,8 @@ class DecodeTurns:
         """Return the positions of those that decode next, ascending.
 
         Who is to end takes part, as an abort is carried out in a step. Empty while
-        nobody has room, for as long as stores that read what could leave are due.
+        nobody has room, for as long as there are stores, which read what could leave:
+        one that does not end is given up (``TieredRuntime``).
 
         Args:
             reqs: SGLang's running requests, first come first.
@@ -70,7 +68,6 @@ class DecodeTurns:
         self._driver.manager.poll()
         self._admission.see(reqs)
         reading = self._facts.read(reqs)
-        self._now_s = reading.now_s
         room = self._facts.turn_room(reading)
         facts = self._facts.turns(reqs, reading, room)
         plan = self._policy.choose(facts, room)
@@ -97,7 +94,7 @@ class DecodeTurns:
 
         It is to be asked where those who were left out would decode all the same.
         """
-        waits = bool(self._late) and self._stores.are_due(len(self._late), self._now_s)
+        waits = bool(self._late) and bool(self._driver.stores)
         if waits:
             self._driver.held()
         return waits
@@ -119,7 +116,7 @@ class DecodeTurns:
             self._late = late = begins[max(left, 0) :]
             if len(late) == len(decode):
                 # What a store reads cannot leave until the store has ended.
-                if self._stores.are_due(len(late), self._now_s):
+                if self._driver.stores:
                     return None
                 # One goes on: room for it was kept at its admission.
                 self._late = late = late[1:]
