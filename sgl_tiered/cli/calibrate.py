@@ -435,17 +435,17 @@ def check_writable(path: Path, flag: str = "--out") -> None:
 
 
 def check_folder(path: Path, flag: str = "--out") -> None:
-    """Make a folder for results before minutes are spent, not after.
+    """Refuse a folder for results before minutes are spent, not after.
 
     Raises:
         ConfigError: it cannot be made, or this user may not write into it.
     """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        problem = "" if os.access(path, os.W_OK) else "it belongs to somebody else"
-    except OSError as error:
-        problem = error.strerror or "it cannot be made"
-    if problem:
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(
-            flag, f"{path} cannot be written ({problem})", "give a folder of yours"
+            flag,
+            f"{path} cannot be made in {there}",
+            "give a folder in one of yours",
         )
