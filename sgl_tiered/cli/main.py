@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol
 from sgl_tiered.cli import (
     bench,
     calibrate,
+    completion,
     doctor,
     explain,
     pool,
@@ -49,6 +50,7 @@ COMMANDS: tuple[Command, ...] = (
     explain,
     router,
     pool,
+    completion,
 )
 
 
