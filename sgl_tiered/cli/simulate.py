@@ -11,7 +11,11 @@ from typing import Any
 import orjson
 
 from sgl_tiered.cli.calibrate import check_folder, check_writable
-from sgl_tiered.cli.capacity import add_capacity_flags, run_capacity_plan
+from sgl_tiered.cli.capacity import (
+    add_capacity_flags,
+    check_capacity_flags,
+    run_capacity_plan,
+)
 from sgl_tiered.cli.progress import progress
 from sgl_tiered.cli.simulate_workload import make_workload
 from sgl_tiered.cost.calibration import Calibration, read_calibration
@@ -107,6 +111,7 @@ def _add_flag(group: Any, name: str, setting: Setting, default: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    check_capacity_flags(arguments)
     spec = spec_of(arguments)
     if arguments.out:
         check_folder(Path(arguments.out))

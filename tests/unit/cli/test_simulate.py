@@ -103,7 +103,10 @@ def test_a_capacity_plan_has_a_row_and_a_point_per_size(
     )  # fmt: skip
     assert code == 0
     assert "OPT" in capsys.readouterr().out
-    points = json.loads((out / "capacity.json").read_text())
+    plan = json.loads((out / "capacity.json").read_text())
+    points = plan["points"]
+    assert plan["currency"] == "$"
+    assert plan["reason"] in (out / "capacity.txt").read_text()
     assert [(p["host_gb"], p["disk_gb"], p["cost"]) for p in points] == [
         (0.0, 0.0, 0.0),
         (1.0, 0.0, 3.0),
@@ -173,6 +176,25 @@ def test_a_workload_of_the_harness_is_played_with_its_answers() -> None:
         (["--hardware", "H1OO"], "--hardware"),
         (["--rate", "2", "--model", "no/such/model"], "config.json"),
         (["--rate", "2", "--slowdown", "3"], "--slowdown"),
+        (["--rate", "1", "--capacity-plan", "--host-sizes", "nan"], "--host-sizes"),
+        (["--rate", "1", "--capacity-plan", "--host-sizes", "-1"], "--host-sizes"),
+        (
+            [
+                "--rate",
+                "1",
+                "--capacity-plan",
+                "--host-sizes",
+                "0",
+                "--disk-sizes",
+                "9",
+            ],
+            "--host-sizes",
+        ),
+        (["--rate", "1", "--capacity-plan", "--host-price", "nan"], "--host-price"),
+        (["--rate", "1", "--capacity-plan", "--disk-price", "-1"], "--disk-price"),
+        (["--rate", "1", "--capacity-plan", "--host-gb", "9"], "--host-gb"),
+        (["--rate", "1", "--capacity-plan", "--explain", "x"], "--explain"),
+        (["--rate", "1", "--host-sizes", "1,2"], "--host-sizes"),
         (["--workload", "chat", "--rate", "2"], "--rate"),
         (["--rate", "2", "--params", "{}"], "--params"),
         (["--rate", "2", "--calibration", "no such file"], "no such file"),
