@@ -44,7 +44,9 @@ MIN_MEMORY_BYTES = 4 * GB
 _HOST_SHARE = 0.5
 _HOST_SHARE_ON_CPU = 0.25
 """Without an accelerator the model and the device pool lie in the same memory."""
-_DISK_SHARE = 0.8
+_DISK_SHARE = 0.5
+"""Both halves are what the server takes by itself (``auto``), so that the doctor says
+no other sizes than those; a quarter is said to be another one (``remarks``)."""
 _DISK_SPARE_BYTES = 10 * GB
 _CXL_SHARE = 0.9
 """Of a NUMA node: its memory is also the system's, for which some must be left."""
@@ -76,22 +78,23 @@ class CxlAdvice:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A command line that fits the machine; MODEL stands for the user's model."""
+    """A command line that fits the machine; sizes are of a rank, as in the flags."""
 
     host_bytes: int
     disk_bytes: int
     command: str
 
 
-def host_size_bytes(facts: Facts) -> int:
-    """Return a size for the host tier: a share of free memory in whole GB, or 0.
+def host_size_bytes(facts: Facts, num_ranks: int = 1) -> int:
+    """Return a rank's host tier: a share of free memory in whole GB, or 0.
 
     Memory without cores is left out: it would be the CXL tier's.
     """
     on_cpu = facts.accelerator.kind is None
     share = _HOST_SHARE_ON_CPU if on_cpu else _HOST_SHARE
     far = sum(node.free_bytes for node in facts.numa_nodes if node.is_memory_only)
-    return max(0, int((facts.memory.available_bytes - far) * share)) // GB * GB
+    free = facts.memory.available_bytes - far
+    return max(0, int(free * share) // num_ranks) // GB * GB
 
 
 def cxl_advice(facts: Facts) -> CxlAdvice | None:
@@ -109,21 +112,26 @@ def cxl_advice(facts: Facts) -> CxlAdvice | None:
     return None
 
 
-def disk_size_bytes(disk: DiskFacts) -> int:
-    """Return a size for the disk tier in whole GB; 0 where it would be none."""
+def disk_size_bytes(disk: DiskFacts, num_ranks: int = 1) -> int:
+    """Return a rank's disk tier in whole GB; 0 where it would be none."""
     if not disk.writable or disk.is_memory:
         return 0
     free = disk.free_bytes
     room = min(int(free * _DISK_SHARE), free - _DISK_SPARE_BYTES)
-    return max(room, 0) // GB * GB
+    return max(room, 0) // num_ranks // GB * GB
 
 
-def suggest(facts: Facts) -> Suggestion | None:
+def suggest(
+    facts: Facts, model: str = "MODEL", num_ranks: int = 1
+) -> Suggestion | None:
     """Return a complete command line, or None where not even a host tier fits."""
-    host, disk = host_size_bytes(facts), disk_size_bytes(facts.disk)
+    host = host_size_bytes(facts, num_ranks)
+    disk = disk_size_bytes(facts.disk, num_ranks)
     if host == 0:
         return None
-    words = ["python", "-m", "sglang.launch_server", "--model-path", "MODEL"]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model]
+    if num_ranks > 1:
+        words += ["--tp", str(num_ranks)]
     words += ["--radix-cache-backend", "tiered", "--page-size", "16"]
     words += ["--tiered-host-size", f"{host // GB}GB"]
     if facts.accelerator.kind is None:
@@ -181,6 +189,12 @@ def remarks(facts: Facts) -> list[str]:
     """Return what is worth knowing and stops nothing, one sentence each."""
     found = []
     engine, disk = facts.engine, facts.disk
+    if facts.accelerator.kind is None:
+        found.append(
+            "Without an accelerator the model and its KV pool lie in the same memory: "
+            "the host size suggested is a quarter of what is free; the server's own "
+            "default, auto, is half of it."
+        )
     if engine.version not in (None, engine.tested_version):
         found.append(
             f"SGLang {engine.version} is installed; {engine.tested_version} is tested."

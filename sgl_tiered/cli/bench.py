@@ -17,11 +17,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sgl_tiered.cli.calibrate import check_folder
+
 __all__ = ["register"]
 
 _MISSING = (
     "bench needs more packages ({name} is absent): pip install 'sgl-tiered[bench]'"
 )
+
+
+_EXAMPLES = """\
+examples:
+  sgl-tiered bench run benchmarks/specs/chat.toml --out out/chat
+  sgl-tiered bench report out/chat
+  sgl-tiered bench compare out/chat/records/plain.jsonl out/chat/records/tiered.jsonl
+"""
 
 
 def register(subparsers: Any) -> None:
@@ -30,7 +40,11 @@ def register(subparsers: Any) -> None:
         "bench",
         help="run a benchmark specification, report it, compare two runs",
         description="Specification to records to report. No speed is reported unless "
-        "the answers of the compared systems are equal.",
+        "the answers of the compared systems are equal. Exit code 0 when it is done, 1 "
+        "when the answers were not equal or a server did not start, 2 for a wrong "
+        "specification, argument or file.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES,
     )
     actions = parser.add_subparsers(dest="action", required=True)
     run = actions.add_parser("run", help="run a specification and report it")
@@ -99,6 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from sgl_tiered_workloads.server import exit_on_signals
 
     spec = load_spec(arguments.spec)
+    _check_place(arguments, spec)
     exit_on_signals()
     comparison = Comparison(
         spec,
@@ -109,6 +124,27 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     asyncio.run(comparison.run())
     return _report(arguments)
+
+
+def _check_place(arguments: argparse.Namespace, spec: Any) -> None:
+    """Check what the command line and this machine have to do with it.
+
+    Raises:
+        HarnessError: a value is wrong; nothing was started.
+        ConfigError: the results have no place.
+    """
+    from sgl_tiered_workloads.harness.errors import SpecError
+
+    # Two more servers than systems judge the answers.
+    most = 65_535 - len(spec.started) - 2
+    port = arguments.first_port
+    if port is not None and not 1 <= port <= most:
+        raise SpecError("--first-port", f"{port} is no port", f"give 1 to {most}")
+    folder = Path(spec.model.path).expanduser()
+    if spec.model.path and not (folder / "config.json").is_file():
+        remedy = "give the folder of a Hugging Face model"
+        raise SpecError("model.path", f"{folder} holds no config.json", remedy)
+    check_folder(arguments.out)
 
 
 def _report(arguments: argparse.Namespace) -> int:

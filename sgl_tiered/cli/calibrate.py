@@ -54,6 +54,7 @@ from sgl_tiered.errors import ConfigError
 __all__ = [
     "calibrate_process",
     "calibrate_server",
+    "check_folder",
     "check_writable",
     "register",
     "render",
@@ -430,4 +431,21 @@ def check_writable(path: Path, flag: str = "--out") -> None:
     if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         raise ConfigError(
             flag, f"{path} cannot be written", "give a file in a folder of yours"
+        )
+
+
+def check_folder(path: Path, flag: str = "--out") -> None:
+    """Refuse a folder for results before minutes are spent, not after.
+
+    Raises:
+        ConfigError: it cannot be made, or this user may not write into it.
+    """
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(
+            flag,
+            f"{path} cannot be made in {there}",
+            "give a folder in one of yours",
         )

@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sgl_tiered.cli import advice, engine, machine, storage
+from sgl_tiered.cli.progress import progress
 from sgl_tiered.cli.transports import transport_facts
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.model_shape import ModelShape
+from sgl_tiered.sim.models import find_model
 from sgl_tiered.tiers.devdax import DaxDevice, dax_devices
 
 __all__ = ["gather", "register", "render", "report", "run"]
@@ -39,17 +44,42 @@ def register(subparsers: Any) -> None:
         metavar="DIR",
         help="where a disk tier would be (default: %(default)s)",
     )
+    parser.add_argument(
+        "--model",
+        metavar="NAME|PATH",
+        help="say how many tokens the sizes hold: a model's name, a config.json or its "
+        "folder",
+    )
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="ranks; default %(default)s"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="list what was found in SGLang, too"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; returns the exit code."""
-    facts = gather(arguments.path)
+    if arguments.tp < 1:
+        raise ConfigError("--tp", f"{arguments.tp} is no number of ranks", "give 1")
+    shape = None if arguments.model is None else find_model(arguments.model)
+    with (
+        progress("looking at the machine and at SGLang"),
+        warnings.catch_warnings(action="ignore"),  # what SGLang's modules say of a CPU
+    ):
+        facts = gather(arguments.path)
     obstacles = advice.obstacles(facts, os.environ)
+    suggestion = advice.suggest(facts, arguments.model or "MODEL", arguments.tp)
     if arguments.json:
-        print(json.dumps(report(facts, obstacles)))
-    else:
-        print("\n".join(render(facts, obstacles)))
+        print(json.dumps(report(facts, obstacles, suggestion)))
+        return 1 if obstacles else 0
+    print("\n".join(render(facts, obstacles, all_seams=arguments.all)))
+    if not obstacles and suggestion:
+        if shape is not None:
+            print("\n".join(_room_lines(shape, suggestion, arguments.tp)))
+        print("Serving is possible. Suggested:")
+        print(f"  {suggestion.command}")
     return 1 if obstacles else 0
 
 
@@ -72,9 +102,10 @@ def gather(path: Path) -> advice.Facts:
     )
 
 
-def report(facts: advice.Facts, obstacles: list[str]) -> dict[str, Any]:
+def report(
+    facts: advice.Facts, obstacles: list[str], suggestion: advice.Suggestion | None
+) -> dict[str, Any]:
     """Return the JSON object: the facts, the suggestion and the verdict."""
-    suggestion = advice.suggest(facts)
     return {
         **asdict(facts),
         "suggestion": asdict(suggestion) if suggestion else None,
@@ -84,20 +115,32 @@ def report(facts: advice.Facts, obstacles: list[str]) -> dict[str, Any]:
     }
 
 
-def render(facts: advice.Facts, obstacles: list[str]) -> Iterator[str]:
+def render(
+    facts: advice.Facts, obstacles: list[str], *, all_seams: bool = False
+) -> Iterator[str]:
     """Yield the lines of the report as aligned text."""
     yield from _machine_lines(facts)
     yield from _storage_lines(facts)
-    yield from _engine_lines(facts.engine)
+    yield from _engine_lines(facts.engine, all_seams)
     yield ""
     for remark in advice.remarks(facts):
         yield f"Note: {remark}"
     for obstacle in obstacles:
         yield f"Not possible: {obstacle}"
-    suggestion = advice.suggest(facts)
-    if not obstacles and suggestion:
-        yield "Serving is possible. Suggested:"
-        yield f"  {suggestion.command}"
+
+
+def _room_lines(
+    shape: ModelShape, suggestion: advice.Suggestion, num_ranks: int
+) -> Iterator[str]:
+    """Yield how many tokens the suggested sizes hold."""
+    token = int(shape.kv_token_bytes * shape.kv_copies(num_ranks)) // num_ranks
+    yield _line(
+        "model", f"{shape.name}: {token:,} bytes of KV a token at 16 bits, a rank"
+    )
+    sizes = {"host": suggestion.host_bytes, "disk": suggestion.disk_bytes}
+    for name, size in sizes.items():
+        if size:
+            yield _line("", f"{name} {_gb(size)}: {size // token:,} tokens")
 
 
 def _machine_lines(facts: advice.Facts) -> Iterator[str]:
@@ -161,13 +204,15 @@ def _storage_lines(facts: advice.Facts) -> Iterator[str]:
         yield _line(found.name, f"{_yes(found.usable)}: {found.detail}")
 
 
-def _engine_lines(facts: engine.EngineFacts) -> Iterator[str]:
+def _engine_lines(facts: engine.EngineFacts, all_seams: bool) -> Iterator[str]:
     tested = f"tested: {facts.tested_version}"
     yield _line("SGLang", f"{facts.version or facts.detail} ({tested})")
     found = [seam for seam in facts.seams if seam.found]
     if facts.seams:
         yield _line("seams", f"{len(found)} of {len(facts.seams)} found")
     for seam in facts.seams:
+        if seam.found and not all_seams:
+            continue
         verdict = "found  " if seam.found else "MISSING"
         yield _line("", f"{verdict} {seam.name}: {seam.detail}")
     yield _line("plugin", _installed(facts.plugin_registered))

@@ -57,8 +57,8 @@ def _up(arguments: argparse.Namespace) -> int:
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
+        view = _look(registry, arguments.registry)
         print(f"sgl-tiered pool: {_url(arguments.registry)}", flush=True)
-        view = registry.view()
         seen = _lines(view)
         print("\n".join(seen) or "nobody is there yet", flush=True)
         while not stopped.is_set():
@@ -113,7 +113,7 @@ def _state(arguments: argparse.Namespace) -> int:
 def _drain(arguments: argparse.Namespace) -> int:
     registry = open_registry(arguments.registry)
     try:
-        for member in registry.view().members:
+        for member in _look(registry, arguments.registry).members:
             if member.name == arguments.name:
                 lease = Lease(member.name, member.instance, member.incarnation, 0.0)
                 if registry.drain(lease):
@@ -153,10 +153,27 @@ def _view(url: str, part: str = "") -> tuple[View, str | None]:
     """Return who is there, and the name of the router that leads, if this is theirs."""
     registry: Registry = open_registry(url, part=part)
     try:
+        view = _look(registry, url)
         leader = registry.leader(LEADER)
-        return registry.view(), None if leader is None else leader.name
+        return view, None if leader is None else leader.name
     finally:
         registry.close()
+
+
+def _look(registry: Registry, url: str) -> View:
+    """Return who is there.
+
+    Raises:
+        ConfigError: the registry does not answer, which is not the same as nobody.
+    """
+    view = registry.look()
+    if view is None:
+        raise ConfigError(
+            "--registry",
+            f"{url} does not answer",
+            "start it, or give the address of one that runs",
+        )
+    return view
 
 
 def _url(url: str) -> str:

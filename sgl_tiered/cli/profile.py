@@ -61,7 +61,7 @@ def register(subparsers: Any) -> None:
         help="measure how sparse a model's attention is, for dropping KV",
         description="Runs prompts through a tiered server on a CPU (--url; nobody else "
         "should use it) or through one that it starts (--model), and measures per "
-        "layer which share of the attention entries is below 1 %% of their row's "
+        "layer which share of the attention entries is below 1 % of their row's "
         "maximum, and how few tokens hold what is read from afar. Measured on the CPU "
         "backend only, so far: serve the model there to profile it.",
     )

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from sgl_tiered.cli.capacity import add_capacity_flags, run_capacity_plan
+from sgl_tiered.cli.calibrate import check_folder, check_writable
+from sgl_tiered.cli.capacity import (
+    add_capacity_flags,
+    check_capacity_flags,
+    run_capacity_plan,
+)
+from sgl_tiered.cli.progress import progress
 from sgl_tiered.cli.simulate_workload import make_workload
 from sgl_tiered.cost.calibration import Calibration, read_calibration
 from sgl_tiered.errors import ConfigError
@@ -18,6 +24,7 @@ from sgl_tiered.sim.answers import LengthReport
 from sgl_tiered.sim.chrome import write_chrome_trace
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.server import SimServer
+from sgl_tiered.sim.settings import SETTINGS, Setting, flag_of
 from sgl_tiered.sim.spec import SimSpec, read_spec
 from sgl_tiered.sim.summary import Percentiles, SimSummary, Slo, summarize
 
@@ -29,43 +36,85 @@ _CAVEAT = (
 )
 
 
+_GROUPS = {
+    "server": "server",
+    "tiers": "tiers below the device",
+    "scheduler": "scheduler",
+    "workload": "load: a trace, a workload by name, or --rate",
+    "slo": "targets",
+}
+"""Titles of the help by section of a file."""
+_EXAMPLES = """\
+examples:
+  sgl-tiered simulate --rate 2 --num-prefixes 50 --prefix-tokens 1500 --host-gb 64
+  sgl-tiered simulate --workload chat --params '{"num_sessions": 64}' --host-gb 64
+  sgl-tiered simulate trace.jsonl --page-size 512 --hardware H100 --model Qwen3-8B \\
+      --host-gb 256 --disk-gb 4000 --json
+  sgl-tiered simulate trace.jsonl --page-size 512 --capacity-plan \\
+      --host-sizes 0,64,256 --disk-sizes 0,2000 --out out/plan
+"""
+
+
 def register(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "simulate",
         help="serve a trace or a synthetic load on a modelled machine",
-        description=__doc__,
+        description="What a server with these tiers would do with this load. A flag "
+        "goes over the file's value. Exit code 0 when it ran, 1 when no request could "
+        "run, 2 for a wrong setting.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES,
     )
     parser.add_argument(
         "input",
         nargs="?",
         help="SPEC.toml, or a trace (Mooncake or WEKA JSON lines, gzipped or not)",
     )
-    parser.add_argument("--out", help="folder for records, summary and Chrome trace")
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder for records, summary and Chrome trace"
+    )
     parser.add_argument(
         "--explain",
         metavar="OUT.jsonl",
         help="write what became of each request: its waits by reason, its misses",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    for field in fields(SimSpec):
-        if field.name == "trace":
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        default = field.default
-        if isinstance(default, bool):
-            parser.add_argument(
-                flag, action=argparse.BooleanOptionalAction, default=None
-            )
-        else:
-            parser.add_argument(flag, type=type(default), help=f"default {default!r}")
+    defaults = {field.name: field.default for field in fields(SimSpec)}
+    groups = {name: parser.add_argument_group(text) for name, text in _GROUPS.items()}
+    for name, setting in SETTINGS.items():
+        if name != "trace":
+            _add_flag(groups[setting.section], name, setting, defaults[name])
     add_capacity_flags(parser)
     parser.set_defaults(run=run)
 
 
+def _add_flag(group: Any, name: str, setting: Setting, default: Any) -> None:
+    """Add the flag of one setting; unset it is None, so that a file's value stays."""
+    if isinstance(default, bool):
+        text = f"{setting.text} (default: {'yes' if default else 'no'})"
+        group.add_argument(
+            flag_of(name),
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help=text,
+        )
+        return
+    said = "" if default == "" else f" (default: {default})"
+    unit = setting.unit
+    if setting.choices:
+        unit = "{" + ",".join(choice for choice in setting.choices if choice) + "}"
+    group.add_argument(
+        flag_of(name), type=type(default), metavar=unit, help=setting.text + said
+    )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    check_capacity_flags(arguments)
     spec = spec_of(arguments)
+    if arguments.out:
+        check_folder(Path(arguments.out))
     calibration = None
     if spec.calibration:
         calibration = read_calibration(Path(spec.calibration))
@@ -75,11 +124,19 @@ def run(arguments: argparse.Namespace) -> int:
         return run_capacity_plan(arguments, spec, calibration)
     result, summary = simulate_spec(spec, calibration, arguments.explain)
     if arguments.json:
-        print(json.dumps(asdict(summary)))
+        print(orjson.dumps(summary).decode())
     else:
-        print(table(spec, summary))
+        print(table(spec, summary, calibration))
     if arguments.out:
         write_outputs(Path(arguments.out), spec, result, summary)
+    if summary.num_aborted == summary.num_requests:
+        print(
+            f"sgl-tiered: none of the {summary.num_requests} requests could run: the "
+            "device's KV pool holds no prompt of them with its answer; give more "
+            "--device-gb or --tensor-parallel, or shorter prompts.",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 
@@ -102,12 +159,15 @@ def simulate_spec(
     spec: SimSpec, calibration: Calibration | None, explain: str | None = None
 ) -> tuple[SimResult, SimSummary]:
     """Run one spec; write what became of its requests to the file ``explain``."""
+    config = replace(spec.server(calibration), explain=explain is not None)
+    if explain is not None:
+        check_writable(Path(explain), "--explain")
     workload = make_workload(spec)
     if not workload.requests:
         raise ConfigError("trace", "it holds no requests", "give another one")
-    config = replace(spec.server(calibration), explain=explain is not None)
     server = SimServer(config, workload)
-    result = server.run()
+    with progress("simulating", server.state):
+        result = server.run()
     if explain is not None:
         _write_explanations(Path(explain), server)
     return result, summarize(result, Slo(spec.ttft_s, spec.tpot_s))
@@ -126,14 +186,13 @@ def _write_explanations(path: Path, server: SimServer) -> None:
         ) from None
 
 
-def table(spec: SimSpec, summary: SimSummary) -> str:
+def table(
+    spec: SimSpec, summary: SimSummary, calibration: Calibration | None = None
+) -> str:
     """Return the summary as text."""
-    machine = f"{spec.tensor_parallel} x {spec.hardware}, {spec.model}"
-    if spec.calibration:
-        machine = f"calibrated by {spec.calibration}"
     load = spec.trace or spec.workload or f"{spec.rate:g} requests/s"
     lines = [
-        f"{machine}; {load}",
+        f"{_machine(spec, calibration)}; {load}",
         f"{summary.num_requests} requests in {summary.duration_s:.1f} s; "
         f"{summary.num_aborted} refused, {summary.num_retractions} retractions",
         "",
@@ -169,6 +228,24 @@ def table(spec: SimSpec, summary: SimSummary) -> str:
     if summary.lengths is not None:
         lines.append(_lengths_line(summary.lengths))
     return "\n".join([*lines, "", _CAVEAT])
+
+
+def _machine(spec: SimSpec, calibration: Calibration | None) -> str:
+    """Say where the times come from: what was measured, and what was not."""
+    sheet = f"{spec.tensor_parallel} x {spec.hardware}, {spec.model}"
+    if calibration is None:
+        return sheet
+    parts = {
+        "prefill": calibration.prefill is not None,
+        "decode": calibration.decode is not None,
+    }
+    measured = [name for name, is_there in parts.items() if is_there]
+    measured += [f"{link.source} -> {link.target}" for link in calibration.links]
+    guessed = [name for name, is_there in parts.items() if not is_there]
+    text = f"{', '.join(measured) or 'nothing'} by {spec.calibration}"
+    if guessed:
+        text += f"; {' and '.join(guessed)} NOT measured: the data sheet of {sheet}"
+    return text
 
 
 def _lengths_line(report: LengthReport) -> str:
@@ -216,8 +293,8 @@ def write_outputs(
             "summary": asdict(summary),
             "event_log_hash": result.log.digest(),
         }
-        text = json.dumps(head, indent=2)
-        (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+        text = orjson.dumps(head, option=orjson.OPT_INDENT_2) + b"\n"
+        (folder / "summary.json").write_bytes(text)
     except OSError as error:
         raise ConfigError(
             "out", f"{folder} cannot be written ({error.strerror})", "give another"

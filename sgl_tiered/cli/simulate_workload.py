@@ -21,6 +21,7 @@ from sgl_tiered_workloads.workload import Workload
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
+from sgl_tiered.sim.settings import refusal
 from sgl_tiered.sim.spec import SimSpec
 from sgl_tiered.sim.synthetic import of_lengths, shared_prefixes
 
@@ -34,14 +35,16 @@ def make_workload(spec: SimSpec) -> SimWorkload:
     """Return the workload of a spec.
 
     Raises:
-        ConfigError: the trace cannot be used, or there is no load.
+        ConfigError: the trace cannot be used, there is no load, or a setting says
+            nothing of the load that is given.
     """
+    _check_load(spec)
     if spec.trace:
         return from_trace(read_trace(spec), spec)
     if spec.workload:
         return from_sessions(_by_name(spec), spec.page_size)
     if spec.rate <= 0:
-        raise ConfigError(
+        raise refusal(
             "rate",
             "a synthetic workload has no arrivals",
             "give requests per second (--rate), or a trace",
@@ -61,6 +64,32 @@ def make_workload(spec: SimSpec) -> SimWorkload:
     prompts = np.full(spec.num_requests, spec.prompt_tokens)
     outputs = np.full(spec.num_requests, spec.output_tokens)
     return of_lengths(prompts, outputs, spec.rate, spec.page_size, rng)
+
+
+_OF_TRACES = ("limit", "max_prompt_tokens", "slowdown", "sessions")
+_OF_SYNTHETIC = (
+    "num_requests",
+    "prompt_tokens",
+    "output_tokens",
+    "num_prefixes",
+    "prefix_tokens",
+)
+
+
+def _check_load(spec: SimSpec) -> None:
+    """Refuse settings that would do nothing with this load."""
+    if spec.trace and spec.workload:
+        raise refusal("workload", "a trace is given as well", "give one of them")
+    load = "a synthetic load"
+    foreign: tuple[str, ...] = ("params", *_OF_TRACES)
+    if spec.trace:
+        load, foreign = "a trace", ("params", *_OF_SYNTHETIC)
+    elif spec.workload:
+        load = f"the workload {spec.workload}, which has --params"
+        foreign = ("rate", *_OF_TRACES, *_OF_SYNTHETIC)
+    for name in foreign:
+        if getattr(spec, name) != getattr(SimSpec(), name):
+            raise refusal(name, f"says nothing of {load}", "leave it out")
 
 
 def read_trace(spec: SimSpec) -> Trace:

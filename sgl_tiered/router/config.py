@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
 from sgl_tiered.errors import ConfigError
@@ -35,6 +36,7 @@ AUTO = "auto"
 DEFAULT_BOOTSTRAP_PORT = 8998
 """SGLang's ``--disaggregation-bootstrap-port``."""
 _MAX_DIGITS = 5
+_MAX_PORT = 65_535
 _NAME = re.compile(r"[A-Za-z0-9._:\[\]-]{1,128}")
 
 
@@ -64,6 +66,19 @@ class InstanceConfig:
         return host_of(self.url)
 
 
+def _check_seconds(name: str, seconds: float) -> None:
+    _check_finite(name, seconds)
+    if not seconds > 0:
+        raise ConfigError(
+            name, f"{seconds} s is no time to wait", "give seconds above 0"
+        )
+
+
+def _check_finite(name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ConfigError(name, f"{value} is no amount", "give a number")
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Bounds in seconds.
@@ -89,6 +104,12 @@ class Timeouts:
     first_byte_s: float = 600.0
     idle_s: float = 120.0
     whole_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            # The flag is the name with what it is: --idle-timeout.
+            name = each.name.removesuffix("_s").replace("_", "-")
+            _check_seconds(f"--{name}-timeout", getattr(self, each.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +231,18 @@ class RouterConfig:
         ):
             if value < least:
                 raise ConfigError(name, f"{value} is too small", f"use {least} or more")
+            _check_finite(name, value)
+        if not 0 <= self.port <= _MAX_PORT:
+            raise ConfigError(
+                "--port", f"{self.port} is none", f"give 0 (any) to {_MAX_PORT}"
+            )
+        for name, seconds in (
+            ("--load-interval", self.load_interval_s),
+            ("--health-interval", self.health_interval_s),
+            ("--health-timeout", self.health_timeout_s),
+            ("lease", self.lease_s),
+        ):
+            _check_seconds(name, seconds)
 
 
 def host_of(url: str) -> str:

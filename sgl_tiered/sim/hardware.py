@@ -1,4 +1,4 @@
-"""Devices and links of the papers, by data sheet, each number with its source.
+"""Devices and links by data sheet, each number with its source.
 
 A data sheet is an upper bound. ``compute_share`` and ``memory_share`` say which part of
 it a serving engine reaches; they are the same guess for every device (below) and the
@@ -81,6 +81,20 @@ HARDWARE: dict[str, HardwareProfile] = {
             "NVIDIA A100 data sheet, 40 GB SXM",
         ),
         HardwareProfile(
+            "A100-80G", 312e12, 80 * GB, 2_039 * GB, _PCIE4,
+            LinkSpeed(300 * GB, 5e-6, "NVLink 3: 600 GB/s both directions"),
+            "NVIDIA A100 data sheet, 80 GB SXM: 312 TFLOPS, 2,039 GB/s",
+        ),
+        HardwareProfile(
+            "L40S", 362e12, 48 * GB, 864 * GB, _PCIE4, _PCIE4,
+            "NVIDIA L40S data sheet: 362 TFLOPS dense, 48 GB, 864 GB/s, PCIe 4.0 x16",
+        ),
+        HardwareProfile(
+            "H100", 989.5e12, 80 * GB, 3_350 * GB, _PCIE5,
+            LinkSpeed(450 * GB, 5e-6, "NVLink 4: 900 GB/s both directions"),
+            "NVIDIA H100 SXM data sheet: 1,979 TFLOPS with sparsity, 80 GB, 3.35 TB/s",
+        ),
+        HardwareProfile(
             "H800", 989.5e12, 80 * GB, 3_350 * GB, _PCIE5,
             LinkSpeed(200 * GB, 5e-6, "NVLink, cut to 400 GB/s both directions"),
             "NVIDIA H100/H800 SXM data sheet (dense rate)",
@@ -89,6 +103,17 @@ HARDWARE: dict[str, HardwareProfile] = {
             "H200", 989.5e12, 141 * GB, 4_800 * GB, _PCIE5,
             LinkSpeed(450 * GB, 5e-6, "NVLink 4: 900 GB/s both directions"),
             "NVIDIA H200 SXM data sheet (dense rate)",
+        ),
+        HardwareProfile(
+            "B200", 2_250e12, 180 * GB, 8_000 * GB, _PCIE5,
+            LinkSpeed(900 * GB, 5e-6, "NVLink 5: 1.8 TB/s both directions"),
+            "NVIDIA DGX B200 data sheet, an eighth: 1,440 GB, 64 TB/s; HGX B200: 36 "
+            "PFLOPS of 16 bits with sparsity",
+        ),
+        HardwareProfile(
+            "MI300X", 1_307.4e12, 192 * GB, 5_300 * GB, _PCIE5,
+            LinkSpeed(448 * GB, 5e-6, "Infinity Fabric: 7 x 128 GB/s both directions"),
+            "AMD Instinct MI300X data sheet: 1,307.4 TFLOPS dense, 192 GB, 5.3 TB/s",
         ),
         HardwareProfile(
             "RTX-4090", 165.2e12, 24 * GB, 1_008 * GB, _PCIE4, _PCIE4,
@@ -118,10 +143,11 @@ def find_hardware(name: str) -> HardwareProfile:
     Raises:
         ConfigError: there is none of that name.
     """
-    profile = HARDWARE.get(name.lower())
+    asked = name.lower()
+    profile = HARDWARE.get(asked) or HARDWARE.get(asked + "g")  # A100-80
     if profile is None:
         known = ", ".join(profile.name for profile in HARDWARE.values())
         raise ConfigError(
-            "hardware", f"{name!r} is not known", f"choose one of {known}"
+            "--hardware", f"{name!r} is not known", f"choose one of {known}"
         )
     return profile

@@ -1,89 +1,66 @@
-"""Shapes of the models of the papers: what fixes FLOPs and bytes, each with its source.
+"""Shapes of models: what fixes FLOPs and bytes, each with its source.
 
 Layers, hidden size, heads and head size are those of the model's published
-``config.json`` (named by its repository); parameters are counted from the shapes with
-``count_params`` and agree with the published numbers within 3 % (tested).
+``config.json`` (named by its repository); parameters are counted from the shapes and
+agree with the published numbers within 3 % (tested). ``find_model`` also reads such a
+file, or the folder that it lies in (``model_config.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.model_config import read_model_shape
+from sgl_tiered.sim.model_shape import Experts, LatentAttention, ModelShape
 
 __all__ = ["MODELS", "ModelShape", "find_model"]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """One model.
-
-    Attributes:
-        name: as in the papers.
-        num_layers, hidden_size, ffn_size, num_heads, num_kv_heads, head_size, vocab:
-            as in the configuration.
-        gated_ffn: three matrices (Llama) or two (OPT) in the feed-forward part.
-        tied_embedding: the output matrix is the input embedding.
-        max_tokens: context window.
-        source: where the numbers come from.
-        weight_bytes_per_param: 2 for 16-bit weights.
-    """
-
-    name: str
-    num_layers: int
-    hidden_size: int
-    ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab: int
-    gated_ffn: bool
-    tied_embedding: bool
-    max_tokens: int
-    source: str
-    weight_bytes_per_param: int = 2
-
-    @property
-    def attention_width(self) -> int:
-        """Query heads * head size."""
-        return self.num_heads * self.head_size
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of all matrices, embeddings included."""
-        copies = 1 if self.tied_embedding else 2
-        return self.num_compute_params + (copies - 1) * self.vocab * self.hidden_size
-
-    @property
-    def num_compute_params(self) -> int:
-        """Parameters that every token passes: the layers and the output matrix."""
-        attention = (
-            2
-            * self.hidden_size
-            * (self.attention_width + self.num_kv_heads * self.head_size)
-        )
-        matrices = 3 if self.gated_ffn else 2
-        ffn = matrices * self.hidden_size * self.ffn_size
-        return self.num_layers * (attention + ffn) + self.vocab * self.hidden_size
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights."""
-        return self.num_params * self.weight_bytes_per_param
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Keys and values of one token over all layers, 16 bits each."""
-        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_size
-
-
 def _llama(
-    name: str, shape: tuple[int, ...], max_tokens: int, source: str
+    name: str,
+    shape: tuple[int, ...],
+    max_tokens: int,
+    source: str,
+    *,
+    is_tied: bool = False,
 ) -> ModelShape:
     layers, hidden, ffn, heads, kv_heads, vocab = shape
     return ModelShape(
         name, layers, hidden, ffn, heads, kv_heads, hidden // heads, vocab,
-        gated_ffn=True, tied_embedding=False, max_tokens=max_tokens, source=source,
+        gated_ffn=True, tied_embedding=is_tied, max_tokens=max_tokens, source=source,
+    )  # fmt: skip
+
+
+def _qwen3(
+    size: str,
+    shape: tuple[int, ...],
+    *,
+    is_tied: bool = False,
+    experts: Experts | None = None,
+) -> ModelShape:
+    layers, hidden, ffn, heads, kv_heads = shape
+    return ModelShape(
+        f"Qwen3-{size}", layers, hidden, ffn, heads, kv_heads, 128, 151_936,
+        gated_ffn=True, tied_embedding=is_tied, max_tokens=40_960,
+        source=f"Qwen/Qwen3-{size} config.json", experts=experts,
+    )  # fmt: skip
+
+
+def _deepseek(
+    name: str,
+    shape: tuple[int, ...],
+    query_rank: int,
+    experts: Experts,
+    weight_bytes_per_param: int = 2,
+) -> ModelShape:
+    layers, hidden, ffn, heads, vocab = shape
+    return ModelShape(
+        name, layers, hidden, ffn, heads, heads, 192, vocab,
+        gated_ffn=True, tied_embedding=False, max_tokens=163_840,
+        source=f"deepseek-ai/{name} config.json",
+        weight_bytes_per_param=weight_bytes_per_param, experts=experts,
+        latent=LatentAttention(512, query_rank, 64, 128, 128),
     )  # fmt: skip
 
 
@@ -129,6 +106,63 @@ MODELS: dict[str, ModelShape] = {
             131_072,
             "meta-llama/Llama-3.1-70B config.json",
         ),
+        _llama(
+            "Llama-3.1-405B",
+            (126, 16_384, 53_248, 128, 8, 128_256),
+            131_072,
+            "meta-llama/Llama-3.1-405B config.json",
+        ),
+        _llama(
+            "Llama-3.2-1B",
+            (16, 2_048, 8_192, 32, 8, 128_256),
+            131_072,
+            "meta-llama/Llama-3.2-1B config.json",
+            is_tied=True,
+        ),
+        _llama(
+            "Llama-3.2-3B",
+            (28, 3_072, 8_192, 24, 8, 128_256),
+            131_072,
+            "meta-llama/Llama-3.2-3B config.json",
+            is_tied=True,
+        ),
+        _llama(
+            "Llama-3.3-70B",
+            (80, 8_192, 28_672, 64, 8, 128_256),
+            131_072,
+            "meta-llama/Llama-3.3-70B-Instruct config.json",
+        ),
+        _qwen3("0.6B", (28, 1_024, 3_072, 16, 8), is_tied=True),
+        _qwen3("1.7B", (28, 2_048, 6_144, 16, 8), is_tied=True),
+        _qwen3("4B", (36, 2_560, 9_728, 32, 8), is_tied=True),
+        _qwen3("8B", (36, 4_096, 12_288, 32, 8)),
+        _qwen3("14B", (40, 5_120, 17_408, 40, 8)),
+        _qwen3("32B", (64, 5_120, 25_600, 64, 8)),
+        _qwen3("30B-A3B", (48, 2_048, 6_144, 32, 4), experts=Experts(128, 8, 768)),
+        _qwen3("235B-A22B", (94, 4_096, 12_288, 64, 4), experts=Experts(128, 8, 1_536)),
+        _deepseek(
+            "DeepSeek-V2-Lite",
+            (27, 2_048, 10_944, 16, 102_400),
+            0,
+            Experts(64, 6, 1_408, num_shared=2, num_dense_layers=1),
+        ),
+        _deepseek(
+            "DeepSeek-V2",
+            (60, 5_120, 12_288, 128, 102_400),
+            1_536,
+            Experts(160, 6, 1_536, num_shared=2, num_dense_layers=1),
+        ),
+        # Weights of 8 bits, as published; the rate of 16 bits is what is modelled.
+        *(
+            _deepseek(
+                name,
+                (61, 7_168, 18_432, 128, 129_280),
+                1_536,
+                Experts(256, 8, 2_048, num_shared=1, num_dense_layers=3),
+                weight_bytes_per_param=1,
+            )
+            for name in ("DeepSeek-V3", "DeepSeek-R1")
+        ),
         _opt("OPT-6.7B", 32, 4_096, 32),
         _opt("OPT-13B", 40, 5_120, 40),
         _opt("OPT-30B", 48, 7_168, 56),
@@ -138,14 +172,32 @@ MODELS: dict[str, ModelShape] = {
 """By name in lower case."""
 
 
+_VARIANTS = ("-instruct", "-chat", "-base", "-hf", "-it")
+"""Trained further: the shape stays."""
+
+
 def find_model(name: str) -> ModelShape:
-    """Return a model by name, case ignored.
+    """Return a model by name, by its repository's name, or from a ``config.json``.
+
+    Args:
+        name: of ``MODELS``, case ignored, with or without ``OWNER/`` and what it was
+            trained for (``-Instruct``); or the path of a ``config.json`` or its folder.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or the file is not understood.
     """
-    shape = MODELS.get(name.lower())
+    path = Path(name).expanduser()
+    if name and (path.is_dir() or path.is_file()):
+        return read_model_shape(path)
+    bare = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
+    for variant in _VARIANTS:
+        bare = bare.removesuffix(variant)
+    shape = MODELS.get(bare)
     if shape is None:
         known = ", ".join(shape.name for shape in MODELS.values())
-        raise ConfigError("model", f"{name!r} is not known", f"choose one of {known}")
+        raise ConfigError(
+            "--model",
+            f"{name!r} is not known and no config.json or folder with one",
+            f"give its path, or one of {known}",
+        )
     return shape

@@ -140,6 +140,11 @@ class SimServer:
             lengths=self.lengths.report() if self.lengths is not None else None,
         )
 
+    def state(self) -> str:
+        """Say how far the run is; any thread may ask."""
+        num_ended = sum(record is not None for record in self._records)
+        return f"{num_ended:,} of {len(self._records):,} requests"
+
     # -- Arrivals --------------------------------------------------------------
 
     def _begin_next(self) -> None:

@@ -27,13 +27,12 @@ from sgl_tiered.sim.hardware import (
     find_hardware,
 )
 from sgl_tiered.sim.models import ModelShape, find_model
+from sgl_tiered.sim.settings import SETTINGS, check_setting, flag_of, refusal
 from sgl_tiered.sim.times import DeviceTimes, times_of_profile
 
 __all__ = ["SimSpec", "read_spec"]
 
 GB = 1e9
-_MAX = 2**63 - 1
-"""Of any number, either way; not a number is more than that."""
 _DEVICE_SHARE = 0.88
 """Of the device's memory for weights and KV (SGLang's ``mem_fraction_static``)."""
 _SECTIONS = ("server", "tiers", "scheduler", "workload", "params", "slo")
@@ -41,36 +40,14 @@ _SECTIONS = ("server", "tiers", "scheduler", "workload", "params", "slo")
 
 @dataclass(frozen=True, slots=True)
 class SimSpec:
-    """Everything that a simulation can be told.
+    """Everything that a simulation can be told; ``SETTINGS`` says what each means.
 
-    Attributes:
-        trace: file of a trace; empty for a synthetic workload.
-        limit: first requests of the trace; 0 for all.
-        max_prompt_tokens: conversations stop at a longer prompt; 0 for no bound.
-        slowdown: arrivals and think times of the trace are this many times longer.
-        rate: requests per second; of a trace, its mean after scaling (instead of
-            ``slowdown``), 0 for the trace's own.
-        sessions: a trace's turn waits for the answer before it.
-        workload, params: a workload of ``sgl_tiered_workloads`` by name, and its
-            parameters as a JSON object (in a file: the section ``[params]``).
-        num_requests, prompt_tokens, output_tokens, num_prefixes, prefix_tokens: of a
-            synthetic workload; ``prompt_tokens`` include the prefix.
-        seed: of the synthetic workload and of random policies.
-        hardware, model, tensor_parallel: a profile, unless ``calibration`` replaces it.
-        calibration: file written by ``sgl-tiered calibrate``.
-        device_gb: KV pool of all ranks; 0 for what the weights leave.
-        host_gb, cxl_gb, disk_gb: tiers, of all ranks; 0 for none. Decimal GB.
-        host_medium: ``dram`` over the device's own link, or ``cxl`` (in place of the
-            host, instead of ``cxl_gb`` below it).
-        page_size: tokens of a page.
-        chunk_tokens ... order: of ``SchedulerConfig``.
-        slo_admission: of ``SchedulerConfig``; its targets are ``ttft_s`` and
-            ``tpot_s``, and ``online`` predicts if no ``length_predictor`` is named.
-        load_policy ... length_predictor: of ``ServerConfig``; ``load_mode`` "" for the
-            usual one (``waiter`` where a calibration says that the CPU computes).
-        staging_gb: memory for reads from disk; 0 for no bound.
-        request_overhead_s: before a request is queued.
-        ttft_s, tpot_s: the SLO.
+    Sizes are of all ranks, in decimal GB. ``slo_admission`` has ``ttft_s`` and
+    ``tpot_s`` for targets, and ``online`` predicts for it if no ``length_predictor``
+    is named.
+
+    Raises:
+        ConfigError: a value is out of range, or two do not go together.
     """
 
     trace: str = ""
@@ -122,6 +99,29 @@ class SimSpec:
     ttft_s: float = 3.0
     tpot_s: float = 0.2
 
+    def __post_init__(self) -> None:
+        for name in SETTINGS:
+            check_setting(name, getattr(self, name))
+        if self.host_medium == "cxl" and self.cxl_gb:
+            raise refusal(
+                "cxl_gb",
+                f"{self.cxl_gb} GB below a host tier that is CXL memory itself",
+                "leave out cxl_gb or host_medium",
+            )
+        if bool(self.num_prefixes) != bool(self.prefix_tokens):
+            given = "num_prefixes" if self.num_prefixes else "prefix_tokens"
+            other = "prefix_tokens" if self.num_prefixes else "num_prefixes"
+            raise refusal(
+                given, f"does nothing without {flag_of(other)}", "give both or neither"
+            )
+        if self.prefix_tokens > self.prompt_tokens:
+            raise refusal(
+                "prefix_tokens",
+                f"{self.prefix_tokens} tokens are more than the prompt's "
+                f"{self.prompt_tokens}",
+                "give --prompt-tokens at least as many",
+            )
+
     def with_values(self, values: dict[str, Any]) -> SimSpec:
         """Return a copy with some values replaced.
 
@@ -137,35 +137,14 @@ class SimSpec:
                     f"the key {name!r} is not known",
                     f"use one of {', '.join(kinds)}",
                 )
-            if kinds[name] == "float" and type(value) is int and abs(value) <= _MAX:
+            if kinds[name] == "float" and type(value) is int:
+                # Checked before, since it might be too long for a float.
+                check_setting(name, value)
                 value = float(value)
-            is_number = type(value) in (int, float)
-            if type(value).__name__ != kinds[name] or (
-                is_number and not abs(value) <= _MAX
-            ):
-                raise ConfigError(
-                    f"spec.{name}", f"{value!r} is no {kinds[name]}", "correct it"
-                )
+            if type(value).__name__ != kinds[name]:
+                raise refusal(name, f"{value!r} is no {kinds[name]}", "correct it")
             checked[name] = value
-        spec = replace(self, **checked)
-        if spec.tensor_parallel < 1 or spec.page_size < 1 or spec.slowdown <= 0:
-            raise ConfigError(
-                "spec",
-                f"tensor_parallel {spec.tensor_parallel}, page_size "
-                f"{spec.page_size}, slowdown {spec.slowdown}",
-                "give positive numbers",
-            )
-        if spec.host_medium not in ("dram", "cxl"):
-            raise ConfigError(
-                "spec.host_medium", f"{spec.host_medium!r} is not known", "dram or cxl"
-            )
-        if spec.host_medium == "cxl" and spec.cxl_gb:
-            raise ConfigError(
-                "spec.cxl_gb",
-                f"{spec.cxl_gb} GB below a host tier that is CXL memory itself",
-                "leave out cxl_gb or host_medium",
-            )
-        return spec
+        return replace(self, **checked)
 
     def server(self, calibration: Calibration | None = None) -> ServerConfig:
         """Return the server that the spec describes.
@@ -181,20 +160,23 @@ class SimSpec:
         times = times_of_profile(
             hardware, model, tensor_parallel=ranks, request_s=self.request_overhead_s
         )
-        num_layers, token_bytes = model.num_layers, model.kv_token_bytes // ranks
-        if not token_bytes:
-            raise ConfigError(
-                "spec.tensor_parallel",
-                f"{ranks} devices are more than a token's KV has bytes "
-                f"({model.kv_token_bytes})",
-                "use fewer devices",
+        if model.num_heads % ranks:
+            raise refusal(
+                "tensor_parallel",
+                f"{ranks} devices do not divide the {model.num_heads} heads of "
+                f"{model.name}",
+                "give a divisor",
             )
+        num_layers = model.num_layers
+        token_bytes = int(model.kv_token_bytes * model.kv_copies(ranks)) // ranks
         chunk, load_mode = self.chunk_tokens, self.load_mode
         if calibration is not None:
+            _check_model(calibration, model)
             times = _calibrated(times, calibration)
             num_layers = calibration.model.num_layers
             token_bytes = calibration.model.kv_bytes_per_token
-            chunk = calibration.model.chunk_tokens or 0
+            if calibration.method == "server":
+                chunk = calibration.model.chunk_tokens or 0
             if not load_mode and calibration.machine.accelerator == "none":
                 load_mode = "waiter"
         return ServerConfig(
@@ -203,7 +185,7 @@ class SimSpec:
             num_layers=num_layers,
             kv_token_bytes=token_bytes,
             device_tokens=int(self._device_bytes(hardware, model) / token_bytes),
-            tiers=self._tiers(hardware, calibration),
+            tiers=self._tiers(hardware, calibration, self.page_size * token_bytes),
             scheduler=SchedulerConfig(
                 admission=self.admission,
                 chunk_tokens=chunk,
@@ -244,17 +226,28 @@ class SimSpec:
             return self.device_gb * GB / ranks
         left = hardware.memory_bytes * _DEVICE_SHARE - model.weight_bytes / ranks
         if left <= 0:
-            raise ConfigError(
-                "spec.tensor_parallel",
+            raise refusal(
+                "tensor_parallel",
                 f"{ranks} x {hardware.name} cannot hold {model.name}",
                 "use more devices",
             )
         return left
 
     def _tiers(
-        self, hardware: HardwareProfile, calibration: Calibration | None
+        self,
+        hardware: HardwareProfile,
+        calibration: Calibration | None,
+        page_bytes: int,
     ) -> tuple[TierSetup, ...]:
         ranks = self.tensor_parallel
+        for name in ("host_gb", "cxl_gb", "disk_gb"):
+            size = getattr(self, name)
+            if 0 < size * GB < page_bytes * ranks:
+                raise refusal(
+                    name,
+                    f"{size:g} GB hold no page of {page_bytes * ranks:,} bytes",
+                    "give more, or 0 for none",
+                )
         sharers = min(ranks, hardware.host_link_sharers)
         dram = replace(hardware.host, bytes_per_s=hardware.host.bytes_per_s / sharers)
         is_cxl = self.host_medium == "cxl"
@@ -326,6 +319,24 @@ def read_spec(path: Path) -> SimSpec:
                 ) from None
         values.update(content)
     return SimSpec().with_values(values)
+
+
+def _check_model(calibration: Calibration, model: ModelShape) -> None:
+    """Refuse to put the links of one model beside the computing of another."""
+    measured = calibration.model
+    if calibration.prefill is not None and calibration.decode is not None:
+        return
+    if (measured.num_layers, measured.attention_width) == (
+        model.num_layers,
+        model.attention_width,
+    ):
+        return
+    raise refusal(
+        "calibration",
+        f"has no times of prefill and decode, and links measured for {measured.name} "
+        f"({measured.num_layers} layers), not for {model.name} ({model.num_layers})",
+        "give --model the config.json that it was measured with",
+    )
 
 
 def _calibrated(times: DeviceTimes, calibration: Calibration) -> DeviceTimes:

@@ -19,7 +19,7 @@ _MAX_ITL_SAMPLES = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits that make a request good; LayerKV's by default."""
+    """Limits that make a request good, 0 for none; LayerKV's by default."""
 
     ttft_s: float = 3.0
     tpot_s: float = 0.2
@@ -97,7 +97,9 @@ def summarize(result: SimResult, slo: Slo | None = None) -> SimSummary:
     ttft = np.array([record.ttft_s for record in ran])
     tpot = np.array([record.tpot_s for record in ran])
     # One token has no TPOT: only its TTFT counts.
-    good = int(np.count_nonzero((ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)))
+    late = (ttft > slo.ttft_s) & (slo.ttft_s > 0)
+    slow = (tpot > slo.tpot_s) & (slo.tpot_s > 0)
+    good = int(np.count_nonzero(~(late | slow)))
     num_prompt = sum(record.num_prompt_tokens for record in ran)
     num_output = sum(record.num_output_tokens for record in ran)
     sources = {

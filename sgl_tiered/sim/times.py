@@ -94,16 +94,19 @@ def times_of_profile(
     bandwidth = hardware.memory_bytes_per_s * hardware.memory_share * num
     token_s = 2.0 * model.num_compute_params / flops
     reduce_token_s, reduce_s = _all_reduce(hardware, model, num)
+    context_token_s = model.kv_token_bytes * model.kv_copies(num) / bandwidth
     return DeviceTimes(
         prefill_overhead_s=_PASS_OVERHEAD_S + reduce_s,
         prefill_token_s=token_s + reduce_token_s,
         prefill_pair_s=4.0 * model.num_layers * model.attention_width / flops,
         decode_overhead_s=_PASS_OVERHEAD_S + reduce_s,
         decode_request_s=token_s + reduce_token_s,
-        decode_context_token_s=model.kv_token_bytes / bandwidth,
+        decode_context_token_s=max(
+            context_token_s, model.decode_flops_per_token / flops
+        ),
         weights_s=model.weight_bytes / bandwidth,
         request_s=request_s,
-        prefill_context_token_s=model.kv_token_bytes / bandwidth,
+        prefill_context_token_s=context_token_s,
     )
 
 

@@ -10,6 +10,9 @@ from typing import Any
 __all__ = ["Params", "WorkloadError"]
 
 
+_LARGEST = 2.0**63
+
+
 class WorkloadError(ValueError):
     """A workload cannot be made from its name and parameters; says why."""
 
@@ -61,6 +64,8 @@ class Params:
             raise self.wrong(name, wanted, value)
         if not (value > minimum if above else value >= minimum):
             raise self.wrong(name, wanted, value)
+        if not value <= _LARGEST:
+            raise self.wrong(name, "a finite number", value)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

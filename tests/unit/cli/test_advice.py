@@ -22,13 +22,13 @@ def test_a_good_machine_has_no_obstacle_and_no_remark(good: Facts) -> None:
 
 
 def test_the_suggestion_is_a_whole_command_line(good: Facts) -> None:
-    """Half of free memory, four fifths of free disk, ready to be pasted."""
+    """Half of free memory and of free disk, as auto takes; ready to be pasted."""
     suggestion = advice.suggest(good)
     assert suggestion is not None
     assert suggestion.command == (
         "python -m sglang.launch_server --model-path MODEL "
         "--radix-cache-backend tiered --page-size 16 --tiered-host-size 50GB "
-        "--tiered-disk-path /mnt/nvme --tiered-disk-size 400GB"
+        "--tiered-disk-path /mnt/nvme --tiered-disk-size 250GB"
     )
 
 
@@ -40,19 +40,29 @@ def test_a_path_with_spaces_is_quoted(good: Facts) -> None:
     assert "--tiered-disk-path '/my disk'" in suggestion.command
 
 
+def test_the_sizes_are_of_a_rank(good: Facts) -> None:
+    """Ranks share memory and disk, and the flags say what one of them takes."""
+    suggestion = advice.suggest(good, "org/model", 4)
+    assert suggestion is not None
+    assert "--model-path org/model --tp 4" in suggestion.command
+    assert "--tiered-host-size 12GB" in suggestion.command
+    assert "--tiered-disk-size 62GB" in suggestion.command
+
+
 def test_less_host_memory_where_model_and_pool_need_it_too(good: Facts) -> None:
     """Without an accelerator a quarter of free memory is suggested."""
     facts = replace(good, accelerator=NO_GPU)
     assert advice.host_size_bytes(facts) == 25 * GB
+    assert "auto" in advice.remarks(facts)[0]
 
 
 @pytest.mark.parametrize(
-    ("free_gb", "size_gb"), [(500, 400), (40, 30), (11, 1), (10, 0), (0, 0)]
+    ("free_gb", "size_gb"), [(500, 250), (40, 20), (11, 1), (10, 0), (0, 0)]
 )
 def test_disk_size_leaves_room_to_others(
     good: Facts, free_gb: int, size_gb: int
 ) -> None:
-    """A fifth of the free space, and at least 10 GB, stay free."""
+    """Half of the free space, as by default, and at least 10 GB stay free."""
     disk = replace(good.disk, free_bytes=free_gb * GB)
     assert advice.disk_size_bytes(disk) == size_gb * GB
 

@@ -56,6 +56,8 @@ def test_a_red_gate_is_exit_code_1(
     [
         ["compare", "absent.jsonl", "absent.jsonl"],
         ["run", "absent.toml", "--out", "x"],
+        ["report", "no/such/folder"],
+        ["gpu-report", "no/such/folder"],
     ],
 )
 def test_a_wrong_argument_is_exit_code_2(
@@ -82,6 +84,73 @@ def test_an_unknown_workload_is_found_before_a_server_starts(
     assert code == 2
     assert "no-such-work" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+SPEC = """
+name = "x"
+seed = 1
+[model]
+preset = "demo"
+[workload]
+name = "chat"
+[systems.plain]
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "complaint"),
+    [
+        (("seed = 1", "seed = -1"), [], "seed"),
+        (("[workload]", "[window]\nwarmup_s = nan\n[workload]"), [], "warmup_s"),
+        (("[workload]", "[slo]\nttft_s = inf\n[workload]"), [], "ttft_s"),
+        (('name = "chat"', 'name = "chat"\nparams.think_s = inf'), [], "think_s"),
+        (
+            (
+                'name = "chat"',
+                'name = "chat"\n[arrivals]\nprocess = "poisson"\nrate_per_s = 0',
+            ),
+            [],
+            "rate_per_s",
+        ),
+        (('preset = "demo"', 'path = "no/model"\nvocab_tokens = 9'), [], "model.path"),
+        (("", ""), ["--first-port", "70000"], "--first-port"),
+        (("", ""), ["--first-port", "-1"], "--first-port"),
+        (("", ""), ["--out", "/dev/null/x"], "--out"),
+        (
+            ("[systems.plain]", '[systems.far]\nurl = "http://127.0.0.1:9"\n'
+             '[gate]\nkind = "off"\nbecause = "foreign"'),
+            [],
+            "systems.far.url",
+        ),
+    ],
+)  # fmt: skip
+def test_every_value_is_checked_before_a_server_starts(
+    change: tuple[str, str],
+    words: list[str],
+    complaint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sentence that names the entry or the flag, exit code 2, and no process."""
+
+    def start(*_: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("sgl_tiered_workloads.server.SglangServer.start", start)
+    spec = tmp_path / "spec.toml"
+    spec.write_text(SPEC.replace(*change) if change[0] else SPEC)
+    out = ["--out", str(tmp_path / "out"), "--models", str(tmp_path / "models")]
+    assert main(["bench", "run", str(spec), *out, *words]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_a_report_of_no_folder_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not that a file in it is missing."""
+    assert main(["bench", "report", "no/such/folder"]) == 2
+    assert "no/such/folder is no folder" in capsys.readouterr().err
 
 
 def test_the_command_line_starts_without_the_extra_packages() -> None:

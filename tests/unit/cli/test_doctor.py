@@ -45,6 +45,40 @@ def test_a_good_machine_exits_0_with_a_command(good: Facts, machine_is, capsys) 
     assert "seams             2 of 2 found" in lines
 
 
+def test_what_was_found_is_one_line_and_what_is_missing_is_named(
+    good: Facts, machine_is, capsys
+) -> None:
+    """Dozens of lines that say "found" hide the one that does not."""
+    first, second = good.engine.seams
+    missing = replace(second, found=False)
+    machine_is(replace(good, engine=replace(good.engine, seams=(first, missing))))
+    assert main.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert f"MISSING {second.name}" in text
+    assert "found   " not in text
+    assert main.main(["doctor", "--all"]) == 1
+    assert f"found   {first.name}" in capsys.readouterr().out
+
+
+def test_a_model_says_how_many_tokens_fit(good: Facts, machine_is, capsys) -> None:
+    """131,072 bytes a token of Llama-3.1-8B; half of that on each of two ranks."""
+    machine_is(good)
+    assert main.main(["doctor", "--model", "Llama-3.1-8B", "--tp", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("65,536 bytes of KV a token at 16 bits" in line for line in lines)
+    assert any(
+        f"host 25.0 GB: {25 * advice.GB // 65_536:,} tokens" in line for line in lines
+    )
+    assert "--model-path Llama-3.1-8B --tp 2" in lines[-1]
+
+
+@pytest.mark.parametrize("words", [["--tp", "0"], ["--model", "no/such"]])
+def test_a_wrong_model_or_number_of_ranks_is_refused(words, capsys) -> None:
+    """Before fifteen seconds of looking."""
+    assert main.main(["doctor", *words]) == 2
+    assert words[0] in capsys.readouterr().err
+
+
 def test_an_obstacle_exits_1_with_the_reason(good: Facts, machine_is, capsys) -> None:
     """No command is suggested that would not run."""
     machine_is(replace(good, engine=replace(good.engine, plugin_registered=False)))

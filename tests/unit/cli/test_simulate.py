@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,10 @@ from sgl_tiered.cli.simulate_workload import (
     make_workload,
     read_trace,
 )
+from sgl_tiered.cost.calibration import write_calibration
+from sgl_tiered.sim.models import find_model
 from sgl_tiered.sim.spec import SimSpec
+from tests.unit.cost.calibration_support import CALIBRATION
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1000, "output_length": 20, "hash_ids": [1, 2]},
@@ -98,7 +103,10 @@ def test_a_capacity_plan_has_a_row_and_a_point_per_size(
     )  # fmt: skip
     assert code == 0
     assert "OPT" in capsys.readouterr().out
-    points = json.loads((out / "capacity.json").read_text())
+    plan = json.loads((out / "capacity.json").read_text())
+    points = plan["points"]
+    assert plan["currency"] == "$"
+    assert plan["reason"] in (out / "capacity.txt").read_text()
     assert [(p["host_gb"], p["disk_gb"], p["cost"]) for p in points] == [
         (0.0, 0.0, 0.0),
         (1.0, 0.0, 3.0),
@@ -154,15 +162,142 @@ def test_a_workload_of_the_harness_is_played_with_its_answers() -> None:
         (["no such file"], "cannot be read"),
         (["--rate", "1", "--hardware", "Z80"], "Z80"),
         ([], "no arrivals"),
+        (["--rate", "2", "--host-gb", "-3"], "--host-gb"),
+        (["--rate", "nan"], "--rate"),
+        (["--rate", "0"], "--rate"),
+        (["--rate", "2", "--prefix-tokens", "9000"], "--prefix-tokens"),
+        (
+            ["--rate", "2", "--num-prefixes", "4", "--prefix-tokens", "9000"],
+            "--prefix-tokens",
+        ),
+        (["--rate", "2", "--eviction", "xyz"], "--eviction"),
+        (["--rate", "2", "--load-policy", "xyz"], "--load-policy"),
+        (["--rate", "2", "--write-policy", "wt"], "--write-policy"),
+        (["--hardware", "H1OO"], "--hardware"),
+        (["--rate", "2", "--model", "no/such/model"], "config.json"),
+        (["--rate", "2", "--slowdown", "3"], "--slowdown"),
+        (["--rate", "1", "--capacity-plan", "--host-sizes", "nan"], "--host-sizes"),
+        (["--rate", "1", "--capacity-plan", "--host-sizes", "-1"], "--host-sizes"),
+        (
+            [
+                "--rate",
+                "1",
+                "--capacity-plan",
+                "--host-sizes",
+                "0",
+                "--disk-sizes",
+                "9",
+            ],
+            "--host-sizes",
+        ),
+        (["--rate", "1", "--capacity-plan", "--host-price", "nan"], "--host-price"),
+        (["--rate", "1", "--capacity-plan", "--disk-price", "-1"], "--disk-price"),
+        (["--rate", "1", "--capacity-plan", "--host-gb", "9"], "--host-gb"),
+        (["--rate", "1", "--capacity-plan", "--explain", "x"], "--explain"),
+        (["--rate", "1", "--host-sizes", "1,2"], "--host-sizes"),
+        (["--workload", "chat", "--rate", "2"], "--rate"),
+        (["--rate", "2", "--params", "{}"], "--params"),
+        (["--rate", "2", "--calibration", "no such file"], "no such file"),
+        (["--rate", "2", "--out", "/dev/null/x"], "--out"),
+        (["--rate", "2", "--explain", "/dev/null/x"], "--explain"),
         (["--rate", "1", "--capacity-plan", "--host-sizes", "much"], "much"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence_and_code_2(
     words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Never a traceback."""
+    """Never a traceback, and nothing that looks like a result."""
     assert run(*words) == 2
-    assert complaint in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert complaint in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_a_flag_of_the_wrong_kind_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not the whole usage before it."""
+    with pytest.raises(SystemExit) as ended:
+        run("--rate", "fast")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--rate" in said
+    assert said.count("\n") == 1
+
+
+def test_when_no_request_can_run_it_is_said_and_the_json_is_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Percentiles of nothing are null, and the exit code tells."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    words = ("--rate", "2", "--num-requests", "3", "--prompt-tokens", "900000")
+    assert run(*words, "--json") == 1
+    said = capsys.readouterr()
+    summary = json.loads(said.out, parse_constant=refuse)
+    assert summary["ttft"]["mean"] is None
+    assert summary["num_aborted"] == 3
+    assert "none of the 3 requests could run" in said.err
+
+
+def test_nobody_reading_is_no_traceback() -> None:
+    """``simulate ... | head`` ends quietly, with the code of the signal."""
+    program = (
+        "import os, sys\n"
+        "read, write = os.pipe()\n"
+        "os.close(read)\n"
+        "os.dup2(write, 1)\n"
+        "from sgl_tiered.cli.main import main\n"
+        "sys.exit(main(['simulate', '--rate', '2', '--num-requests', '2']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+def test_a_calibration_of_links_says_what_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The heading names the data sheet that prefill and decode still come from."""
+    shape = find_model("Llama-3.1-8B")
+    path = tmp_path / "links.json"
+    write_calibration(
+        path,
+        replace(
+            CALIBRATION,
+            method="process",
+            prefill=None,
+            decode=None,
+            model=replace(
+                CALIBRATION.model,
+                num_layers=shape.num_layers,
+                attention_width=shape.attention_width,
+            ),
+        ),
+    )
+    words = ("--rate", "2", "--num-requests", "2", "--calibration", str(path))
+    assert run(*words, "--device-gb", "1") == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert "prefill and decode NOT measured" in head
+    assert "H800" in head
+
+
+def test_help_has_groups_choices_units_defaults_and_examples(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a person looks for in it."""
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = capsys.readouterr().out
+    for word in ("tiers below the device:", "{lru,fifo", "--host-gb GB", "examples:"):
+        assert word in text
+    assert "(default: 200)" in text
+    assert "%%" not in text
 
 
 def test_an_unknown_trace_is_refused(

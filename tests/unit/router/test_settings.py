@@ -126,6 +126,16 @@ ALL_FILES = ("empty", "mine", "open", "group")
         ["--max-connections", "0"],
         ["--max-held-mb", "1"],
         ["--readers", "0"],
+        ["--port", "99999"],
+        ["--port", "-1"],
+        ["--running-cost", "nan"],
+        ["--compute-cost", "inf"],
+        ["--ttl", "nan"],
+        ["--load-interval", "0"],
+        ["--health-interval", "inf"],
+        ["--health-timeout", "-1"],
+        ["--idle-timeout", "nan"],
+        ["--connect-timeout", "0"],
     ],
 )
 def test_wrong_flags_end_in_a_sentence(arguments, tmp_path, capsys) -> None:

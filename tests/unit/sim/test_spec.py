@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.sim.models import find_model
+from sgl_tiered.sim.settings import SETTINGS
 from sgl_tiered.sim.spec import SimSpec, read_spec
 from tests.unit.cost import calibration_support
 
@@ -65,10 +68,88 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         SimSpec(hardware="L20", model="Llama-3.1-70B").server()
 
 
-def test_more_devices_than_bytes_of_a_token_are_refused() -> None:
-    """No device's share of a token's KV is a byte."""
-    with pytest.raises(ConfigError, match="more than a token's KV has bytes"):
-        SimSpec(tensor_parallel=1 << 32).server()
+@pytest.mark.parametrize("ranks", [3, 64, 1 << 32])
+def test_devices_that_do_not_divide_the_heads_are_refused(ranks: int) -> None:
+    """As SGLang refuses them."""
+    with pytest.raises(ConfigError, match="do not divide the 32 heads"):
+        SimSpec(tensor_parallel=ranks).server()
+
+
+_NUMBERS = [field.name for field in fields(SimSpec) if field.type in ("int", "float")]
+
+
+@pytest.mark.parametrize("name", _NUMBERS)
+@pytest.mark.parametrize("value", [-3, float("nan"), float("inf"), 1 << 70])
+def test_no_number_is_negative_or_none(name: str, value: float) -> None:
+    """Each is refused by name, from a file, from flags, and in Python."""
+    with pytest.raises(ConfigError, match=name):
+        SimSpec().with_values({name: value})
+    with pytest.raises(ConfigError, match=name):
+        SimSpec(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, setting in SETTINGS.items() if setting.choices]
+)
+def test_a_word_that_is_no_choice_is_refused(name: str) -> None:
+    """Whether or not a tier is there that would read it; the choices are named."""
+    with pytest.raises(ConfigError, match=f"{name}.*xyz.*{SETTINGS[name].choices[-1]}"):
+        SimSpec().with_values({name: "xyz"})
+
+
+def test_every_setting_is_one_row() -> None:
+    """What is checked and what is told is what there is."""
+    assert set(SETTINGS) == {field.name for field in fields(SimSpec)}
+    assert all(setting.text for setting in SETTINGS.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"num_prefixes": 4, "prefix_tokens": 9_000}, "prefix_tokens"),
+        ({"prefix_tokens": 100}, "--num-prefixes"),
+        ({"num_prefixes": 4}, "--prefix-tokens"),
+        ({"length_predictor": "tarot"}, "tarot"),
+        ({"hardware": "H1OO"}, "H1OO"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    values: dict[str, Any], word: str
+) -> None:
+    """Instead of plausible figures."""
+    with pytest.raises(ConfigError, match=word):
+        SimSpec().with_values(values)
+
+
+@pytest.mark.parametrize("tier", ["host_gb", "cxl_gb", "disk_gb"])
+def test_a_tier_without_room_for_a_page_is_refused(tier: str) -> None:
+    """It was given one page."""
+    values = {"host_gb": 1.0} | {tier: 1e-6}
+    with pytest.raises(ConfigError, match=f"{tier}.*no page"):
+        SimSpec().with_values(values).server()
+
+
+def test_a_calibration_without_prefill_is_of_the_same_model() -> None:
+    """The links of one model and the computing of another make no server."""
+    shape = find_model("Llama-3.1-8B")
+    links = replace(
+        CALIBRATION,
+        method="process",
+        prefill=None,
+        decode=None,
+        model=replace(
+            CALIBRATION.model,
+            num_layers=shape.num_layers,
+            attention_width=shape.attention_width,
+            chunk_tokens=None,
+        ),
+    )
+    spec = SimSpec(host_gb=1.0, device_gb=0.1)
+    # Nobody measured how prompts are cut, so the spec's own size stays.
+    assert spec.server(links).scheduler.chunk_tokens == spec.chunk_tokens
+    other = replace(links, model=replace(links.model, num_layers=7))
+    with pytest.raises(ConfigError, match="7 layers"):
+        spec.server(other)
 
 
 def test_tensor_parallelism_divides_sizes() -> None:

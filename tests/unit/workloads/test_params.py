@@ -34,6 +34,7 @@ ASKS: list[tuple[Any, Callable[[Params], Any], str]] = [
     ("2", lambda p: p.integer("a"), "not '2'"),
     (0.0, lambda p: p.number("a", above=True), "a number above 0, not 0.0"),
     (float("nan"), lambda p: p.number("a"), "not nan"),
+    (float("inf"), lambda p: p.number("a"), "a finite number, not inf"),
     (False, lambda p: p.number("a"), "not False"),
     (1, lambda p: p.flag("a", False), "true or false, not 1"),
     ("c", lambda p: p.choice("a", ("x", "y"), "x"), "one of x, y, not 'c'"),

@@ -72,6 +72,8 @@ def load_results(out: Path) -> Results:
         GateRedError: the gate is red, or nobody looked.
         RecordsError: there are no records, or not of one specification.
     """
+    if not out.is_dir():
+        raise RecordsError(f"{out} is no folder; give the --out of a `bench run`.")
     gate = read_gate(out / GATE_FILE)
     gate.require_green()
     files = [read_side(path) for path in sorted((out / "records").glob("*.jsonl"))]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
@@ -26,7 +28,7 @@ from sgl_tiered_workloads.harness.clients import (
     make_client,
     server_facts,
 )
-from sgl_tiered_workloads.harness.errors import HarnessError
+from sgl_tiered_workloads.harness.errors import HarnessError, SpecError
 from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.harness.gating import (
     PLAIN,
@@ -52,6 +54,7 @@ __all__ = ["Comparison", "WorkloadMaker", "records_path", "server_specs"]
 
 _WARM_UP = PlannedRequest("warm", tuple(range(100, 700)), 4)
 """Long enough for a prefill, a hit and a decode on any server."""
+_REACH_S = 10.0
 _GATE_SEED = 0
 _REPEAT_SEEDS = 1_000_003
 """Seeds of two specifications and of their repeats do not meet by accident."""
@@ -104,6 +107,30 @@ def _registry(spec: Spec) -> WorkloadMaker:
     if not folder:
         return make_workload
     return partial(make_workload, encode=LazyEncoder(Path(folder).expanduser()))
+
+
+def _reach(system: SystemSpec) -> None:
+    """Refuse an address where nothing listens before anything is started.
+
+    Raises:
+        SpecError: there is no server, or no address.
+    """
+    key = f"systems.{system.name}.url"
+    try:
+        address = urlsplit(system.url)
+        port = address.port or (443 if address.scheme == "https" else 80)
+        host = address.hostname
+    except ValueError:
+        host, port = None, 0
+    if not host:
+        remedy = "write http://HOST:PORT"
+        raise SpecError(key, f"{system.url!r} is no address", remedy)
+    try:
+        socket.create_connection((host, port), timeout=_REACH_S).close()
+    except OSError as error:
+        remedy = "start the server, or correct the address"
+        problem = f"no server answers at {system.url} ({error.strerror or error})"
+        raise SpecError(key, problem, remedy) from None
 
 
 def _clear(out: Path) -> None:
@@ -163,6 +190,9 @@ class Comparison:
         spec = self._spec
         # A wrong workload is found before the first server starts.
         self._workload(_GATE_SEED)
+        for system in spec.systems:
+            if system.external:
+                _reach(system)
         model = self._model()
         for system in spec.systems:
             tokenizer = self._tokenizer(system, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -44,7 +45,7 @@ class Table:
         if not value > above:
             remedy = f"give a number above {above:g}"
             raise SpecError(self.key(name), f"{value:g} is too small", remedy)
-        return value
+        return self._finite(name, value)
 
     def optional(self, name: str, above: float = 0.0) -> float | None:
         """Take a number that may be missing."""
@@ -55,6 +56,11 @@ class Table:
         value = float(self._take(name, (int, float), float, default))
         if value < 0:
             raise SpecError(self.key(name), f"{value:g} is negative", "give 0 or more")
+        return self._finite(name, value)
+
+    def _finite(self, name: str, value: float) -> float:
+        if not math.isfinite(value):
+            raise SpecError(self.key(name), f"{value:g} is no amount", "give a number")
         return value
 
     def share(self, name: str, default: float) -> float:
