@@ -166,20 +166,28 @@ def aligned(seed, rows, row_bytes):
     return found
 
 
+@pytest.fixture
+def team(monkeypatch):
+    """Let three threads share a copy, also where tests give torch but one."""
+    pytest.importorskip("numba")
+    from sgl_tiered_kernels.page_copy import team
+
+    if team._libgomp() is None:
+        pytest.skip("torch has no libgomp here")
+    monkeypatch.setattr(team, "team_size", lambda: 3)
+    monkeypatch.setattr(page_copy, "load_team", lambda: team)
+
+
 @pytest.fixture(params=["numba", "reference", "team"])
 def each_form(request, monkeypatch):
-    """As ``each_backend``, and a team of three threads; its words for a call."""
+    """As ``each_backend``, and a team; return its words for a call."""
     if request.param == "reference":
         monkeypatch.setattr(page_copy, "load_backend", lambda: reference)
         return {}
     pytest.importorskip("numba")
     if request.param == "numba":
         return {}
-    team = pytest.importorskip("sgl_tiered_kernels.page_copy.team")
-    if team._libgomp() is None:
-        pytest.skip("torch has no libgomp here")
-    monkeypatch.setattr(team, "team_size", lambda: 3)
-    monkeypatch.setattr(page_copy, "load_team", lambda: team)
+    request.getfixturevalue("team")
     return {"by_team": True}
 
 
@@ -273,12 +281,11 @@ def test_the_compiled_copies_release_the_gil(name):
     assert getattr(cpu, name).targetoptions["nogil"] is True
 
 
+@pytest.mark.usefixtures("team")
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_a_team_copies_the_same_bytes(nbytes, count):
     """Torch's threads share the rows; none is left out, none done twice."""
-    if backend.load_team() is None:
-        pytest.skip("torch has no libgomp here, or one thread")
     host = region(2, 13, 4 * nbytes)
     keys, values = region(0, 8, nbytes), region(1, 8, nbytes)
     pages, host_pages = pick(3, 8, count), pick(4, 13, count)
