@@ -83,8 +83,8 @@ def copy_rows(
     to, frm = _as_bytes("dst", dst), _as_bytes("src", src)
     to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
     _check_pairs(to_rows, from_rows)
-    _check_block("dst", to, to_rows, dst_offset, nbytes)
-    _check_block("src", frm, from_rows, src_offset, nbytes)
+    _check_blocks(to_rows, nbytes, dst=(to, dst_offset))
+    _check_blocks(from_rows, nbytes, src=(frm, src_offset))
     _copies(by_team).copy_rows(
         to, to_rows, dst_offset, frm, from_rows, src_offset, nbytes
     )
@@ -122,10 +122,8 @@ def copy_layer(
     frm = _as_bytes("src", src)
     to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
     _check_pairs(to_rows, from_rows)
-    _check_block("k_dst", k_to, to_rows, 0, nbytes)
-    _check_block("v_dst", v_to, to_rows, 0, nbytes)
-    _check_block("src", frm, from_rows, k_offset, nbytes)
-    _check_block("src", frm, from_rows, v_offset, nbytes)
+    _check_blocks(to_rows, nbytes, k_dst=(k_to, 0), v_dst=(v_to, 0))
+    _check_blocks(from_rows, nbytes, src=(frm, k_offset, v_offset))
     _copies(by_team).copy_layer(
         k_to, v_to, to_rows, frm, from_rows, k_offset, v_offset, nbytes
     )
@@ -176,13 +174,10 @@ def copy_layer_twice(
     too_rows = _as_rows("also_rows", also_rows)
     _check_pairs(to_rows, from_rows)
     _check_pairs(too_rows, from_rows)
-    _check_block("k_dst", k_to, to_rows, 0, nbytes)
-    _check_block("v_dst", v_to, to_rows, 0, nbytes)
-    chosen = too_rows[too_rows != -1]
-    _check_block("k_also", k_too, chosen, 0, nbytes)
-    _check_block("v_also", v_too, chosen, 0, nbytes)
-    _check_block("src", frm, from_rows, k_offset, nbytes)
-    _check_block("src", frm, from_rows, v_offset, nbytes)
+    _check_blocks(to_rows, nbytes, k_dst=(k_to, 0), v_dst=(v_to, 0))
+    too = {"k_also": (k_too, 0), "v_also": (v_too, 0)}
+    _check_blocks(too_rows, nbytes, may_lack=True, **too)
+    _check_blocks(from_rows, nbytes, src=(frm, k_offset, v_offset))
     places = (k_to, v_to, to_rows, k_too, v_too, too_rows)
     _copies(by_team).copy_layer_twice(
         *places, frm, from_rows, k_offset, v_offset, nbytes
@@ -218,10 +213,8 @@ def gather_layer(
     k_frm, v_frm = _as_bytes("k_src", k_src), _as_bytes("v_src", v_src)
     to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
     _check_pairs(to_rows, from_rows)
-    _check_block("dst", to, to_rows, k_offset, nbytes)
-    _check_block("dst", to, to_rows, v_offset, nbytes)
-    _check_block("k_src", k_frm, from_rows, 0, nbytes)
-    _check_block("v_src", v_frm, from_rows, 0, nbytes)
+    _check_blocks(to_rows, nbytes, dst=(to, k_offset, v_offset))
+    _check_blocks(from_rows, nbytes, k_src=(k_frm, 0), v_src=(v_frm, 0))
     load_backend().gather_layer(
         to, to_rows, k_offset, v_offset, k_frm, v_frm, from_rows, nbytes
     )
@@ -251,14 +244,24 @@ def _check_pairs(to_rows: _Rows, from_rows: _Rows) -> None:
         )
 
 
-def _check_block(
-    name: str, data: _Bytes, rows: _Rows, offset: int, nbytes: int
+def _check_blocks(
+    rows: _Rows, nbytes: int, *, may_lack: bool = False, **arrays: Any
 ) -> None:
-    num_rows, row_bytes = data.shape
-    if offset < 0 or nbytes < 0 or offset + nbytes > row_bytes:
-        raise ValueError(
-            f"bytes {offset} to {offset + nbytes} lie outside a row of {name}, "
-            f"which has {row_bytes}"
-        )
-    if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
-        raise ValueError(f"a row number lies outside {name}, which has {num_rows} rows")
+    """Check rows, and the offsets of their bytes, of arrays given with them by name.
+
+    ``may_lack`` allows -1 as a row. The ends of ``rows`` are looked for but once: a copy
+    of one layer takes hardly longer than that.
+    """
+    least, most = (int(rows.min()), int(rows.max())) if rows.size else (0, -1)
+    for name, (data, *offsets) in arrays.items():
+        num_rows, row_bytes = data.shape
+        for offset in offsets:
+            if offset < 0 or nbytes < 0 or offset + nbytes > row_bytes:
+                raise ValueError(
+                    f"bytes {offset} to {offset + nbytes} lie outside a row of {name}, "
+                    f"which has {row_bytes}"
+                )
+        if least < -may_lack or most >= num_rows:
+            raise ValueError(
+                f"a row number lies outside {name}, which has {num_rows} rows"
+            )

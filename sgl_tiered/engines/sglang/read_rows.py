@@ -57,6 +57,9 @@ class ReadRows:
         # Which rows hold pages of which layer.
         self._filled: Bools = np.zeros(num_rows, np.bool_)
         self._layer = -1
+        # What there was of a request before, by its number and its rows: layers are
+        # mostly alike.
+        self._gathered: dict[tuple[int, bytes], Gathered] = {}
         row = 0
         for request in requests:
             if row + _num_rows(request, page_tokens) > num_rows:
@@ -98,13 +101,15 @@ class ReadRows:
         if layer != self._layer or index >= len(self._places):
             return None
         row, kv_len = self._places[index]
-        num_rows = -(-kv_len // self._page_tokens)
-        filled = self._filled[row : row + num_rows]
-        ends = np.flatnonzero(np.diff(filled, prepend=True, append=True))
-        tokens = np.minimum(ends * self._page_tokens, kv_len).reshape(-1, 2)
-        begin = row * self._page_tokens
-        pair = self._room[:, begin : begin + padded_length(kv_len)]
-        return Gathered(pair, tokens.tolist())
+        filled = self._filled[row : row - (-kv_len // self._page_tokens)]
+        key = (index, filled.tobytes())
+        if key not in self._gathered:
+            ends = np.flatnonzero(np.diff(filled, prepend=True, append=True))
+            tokens = np.minimum(ends * self._page_tokens, kv_len).reshape(-1, 2)
+            begin = row * self._page_tokens
+            pair = self._room[:, begin : begin + padded_length(kv_len)]
+            self._gathered[key] = Gathered(pair, tokens.tolist())
+        return self._gathered[key]
 
 
 def _num_rows(request: RequestRows, page_tokens: int) -> int:

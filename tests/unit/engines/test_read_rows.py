@@ -287,6 +287,29 @@ def test_a_load_that_fails_is_found_and_the_next_forward_is_right(module, after)
         loader.close()
 
 
+def test_rows_of_the_layer_before_are_not_there_any_more(module):
+    """Also where a load brought less of this layer than of that."""
+    from sgl_tiered_kernels.paged_attention import RequestRows
+
+    from sgl_tiered.engines.sglang.read_rows import ReadRows, rows_needed
+
+    request = RequestRows.from_table(0, 1, torch.arange(3 * PAGE, 5 * PAGE + 1))
+    assert rows_needed([request], PAGE) == 4
+    room = torch.zeros((2, 4 * PAGE, KV_HEADS, DIM))
+    reads = ReadRows(room, [request], PAGE, PAGES)
+    rows = reads.of_pages(np.array([4, 9, 3, 5]))
+    assert rows.tolist() == [1, -1, 0, -1]
+    assert reads.gathered(0, 0) is None
+    reads.fill(0, rows)
+    assert reads.gathered(0, 0).missing == [[2 * PAGE, 2 * PAGE + 1]]
+    reads.fill(1, rows[:2])
+    assert reads.gathered(0, 0) is None
+    assert reads.gathered(1, 0).missing == [[0, PAGE], [2 * PAGE, 2 * PAGE + 1]]
+    reads.fill(1, rows[2:])
+    assert reads.gathered(1, 0).missing == [[2 * PAGE, 2 * PAGE + 1]]
+    assert reads.gathered(1, 1) is None
+
+
 def test_a_load_that_sleeps_for_its_pace_stays_the_loader_s(module, num_twice):
     """An emulated link is as slow as it should be, and fills the pool alone."""
     server = Server(module, ONE)
