@@ -44,9 +44,7 @@ def prepare() -> str:
     backend.copy_rows(data, row, 0, data.copy(), row, 0, 1)
     backend.copy_layer(data, data.copy(), row, data.copy(), row, 0, 0, 1)
     places = [data.copy() for _ in range(4)]
-    backend.copy_layer_twice(
-        *places[:2], row, *places[2:], row, data, row, 0, 0, 1
-    )
+    backend.copy_layer_twice(*places[:2], row, *places[2:], row, data, row, 0, 0, 1)
     backend.gather_layer(data, row, 0, 0, data.copy(), data.copy(), row, 1)
     load_team()
     return backend_name()
@@ -155,8 +153,8 @@ def copy_layer_twice(
         dst_rows: likewise.
         k_also: ``[rows, page]``, the second place of the keys.
         v_also: ``[rows, page]``, that of the values.
-        also_rows: ``[n]`` rows of ``k_also`` and ``v_also``; -1 for pages that go to the
-            first place only.
+        also_rows: ``[n]`` rows of ``k_also`` and ``v_also``; -1 for pages that go to
+            the first place only.
         src: as for ``copy_layer``.
         src_rows: likewise.
         k_offset: likewise.
@@ -249,8 +247,8 @@ def _check_blocks(
 ) -> None:
     """Check rows, and the offsets of their bytes, of arrays given with them by name.
 
-    ``may_lack`` allows -1 as a row. The ends of ``rows`` are looked for but once: a copy
-    of one layer takes hardly longer than that.
+    ``may_lack`` allows -1 as a row. The least and the greatest row are looked for but
+    once: for few pages that takes as long as the copy.
     """
     least, most = (int(rows.min()), int(rows.max())) if rows.size else (0, -1)
     for name, (data, *offsets) in arrays.items():

@@ -90,10 +90,10 @@ def copy_pages_twice(
 ) -> None:
     """Copy keys and values of pages ``begin`` to ``end`` of the lists to two places.
 
-    ``to``, ``also`` and ``frm`` are addresses of keys and of values, ``_bytes`` those of
-    a row there. The second place is read next, so it is written through the cache. The
-    first is written past it, where all is whole lines: through it each line would be
-    read before it is overwritten.
+    ``to``, ``also`` and ``frm`` are addresses of keys and of values, ``_bytes`` those
+    of a row there. The second place is read next, so it is written through the cache.
+    The first is written past it, where all is whole lines: through it each line would
+    be read before it is overwritten.
     """
     odd = nbytes
     for part in range(2):

@@ -137,9 +137,7 @@ def copy_layer_twice(
         ],
         dtype=np.int64,
     )
-    library.GOMP_parallel(
-        _copy_share_twice.address, fields.ctypes.data, team_size(), 0
-    )
+    library.GOMP_parallel(_copy_share_twice.address, fields.ctypes.data, team_size(), 0)
 
 
 def _address(function: Any) -> int:

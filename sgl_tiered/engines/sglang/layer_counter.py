@@ -40,7 +40,7 @@ class LayerCounter:
 
     @property
     def waiter_pool(self) -> DevicePool | None:
-        """Where the thread that asks for this batch's layers copies them to, if it does."""
+        """Where the thread that asks for layers copies them to; None where not."""
         return None if self._current is None else self._current.waiter_pool
 
     def wait_until(self, layer: int) -> None:

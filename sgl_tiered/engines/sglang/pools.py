@@ -125,19 +125,33 @@ class CpuDevicePool:
         """Copy one layer of pages from rows of ``region`` to the pool."""
         del after
         read = self.read_rows if by_waiter else None
-        to = (self._keys[layer], self._values[layer], device_pages)
-        layout = self._layout
-        frm = (region, rows, layout.key_offset(layer), layout.value_offset(layer))
         if read is None:
-            page_copy.copy_layer(*to, *frm, layout.part_bytes, by_team=by_waiter)
+            page_copy.copy_layer(
+                self._keys[layer],
+                self._values[layer],
+                device_pages,
+                region,
+                rows,
+                self._layout.key_offset(layer),
+                self._layout.value_offset(layer),
+                self._layout.part_bytes,
+                by_team=by_waiter,
+            )
             return
         read_rows = read.of_pages(device_pages)
         page_copy.copy_layer_twice(
-            *to,
-            *(read.keys, read.values, read_rows),
-            *frm,
-            layout.part_bytes,
-            by_team=by_waiter,
+            self._keys[layer],
+            self._values[layer],
+            device_pages,
+            read.keys,
+            read.values,
+            read_rows,
+            region,
+            rows,
+            self._layout.key_offset(layer),
+            self._layout.value_offset(layer),
+            self._layout.part_bytes,
+            by_team=True,
         )
         read.fill(layer, read_rows)
 

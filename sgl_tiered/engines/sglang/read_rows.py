@@ -105,10 +105,12 @@ class ReadRows:
         key = (index, filled.tobytes())
         if key not in self._gathered:
             ends = np.flatnonzero(np.diff(filled, prepend=True, append=True))
-            tokens = np.minimum(ends * self._page_tokens, kv_len).reshape(-1, 2)
+            tokens = np.minimum(ends * self._page_tokens, kv_len).tolist()
             begin = row * self._page_tokens
             pair = self._room[:, begin : begin + padded_length(kv_len)]
-            self._gathered[key] = Gathered(pair, tokens.tolist())
+            self._gathered[key] = Gathered(
+                pair, list(zip(tokens[::2], tokens[1::2], strict=True))
+            )
         return self._gathered[key]
 
 

@@ -183,9 +183,7 @@ SHARED = [([9, 3, 30, 31, 2], 20), ([9, 3, 40, 41, 42, 5], 9), ([60, 61], 25)]
         (SHARED, [9, 3, 30, 40, 42], 5),
     ],
 )
-def test_a_host_hit_is_a_device_hit_by_bits(
-    module, num_twice, requests, loaded, twice
-):
+def test_a_host_hit_is_a_device_hit_by_bits(module, num_twice, requests, loaded, twice):
     """What is attended is the same, and what the pool holds afterwards."""
     server = Server(module, requests)
     expected = server.forward()
@@ -204,9 +202,7 @@ def test_a_host_hit_is_a_device_hit_by_bits(
 
 
 @pytest.mark.parametrize("taken", [{0}, {1}, {2}, {0, 1, 2}])
-def test_layers_that_the_loader_copies_are_read_from_the_pool(
-    module, num_twice, taken
-):
+def test_layers_that_the_loader_copies_are_read_from_the_pool(module, num_twice, taken):
     """Those of a layer before it are not taken for them."""
     server = Server(module, ONE)
     expected = server.forward()
@@ -242,9 +238,7 @@ def test_requests_beyond_the_room_are_read_from_the_pool(
     assert sum(num_twice) == 3 * LAYERS
 
 
-def test_pages_that_are_no_pages_of_the_pool_are_read_token_by_token(
-    module, num_twice
-):
+def test_pages_that_are_no_pages_of_the_pool_are_read_token_by_token(module, num_twice):
     """Were a prompt's tokens in another order than a page's, no row would be right."""
     server = Server(module, ONE)
     table = server.backend._req_to_token_pool.req_to_token
@@ -301,13 +295,52 @@ def test_rows_of_the_layer_before_are_not_there_any_more(module):
     assert rows.tolist() == [1, -1, 0, -1]
     assert reads.gathered(0, 0) is None
     reads.fill(0, rows)
-    assert reads.gathered(0, 0).missing == [[2 * PAGE, 2 * PAGE + 1]]
+    assert reads.gathered(0, 0).missing == [(2 * PAGE, 2 * PAGE + 1)]
     reads.fill(1, rows[:2])
     assert reads.gathered(0, 0) is None
-    assert reads.gathered(1, 0).missing == [[0, PAGE], [2 * PAGE, 2 * PAGE + 1]]
+    assert reads.gathered(1, 0).missing == [(0, PAGE), (2 * PAGE, 2 * PAGE + 1)]
     reads.fill(1, rows[2:])
-    assert reads.gathered(1, 0).missing == [[2 * PAGE, 2 * PAGE + 1]]
+    assert reads.gathered(1, 0).missing == [(2 * PAGE, 2 * PAGE + 1)]
     assert reads.gathered(1, 1) is None
+
+
+def test_a_failure_that_comes_after_its_copies_meets_these_loads(
+    module, monkeypatch, num_twice
+):
+    """Whatever stands in for the pool's copy is asked, layer by layer."""
+
+    class Late:
+        def order(self):
+            pass
+
+        def finish(self):
+            raise RuntimeError("late")
+
+        def stall_s(self):
+            return 0.0
+
+    copy = CpuDevicePool.load_layer
+
+    def load_layer(*args, **words):
+        copy(*args, **words)
+        return Late()
+
+    server = Server(module, ONE)
+    expected = server.forward()
+    monkeypatch.setattr(CpuDevicePool, "load_layer", load_layer)
+    loader = LayerwiseLoader(
+        server.device, CompletionQueue(), SystemClock(), MetricsRegistry()
+    )
+    try:
+        ticket = loader.submit([server.to_host([3, 30, 31])])
+        server.counter.set_consumer(server.counter.add(ticket))
+        assert_same(server.forward(), expected)
+        assert sum(num_twice) == 3 * LAYERS
+        assert ticket.wait_queued()
+        assert not ticket.wait(PATIENCE_S)
+        assert ticket.failed == "late"
+    finally:
+        loader.close()
 
 
 def test_a_load_that_sleeps_for_its_pace_stays_the_loader_s(module, num_twice):
