@@ -1,15 +1,15 @@
 """Paged causal attention on a CPU that computes the new rows only.
 
-Each request is computed by itself, so a row never depends on what else is in the
-batch. Its keys and values are gathered once into a buffer (a load may have put some
-there already) that is padded with zero rows to whole ``_PAD_TOKENS``; then torch's
-blocked flash kernel runs over them with an additive mask. Requests of one new row each,
-as in a decode step, are entries of one such product, and shorter ones are padded to the
-longest: blocks that a mask hides add nothing to the sums of those before them. Every row thus sees the same
-blocks of 512 keys from position zero, whether its prefix was cached, chunked or
-computed in one go: with bfloat16 on a machine with AMX the outputs of the three are
-equal bit for bit (without the padding, the length of the last block changes the order
-of its sums).
+Each request is computed by itself, so a row never depends on what else is in the batch.
+Its keys and values are gathered once into a buffer (a load may have put some there
+already) that is padded with zero rows to whole ``_PAD_TOKENS``; then torch's blocked
+flash kernel runs over them with an additive mask. Requests of one new row each, as in a
+decode step, are entries of one such product, and shorter ones are padded to the
+longest: blocks that a mask hides add nothing to the sums of those before them. Every
+row thus sees the same blocks of 512 keys from position zero, whether its prefix was
+cached, chunked or computed in one go: with bfloat16 on a machine with AMX the outputs
+of the three are equal bit for bit (without the padding, the length of the last block
+changes the order of its sums).
 
 Grouped heads share gathered keys: the query heads of a KV head become further rows
 of the same product, or further batch entries over a stride-zero view of the keys.
