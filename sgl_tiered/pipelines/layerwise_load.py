@@ -242,6 +242,11 @@ class LoadTicket:
         return self._source if self._failed else None
 
     @property
+    def waiter_pool(self) -> DevicePool | None:
+        """Where ``wait_layer`` copies to; None where it does not, or no more."""
+        return self._pool if self._waiter_copies and not self._done else None
+
+    @property
     def stall_s(self) -> float:
         """Seconds that the model stood still so far, copying included.
 

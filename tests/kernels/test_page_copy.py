@@ -157,6 +157,105 @@ def test_a_layer_gather_checks_each_of_its_arrays(which):
         )
 
 
+def aligned(seed, rows, row_bytes):
+    """Return rows that begin with a cache line if their size is whole lines."""
+    memory = np.zeros(rows * row_bytes + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    found = memory[begin : begin + rows * row_bytes].reshape(rows, row_bytes)
+    found[:] = region(seed, rows, row_bytes)
+    return found
+
+
+@pytest.fixture
+def team(monkeypatch):
+    """Let three threads share a copy, also where tests give torch but one."""
+    pytest.importorskip("numba")
+    from sgl_tiered_kernels.page_copy import team
+
+    if team._libgomp() is None:
+        pytest.skip("torch has no libgomp here")
+    monkeypatch.setattr(team, "team_size", lambda: 3)
+    monkeypatch.setattr(page_copy, "load_team", lambda: team)
+
+
+@pytest.fixture(params=["numba", "reference", "team"])
+def each_form(request, monkeypatch):
+    """As ``each_backend``, and a team; return its words for a call."""
+    if request.param == "reference":
+        monkeypatch.setattr(page_copy, "load_backend", lambda: reference)
+        return {}
+    pytest.importorskip("numba")
+    if request.param == "numba":
+        return {}
+    request.getfixturevalue("team")
+    return {"by_team": True}
+
+
+@pytest.mark.parametrize("make", [region, aligned])
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("spare", [0, 64])
+def test_a_layer_is_copied_to_two_places(nbytes, make, each_form, spare):
+    """Pages without a second place reach the first; no other byte changes."""
+    host = region(2, 13, 4 * nbytes + 3)
+    first = [make(0, 8, nbytes + spare), make(1, 8, nbytes + spare)]
+    second = [make(3, 9, nbytes), make(4, 9, nbytes)]
+    pages, host_pages, rows = pick(5, 8, 6), pick(6, 13, 6), pick(7, 9, 6)
+    rows[[1, 4]] = -1
+    want_first, want_second = [a.copy() for a in first], [a.copy() for a in second]
+    for to, also, at in zip(want_first, want_second, (nbytes, 3 * nbytes), strict=True):
+        to[pages, :nbytes] = host[host_pages, at : at + nbytes]
+        there = rows >= 0
+        also[rows[there]] = host[host_pages[there], at : at + nbytes]
+    page_copy.copy_layer_twice(
+        *first,
+        pages,
+        *second,
+        rows,
+        host,
+        host_pages,
+        nbytes,
+        3 * nbytes,
+        nbytes,
+        **each_form,
+    )
+    for found, want in zip(first + second, want_first + want_second, strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+def test_no_pages_go_to_no_two_places(each_form):
+    """An empty list is no work."""
+    places = [region(seed, 2, 64) for seed in range(4)]
+    before = [place.copy() for place in places]
+    page_copy.copy_layer_twice(
+        *places[:2], [], *places[2:], [], region(5, 2, 128), [], 0, 64, 64, **each_form
+    )
+    for place, was in zip(places, before, strict=True):
+        np.testing.assert_array_equal(place, was)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dst_rows": [4]}, "k_dst"),
+        ({"also_rows": [4]}, "k_also"),
+        ({"also_rows": [-2]}, "k_also"),
+        ({"also_rows": [0, 1]}, "differ in length"),
+        ({"src_rows": [4]}, "src"),
+        ({"v_offset": 17}, "src"),
+        ({"v_also": np.zeros((4, 12), np.uint8)}, "v_also"),
+    ],
+)
+def test_two_places_are_checked_before_anything_is_copied(changes, message):
+    """Each place must have the row, and the block must fit into it."""
+    call = {name: region(0, 4, 16) for name in ("k_dst", "v_dst", "k_also", "v_also")}
+    call |= {"src": region(2, 4, 32), "k_offset": 0, "v_offset": 16, "nbytes": 16}
+    call |= {"dst_rows": [0], "src_rows": [0], "also_rows": [0]}
+    before = call["k_dst"].copy()
+    with pytest.raises(ValueError, match=message):
+        page_copy.copy_layer_twice(**(call | changes))
+    np.testing.assert_array_equal(call["k_dst"], before)
+
+
 @pytest.mark.parametrize("bad", [np.zeros(16, np.uint8), np.zeros((4, 32))[:, ::2]])
 def test_arrays_that_are_not_rows_in_memory_are_refused(bad):
     """One-dimensional and strided arrays are a ValueError."""
@@ -171,7 +270,9 @@ def test_the_backend_is_named_and_prepared():
     assert backend.load_backend().__name__.endswith(expected)
 
 
-@pytest.mark.parametrize("name", ["copy_rows", "copy_layer", "gather_layer"])
+@pytest.mark.parametrize(
+    "name", ["copy_rows", "copy_layer", "copy_layer_twice", "gather_layer"]
+)
 def test_the_compiled_copies_release_the_gil(name):
     """Each entry is compiled to run without the GIL."""
     pytest.importorskip("numba")
@@ -180,12 +281,11 @@ def test_the_compiled_copies_release_the_gil(name):
     assert getattr(cpu, name).targetoptions["nogil"] is True
 
 
+@pytest.mark.usefixtures("team")
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_a_team_copies_the_same_bytes(nbytes, count):
     """Torch's threads share the rows; none is left out, none done twice."""
-    if backend.load_team() is None:
-        pytest.skip("torch has no libgomp here, or one thread")
     host = region(2, 13, 4 * nbytes)
     keys, values = region(0, 8, nbytes), region(1, 8, nbytes)
     pages, host_pages = pick(3, 8, count), pick(4, 13, count)

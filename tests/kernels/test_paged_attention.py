@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sgl_tiered_kernels.paged_attention import (
     DecodeBatch,
+    Gathered,
     PagedAttention,
     RequestRows,
     attend_reference,
     cpu,
+    padded_length,
     plan_decode,
 )
 
@@ -210,3 +212,39 @@ def test_decode_steps_are_grouped_by_length(kv_lens):
         padding = max(lengths) * len(group) - sum(lengths)
         assert padding <= cpu._CALL_TOKENS
         assert len(group) == 1 or max(lengths) * len(group) <= cpu._BATCH_TOKENS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize(
+    ("kv_len", "num_new", "runs"),
+    [(300, 5, [(16, 288)]), (300, 300, []), (130, 2, [(0, 64), (96, 112)])],
+)
+def test_what_is_gathered_already_is_read_in_place(dtype, heads, kv_len, num_new, runs):
+    """By bits as from the cache, which is not read there; padding may hold anything."""
+    case = Case([(kv_len, num_new)], heads, 64, dtype)
+    expected = case.run()
+    (request,) = case.requests
+    shape = (2, padded_length(kv_len) + 64, *case.keys.shape[1:])
+    pair = torch.full(shape, float("nan"), dtype=dtype)
+    missing, at = [], 0
+    for begin, end in runs:
+        slots = request.slots[begin:end]
+        for cache, target in zip((case.keys, case.values), pair, strict=True):
+            target[begin:end] = cache[slots]
+            cache[slots] = float("nan")
+        missing.append((at, begin))
+        at = end
+    missing.append((at, kv_len))
+    out = torch.full_like(case.query, float("nan"))
+    PagedAttention(num_threads=2).attend(
+        case.query,
+        case.keys,
+        case.values,
+        request,
+        case.scale,
+        out,
+        Gathered(pair, missing),
+    )
+    assert torch.equal(out, expected)
+    assert pair[:, padded_length(kv_len) :].isnan().all()

@@ -23,7 +23,14 @@ from sgl_tiered_kernels.page_copy.backend import (
     load_team,
 )
 
-__all__ = ["backend_name", "copy_layer", "copy_rows", "gather_layer", "prepare"]
+__all__ = [
+    "backend_name",
+    "copy_layer",
+    "copy_layer_twice",
+    "copy_rows",
+    "gather_layer",
+    "prepare",
+]
 
 _Bytes = npt.NDArray[np.uint8]
 _Rows = npt.NDArray[np.int64]
@@ -36,6 +43,8 @@ def prepare() -> str:
     backend = load_backend()
     backend.copy_rows(data, row, 0, data.copy(), row, 0, 1)
     backend.copy_layer(data, data.copy(), row, data.copy(), row, 0, 0, 1)
+    places = [data.copy() for _ in range(4)]
+    backend.copy_layer_twice(*places[:2], row, *places[2:], row, data, row, 0, 0, 1)
     backend.gather_layer(data, row, 0, 0, data.copy(), data.copy(), row, 1)
     load_team()
     return backend_name()
@@ -72,8 +81,8 @@ def copy_rows(
     to, frm = _as_bytes("dst", dst), _as_bytes("src", src)
     to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
     _check_pairs(to_rows, from_rows)
-    _check_block("dst", to, to_rows, dst_offset, nbytes)
-    _check_block("src", frm, from_rows, src_offset, nbytes)
+    _check_blocks(to_rows, nbytes, dst=(to, dst_offset))
+    _check_blocks(from_rows, nbytes, src=(frm, src_offset))
     _copies(by_team).copy_rows(
         to, to_rows, dst_offset, frm, from_rows, src_offset, nbytes
     )
@@ -111,12 +120,65 @@ def copy_layer(
     frm = _as_bytes("src", src)
     to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
     _check_pairs(to_rows, from_rows)
-    _check_block("k_dst", k_to, to_rows, 0, nbytes)
-    _check_block("v_dst", v_to, to_rows, 0, nbytes)
-    _check_block("src", frm, from_rows, k_offset, nbytes)
-    _check_block("src", frm, from_rows, v_offset, nbytes)
+    _check_blocks(to_rows, nbytes, k_dst=(k_to, 0), v_dst=(v_to, 0))
+    _check_blocks(from_rows, nbytes, src=(frm, k_offset, v_offset))
     _copies(by_team).copy_layer(
         k_to, v_to, to_rows, frm, from_rows, k_offset, v_offset, nbytes
+    )
+
+
+def copy_layer_twice(
+    k_dst: npt.NDArray[Any],
+    v_dst: npt.NDArray[Any],
+    dst_rows: npt.ArrayLike,
+    k_also: npt.NDArray[Any],
+    v_also: npt.NDArray[Any],
+    also_rows: npt.ArrayLike,
+    src: npt.NDArray[Any],
+    src_rows: npt.ArrayLike,
+    k_offset: int,
+    v_offset: int,
+    nbytes: int,
+    *,
+    by_team: bool = False,
+) -> None:
+    """Do as ``copy_layer``, and copy to a second place, which is the one read next.
+
+    Each page is read once. What goes to both places is written to the first past the
+    processor's cache, where addresses and sizes allow it.
+
+    Args:
+        k_dst: as for ``copy_layer``, like all that is not named here.
+        v_dst: likewise.
+        dst_rows: likewise.
+        k_also: ``[rows, page]``, the second place of the keys.
+        v_also: ``[rows, page]``, that of the values.
+        also_rows: ``[n]`` rows of ``k_also`` and ``v_also``; -1 for pages that go to
+            the first place only.
+        src: as for ``copy_layer``.
+        src_rows: likewise.
+        k_offset: likewise.
+        v_offset: likewise.
+        nbytes: likewise.
+        by_team: likewise; the rows of each place must then differ.
+
+    Raises:
+        ValueError: if a row, an offset or a size lies outside; nothing is copied.
+    """
+    k_to, v_to = _as_bytes("k_dst", k_dst), _as_bytes("v_dst", v_dst)
+    k_too, v_too = _as_bytes("k_also", k_also), _as_bytes("v_also", v_also)
+    frm = _as_bytes("src", src)
+    to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
+    too_rows = _as_rows("also_rows", also_rows)
+    _check_pairs(to_rows, from_rows)
+    _check_pairs(too_rows, from_rows)
+    _check_blocks(to_rows, nbytes, k_dst=(k_to, 0), v_dst=(v_to, 0))
+    too = {"k_also": (k_too, 0), "v_also": (v_too, 0)}
+    _check_blocks(too_rows, nbytes, may_lack=True, **too)
+    _check_blocks(from_rows, nbytes, src=(frm, k_offset, v_offset))
+    places = (k_to, v_to, to_rows, k_too, v_too, too_rows)
+    _copies(by_team).copy_layer_twice(
+        *places, frm, from_rows, k_offset, v_offset, nbytes
     )
 
 
@@ -149,10 +211,8 @@ def gather_layer(
     k_frm, v_frm = _as_bytes("k_src", k_src), _as_bytes("v_src", v_src)
     to_rows, from_rows = _as_rows("dst_rows", dst_rows), _as_rows("src_rows", src_rows)
     _check_pairs(to_rows, from_rows)
-    _check_block("dst", to, to_rows, k_offset, nbytes)
-    _check_block("dst", to, to_rows, v_offset, nbytes)
-    _check_block("k_src", k_frm, from_rows, 0, nbytes)
-    _check_block("v_src", v_frm, from_rows, 0, nbytes)
+    _check_blocks(to_rows, nbytes, dst=(to, k_offset, v_offset))
+    _check_blocks(from_rows, nbytes, k_src=(k_frm, 0), v_src=(v_frm, 0))
     load_backend().gather_layer(
         to, to_rows, k_offset, v_offset, k_frm, v_frm, from_rows, nbytes
     )
@@ -182,14 +242,24 @@ def _check_pairs(to_rows: _Rows, from_rows: _Rows) -> None:
         )
 
 
-def _check_block(
-    name: str, data: _Bytes, rows: _Rows, offset: int, nbytes: int
+def _check_blocks(
+    rows: _Rows, nbytes: int, *, may_lack: bool = False, **arrays: Any
 ) -> None:
-    num_rows, row_bytes = data.shape
-    if offset < 0 or nbytes < 0 or offset + nbytes > row_bytes:
-        raise ValueError(
-            f"bytes {offset} to {offset + nbytes} lie outside a row of {name}, "
-            f"which has {row_bytes}"
-        )
-    if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
-        raise ValueError(f"a row number lies outside {name}, which has {num_rows} rows")
+    """Check rows, and the offsets of their bytes, of arrays given with them by name.
+
+    ``may_lack`` allows -1 as a row. The least and the greatest row are looked for but
+    once: for few pages that takes as long as the copy.
+    """
+    least, most = (int(rows.min()), int(rows.max())) if rows.size else (0, -1)
+    for name, (data, *offsets) in arrays.items():
+        num_rows, row_bytes = data.shape
+        for offset in offsets:
+            if offset < 0 or nbytes < 0 or offset + nbytes > row_bytes:
+                raise ValueError(
+                    f"bytes {offset} to {offset + nbytes} lie outside a row of {name}, "
+                    f"which has {row_bytes}"
+                )
+        if least < -may_lack or most >= num_rows:
+            raise ValueError(
+                f"a row number lies outside {name}, which has {num_rows} rows"
+            )

@@ -22,14 +22,15 @@ import numpy.typing as npt
 from numba.core import types
 from numba.extending import intrinsic
 
-from sgl_tiered_kernels.page_copy.cpu import memcpy
+from sgl_tiered_kernels.page_copy.cpu import copy_pages_twice, memcpy
 
-__all__ = ["copy_layer", "copy_rows", "team_size"]
+__all__ = ["copy_layer", "copy_layer_twice", "copy_rows", "team_size"]
 
 _Bytes = npt.NDArray[np.uint8]
 _Rows = npt.NDArray[np.int64]
 
 _NUM_FIELDS = 10
+_NUM_FIELDS_TWICE = 18
 
 
 @functools.cache
@@ -103,6 +104,42 @@ def copy_layer(
     copy_rows(v_dst, dst_rows, 0, src, src_rows, v_offset, nbytes)
 
 
+def copy_layer_twice(
+    k_dst: _Bytes,
+    v_dst: _Bytes,
+    dst_rows: _Rows,
+    k_also: _Bytes,
+    v_also: _Bytes,
+    also_rows: _Rows,
+    src: _Bytes,
+    src_rows: _Rows,
+    k_offset: int,
+    v_offset: int,
+    nbytes: int,
+) -> None:
+    """Copy like ``cpu.copy_layer_twice``, on ``team_size()`` threads."""
+    library = _libgomp()
+    fields = np.array(
+        [
+            _address(library.omp_get_thread_num),
+            _address(library.omp_get_num_threads),
+            dst_rows.shape[0],
+            *(k_dst.ctypes.data, v_dst.ctypes.data),
+            *(k_dst.shape[1], v_dst.shape[1]),
+            dst_rows.ctypes.data,
+            *(k_also.ctypes.data, v_also.ctypes.data),
+            *(k_also.shape[1], v_also.shape[1]),
+            also_rows.ctypes.data,
+            *(src.ctypes.data + k_offset, src.ctypes.data + v_offset),
+            src.shape[1],
+            src_rows.ctypes.data,
+            nbytes,
+        ],
+        dtype=np.int64,
+    )
+    library.GOMP_parallel(_copy_share_twice.address, fields.ctypes.data, team_size(), 0)
+
+
 def _address(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
@@ -148,3 +185,25 @@ def _copy_share(pointer: Any) -> None:
             field[6] + from_rows[i] * field[7],
             field[9],
         )
+
+
+@numba.cfunc(types.void(types.CPointer(types.int64)), cache=True)
+def _copy_share_twice(pointer: Any) -> None:
+    """Copy one thread's share of the pages to both places."""
+    field = numba.carray(pointer, _NUM_FIELDS_TWICE)
+    thread, num_threads = _call(field[0]), _call(field[1])
+    num_pages = field[2]
+    copy_pages_twice(
+        (field[3], field[4]),
+        (field[5], field[6]),
+        numba.carray(_rows_at(field[7]), num_pages),
+        (field[8], field[9]),
+        (field[10], field[11]),
+        numba.carray(_rows_at(field[12]), num_pages),
+        (field[13], field[14]),
+        field[15],
+        numba.carray(_rows_at(field[16]), num_pages),
+        field[17],
+        num_pages * thread // num_threads,
+        num_pages * (thread + 1) // num_threads,
+    )

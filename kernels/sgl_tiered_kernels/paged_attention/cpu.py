@@ -1,15 +1,15 @@
 """Paged causal attention on a CPU that computes the new rows only.
 
-Each request is computed by itself, so a row never depends on what else is in the
-batch. Its keys and values are gathered once into a scratch buffer that is padded
-with zero rows to whole ``_PAD_TOKENS``; then torch's blocked flash kernel runs over
-them with an additive mask. Requests of one new row each, as in a decode step, are
-entries of one such product, and shorter ones are padded to the longest: blocks that a
-mask hides add nothing to the sums of those before them. Every row thus sees the same
-blocks of 512 keys from position zero, whether its prefix was cached, chunked or
-computed in one go: with bfloat16 on a machine with AMX the outputs of the three are
-equal bit for bit (without the padding, the length of the last block changes the order
-of its sums).
+Each request is computed by itself, so a row never depends on what else is in the batch.
+Its keys and values are gathered once into a buffer (a load may have put some there
+already) that is padded with zero rows to whole ``_PAD_TOKENS``; then torch's blocked
+flash kernel runs over them with an additive mask. Requests of one new row each, as in a
+decode step, are entries of one such product, and shorter ones are padded to the
+longest: blocks that a mask hides add nothing to the sums of those before them. Every
+row thus sees the same blocks of 512 keys from position zero, whether its prefix was
+cached, chunked or computed in one go: with bfloat16 on a machine with AMX the outputs
+of the three are equal bit for bit (without the padding, the length of the last block
+changes the order of its sums).
 
 Grouped heads share gathered keys: the query heads of a KV head become further rows
 of the same product, or further batch entries over a stride-zero view of the keys.
@@ -26,7 +26,14 @@ import torch
 
 from sgl_tiered_kernels.tensors import first_of_run
 
-__all__ = ["DecodeBatch", "PagedAttention", "RequestRows", "plan_decode"]
+__all__ = [
+    "DecodeBatch",
+    "Gathered",
+    "PagedAttention",
+    "RequestRows",
+    "padded_length",
+    "plan_decode",
+]
 
 # The kernel works in steps of 32 keys in bfloat16; 64 covers every head size tried.
 _PAD_TOKENS = 64
@@ -62,6 +69,19 @@ class RequestRows:
         """Take a copy of a request's row of the token table, cut to ``kv_len``."""
         slots = row.to(torch.int64, copy=True)
         return cls(start, num_queries, slots, first_of_run(slots))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A request's keys and values of one layer, in the order of its tokens.
+
+    ``pair`` is ``[2, >= padded_length(kv_len), num_kv_heads, head_dim]`` of the cache's
+    type, keys first. ``missing`` are the runs of tokens, begin and end, that are not
+    there yet and are taken from the cache.
+    """
+
+    pair: torch.Tensor
+    missing: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +152,7 @@ class PagedAttention:
         request: RequestRows,
         scale: float,
         out: torch.Tensor,
+        gathered: Gathered | None = None,
     ) -> None:
         """Write the attention of one request's new rows into ``out``.
 
@@ -142,9 +163,14 @@ class PagedAttention:
             request: The rows and slots to use; its last rows are the new ones.
             scale: Factor of the scores before the softmax.
             out: Like ``query``; only this request's rows are written.
+            gathered: What is gathered of the request already; None for nothing.
         """
         rows = slice(request.start, request.start + request.num_queries)
-        keys, values = self._gather(key_cache, value_cache, request, query.dtype)
+        if gathered is None:
+            kv_len = request.slots.numel()
+            pair = self._scratch_pair(key_cache, padded_length(kv_len))
+            gathered = Gathered(pair, [(0, kv_len)])
+        keys, values = _gather(key_cache, value_cache, request, gathered, query.dtype)
         if request.num_queries == request.slots.numel():
             _attend_whole(query[rows], keys, values, scale, out[rows])
         else:
@@ -185,29 +211,6 @@ class PagedAttention:
     def suits(self, num_kv_heads: int) -> bool:
         """Return whether two requests in a product give every thread work."""
         return 2 * num_kv_heads >= self._num_threads
-
-    def _gather(
-        self,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        request: RequestRows,
-        dtype: torch.dtype,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values ``[padded_len, heads, dim]``, zero beyond kv_len."""
-        kv_len = request.slots.numel()
-        padded_len = _round_up(kv_len, _PAD_TOKENS)
-        pair = self._scratch_pair(key_cache, padded_len)
-        for cache, target in zip((key_cache, value_cache), pair, strict=True):
-            if request.first_slot >= 0:
-                target[:kv_len].copy_(
-                    cache[request.first_slot : request.first_slot + kv_len]
-                )
-            else:
-                torch.index_select(cache, 0, request.slots, out=target[:kv_len])
-            # Zero, not merely masked: a weight of 0 times a stale NaN is a NaN.
-            target[kv_len:padded_len].zero_()
-        keys, values = pair[0, :padded_len], pair[1, :padded_len]
-        return keys.to(dtype), values.to(dtype)
 
     def _scratch_pair(self, cache: torch.Tensor, num_tokens: int) -> torch.Tensor:
         _, num_kv_heads, head_dim = cache.shape
@@ -278,6 +281,35 @@ class PagedAttention:
             self._masks[(dtype, group)] = table
         begin = table.shape[1] - tail - first
         return table[: num_queries * group, begin : begin + width]
+
+
+def padded_length(kv_len: int) -> int:
+    """Return how many rows the keys of so many tokens are padded to."""
+    return _round_up(kv_len, _PAD_TOKENS)
+
+
+def _gather(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    request: RequestRows,
+    gathered: Gathered,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[padded_len, heads, dim]``, zero beyond kv_len."""
+    kv_len = request.slots.numel()
+    padded_len = padded_length(kv_len)
+    for cache, target in zip((key_cache, value_cache), gathered.pair, strict=True):
+        for begin, end in gathered.missing:
+            rows = target[begin:end]
+            if request.first_slot >= 0:
+                first = request.first_slot + begin
+                rows.copy_(cache[first : first + end - begin])
+            else:
+                torch.index_select(cache, 0, request.slots[begin:end], out=rows)
+        # Zero, not merely masked: a weight of 0 times a stale NaN is a NaN.
+        target[kv_len:padded_len].zero_()
+    keys, values = gathered.pair[0, :padded_len], gathered.pair[1, :padded_len]
+    return keys.to(dtype), values.to(dtype)
 
 
 def _attend_whole(

@@ -21,10 +21,17 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sgl_tiered.engines.sglang.layer_counter import LayerCounter
+from sgl_tiered.engines.sglang.pools import CpuDevicePool
 from sgl_tiered.engines.sglang.profiling import AttentionSums
+from sgl_tiered.engines.sglang.read_rows import ReadRows, rows_needed
 from sgl_tiered.errors import EngineCompatibilityError
 
 __all__ = ["TieredCpuAttention", "create_cpu_attention"]
+
+_MAX_READ_TOKENS = 32768
+"""Of a batch with loads, of whose pages loads fill what attention reads as well: 128 MB
+at 4 kB a token and layer."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,6 +49,10 @@ class TieredCpuAttention(AttentionBackend):
         # Of a decode step: those attended together, made once the type is known.
         self._groups: list[list[RequestRows]] = []
         self._batches: list[DecodeBatch] = []
+        # What the forward's loads fill as well as the pool, and memory for it.
+        self._read_rows: ReadRows | None = None
+        self._loads_into: CpuDevicePool | None = None
+        self._room = torch.empty((2, 0))
         self.sums: AttentionSums | None = None
         """What prefills are added to while ``sgl-tiered profile`` measures."""
 
@@ -61,6 +72,7 @@ class TieredCpuAttention(AttentionBackend):
         )
         self._groups = plan_decode(self._requests) if is_decode else []
         self._batches = []
+        self._plan_reads([] if is_decode else self._requests)
 
     def forward_extend(
         self,
@@ -113,6 +125,29 @@ class TieredCpuAttention(AttentionBackend):
 
     forward_decode = forward_extend
 
+    def _plan_reads(self, requests: list[RequestRows]) -> None:
+        """Let loads that this thread copies fill what attention reads, as well."""
+        if self._loads_into is not None:
+            self._loads_into.read_rows = None
+        self._read_rows = self._loads_into = None
+        counter = getattr(self._pool, "layer_transfer_counter", None)
+        device = counter.waiter_pool if isinstance(counter, LayerCounter) else None
+        if not isinstance(device, CpuDevicePool):
+            return
+        page_tokens = device.layout.page_tokens
+        most = _MAX_READ_TOKENS // page_tokens
+        num_tokens = min(rows_needed(requests, page_tokens), most) * page_tokens
+        if not num_tokens:
+            return
+        keys = self._pool.k_buffer[0]
+        if self._room.shape[1] < num_tokens:
+            shape = (2, num_tokens, *keys.shape[1:])
+            self._room = torch.empty(shape, dtype=keys.dtype)
+        num_pages = keys.shape[0] // page_tokens
+        self._loads_into = device
+        self._read_rows = ReadRows(self._room, requests, page_tokens, num_pages)
+        device.read_rows = self._read_rows
+
     def _attend(
         self,
         query: torch.Tensor,
@@ -135,9 +170,13 @@ class TieredCpuAttention(AttentionBackend):
                 )
             alone = [group[0] for group in self._groups if len(group) == 1]
             done = len(self._requests)
-        for request in alone:
+        for index, request in enumerate(alone):
+            there = None
+            if self._read_rows is not None:
+                number = layer.layer_id - self._pool.start_layer
+                there = self._read_rows.gathered(number, index)
             self._attention.attend(
-                query, key_cache, value_cache, request, layer.scaling, out
+                query, key_cache, value_cache, request, layer.scaling, out, there
             )
             done = max(done, request.start + request.num_queries)
         return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.layerwise_load import LoadTicket
 
 __all__ = ["LayerCounter"]
@@ -36,6 +37,11 @@ class LayerCounter:
         """Name the batch whose forward begins; -1 for one without loads."""
         self.consumer_index = index
         self._current = self._tickets.get(index) if index >= 0 else None
+
+    @property
+    def waiter_pool(self) -> DevicePool | None:
+        """Where the thread that asks for layers copies them to; None where not."""
+        return None if self._current is None else self._current.waiter_pool
 
     def wait_until(self, layer: int) -> None:
         """Let the model not read ``layer`` before it has arrived.

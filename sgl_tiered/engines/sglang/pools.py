@@ -17,6 +17,7 @@ from sgl_tiered_kernels import page_copy
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.cuda_ops import CudaOps, as_byte_pages
+from sgl_tiered.engines.sglang.read_rows import ReadRows
 from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.stream_pool import StreamPool
@@ -83,9 +84,15 @@ def make_device_pool(
 
 
 class CpuDevicePool:
-    """The device pool of the CPU platform; work is done when a call returns."""
+    """The device pool of the CPU platform; work is done when a call returns.
+
+    Attributes:
+        read_rows: also filled by what the engine's thread loads; None for the pool
+            alone. Set, before each forward, by its attention.
+    """
 
     def __init__(self, pool: Any, layout: PageLayout) -> None:
+        self.read_rows: ReadRows | None = None
         self._layout = layout
         self._keys = [_as_pages(buffer, layout) for buffer in pool.k_buffer]
         self._values = [_as_pages(buffer, layout) for buffer in pool.v_buffer]
@@ -117,17 +124,36 @@ class CpuDevicePool:
     ) -> None:
         """Copy one layer of pages from rows of ``region`` to the pool."""
         del after
-        page_copy.copy_layer(
+        read = self.read_rows if by_waiter else None
+        if read is None:
+            page_copy.copy_layer(
+                self._keys[layer],
+                self._values[layer],
+                device_pages,
+                region,
+                rows,
+                self._layout.key_offset(layer),
+                self._layout.value_offset(layer),
+                self._layout.part_bytes,
+                by_team=by_waiter,
+            )
+            return
+        read_rows = read.of_pages(device_pages)
+        page_copy.copy_layer_twice(
             self._keys[layer],
             self._values[layer],
             device_pages,
+            read.keys,
+            read.values,
+            read_rows,
             region,
             rows,
             self._layout.key_offset(layer),
             self._layout.value_offset(layer),
             self._layout.part_bytes,
-            by_team=by_waiter,
+            by_team=True,
         )
+        read.fill(layer, read_rows)
 
     def store_pages(
         self, region: Bytes, rows: Int64s, device_pages: Int64s, after: object
