@@ -6,6 +6,8 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -232,6 +234,27 @@ def test_the_played_engine_answers_right(load, way, newest_first):
     assert told["requests"] == 24
     assert told["loads"] > 0
     assert told["device_evicted"] > 0
+
+
+def test_the_engine_begins_when_all_of_its_host_tier_is_pinned(load, monkeypatch):
+    """Its cache has all slots at once, and a kernel cannot read what is not pinned."""
+    stage, engine = load("stages.mini_engine"), load("engine.engine")
+    monkeypatch.setattr("sgl_tiered.tiers.pinning.PIN_BYTES", 1 << 16)
+    machine = load("engine.machine").PlayedMachine(3)
+    pinned, starting = [], threading.current_thread()
+
+    def register(address, num_bytes):
+        if threading.current_thread() is not starting:
+            time.sleep(0.02)
+        pinned.append(num_bytes)
+        return lambda: None
+
+    monkeypatch.setattr(machine, "register", lambda setting: register)
+    shape, sizes, _ = stage._PLAYED
+    one = engine.Engine(machine, shape, sizes, way=LoadWay.KERNEL)
+    assert len(pinned) > 2
+    assert sum(pinned) == one.host.num_slots * one.host.slot_bytes
+    one.close()
 
 
 @pytest.mark.parametrize("dropped", ["layer_wait", "load_mark"])
