@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from sgl_tiered.cli.gpu_report import write_page
+from sgl_tiered.engines.sglang.pools import CpuDevicePool
 from sgl_tiered.pipelines.stream_pool import LoadWay
 
 FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"
@@ -36,9 +38,9 @@ def session(load):
     return load("session")
 
 
-def entry(session, name, code, share=1.0, most_s=30.0):
+def entry(session, name, code, share=1.0, most_s=30.0, shows=()):
     """Return a stage that is a line of Python; it gets its file and its seconds."""
-    return session.Entry(name, share, most_s, (sys.executable, "-c", code))
+    return session.Entry(name, share, most_s, shows, (sys.executable, "-c", code))
 
 
 OK = 'print(\'{"figures": {"a": 1}}\')'
@@ -58,7 +60,7 @@ def test_stages_that_end_badly_are_told_and_stop_nothing(session, tmp_path, caps
         entry(session, "absent", 'print(\'{"not_there": "no GPU"}\')'),
         entry(session, "good", OK),
     ]
-    entries[1] = session.Entry("hangs", 1.0, 3.0, entries[1].command)
+    entries[1] = session.Entry("hangs", 1.0, 3.0, (), entries[1].command)
     summary = session.run_session(entries, tmp_path, 120.0, dry_run=True)
     assert summary["stages"] == {
         "fails": "failed",
@@ -121,6 +123,71 @@ def test_a_stage_without_time_is_told(session, tmp_path):
     summary = session.run_session(entries, tmp_path, 6.0, dry_run=True)
     assert summary["stages"] == {"late": "timed out"}
     assert summary["why"] == {"late": "no time was left of the budget"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status", "why"),
+    [
+        (["answers", "control"], "ok", None),
+        (["answers"], "failed", "shows no ['control']"),
+        ([], "failed", "shows no ['answers', 'control']"),
+        (["answers", "skipped"], "timed out", "no time was left for ['control']"),
+    ],
+)
+def test_a_stage_that_shows_less_than_it_is_for_is_not_ok(
+    session, tmp_path, kinds, status, why
+):
+    """Whatever it says of itself: one that did nothing has nothing wrong."""
+    told = json.dumps({"figures": {}, "records": [{"kind": kind} for kind in kinds]})
+    code = f"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({told!r}); {OK}"
+    one = entry(session, "one", code, shows=("answers", "control"))
+    summary = session.run_session([one], tmp_path, 60.0, dry_run=True)
+    assert summary["stages"] == {"one": status}
+    assert (why or "") in summary["why"].get("one", "")
+    assert summary["figures"] == ({} if status == "failed" else {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("orjson", "the Python module orjson is not installed"),
+        ("cuda.bindings", "the Python module cuda.bindings is not installed"),
+        ("sgl_tiered.gone", None),
+        ("sgl_tiered_kernels.gone", None),
+        ("sgl_tiered_workloads.gone", None),
+        ("tests.gone", None),
+    ],
+)
+def test_a_module_of_ours_that_is_gone_is_no_reason_to_be_not_there(
+    session, module, told
+):
+    """Another package may be absent from a machine; not a part of the checkout."""
+    assert session.not_installed(ModuleNotFoundError(name=module)) == told
+
+
+def test_the_dry_run_is_green_and_shows_what_each_stage_is_for(
+    session, tmp_path, capsys
+):
+    """As a user runs it: every stage, each control caught, and a page of it."""
+    status = session.main(["--out", str(tmp_path), "--dry-run", "--budget", "540"])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    wanted = {one.name: "ok" for one in session.ENTRIES} | {"servers": "not there"}
+    assert summary["stages"] == wanted, summary["why"]
+    assert status == 0
+    stages = json.loads((tmp_path / "session.json").read_text())["stages"]
+    engine = stages["mini_engine"]["records"]
+    controls = {one["control"]: one["wrong"] for one in engine if "control" in one}
+    assert {"consumer", "layer_wait"} < set(controls)
+    assert all(controls.values())
+    assert sum(one["loads"] for one in engine if one["kind"] == "random") > 0
+    assert stages["gpu_tests"]["figures"]["gpu_tests_collected"] > 20
+    ways = {one["way"] for one in stages["copies"]["records"] if "way" in one}
+    assert {"plain", "engines", "kernel_by_layer", "pages_scatter"} <= ways
+    written, page = write_page(tmp_path)
+    assert tmp_path / "report.md" in written
+    assert page.num_stages == len(session.ENTRIES)
+    assert "cannot be read" not in page.text
+    assert page.text.count("Nothing was measured") == 1
 
 
 def test_the_exit_status_is_of_the_stages(session, tmp_path, monkeypatch, capsys):
@@ -327,6 +394,15 @@ def test_a_load_under_a_forward_is_measured(load, tmp_path):
     (overlap,) = told.records
     assert len(overlap["both_s"]) == 2
     assert overlap["load_bytes"] == 64 * 4 * 2 * 64 * 2
+
+
+def test_an_offload_beside_a_forward_that_moves_nothing_ends_it(
+    load, tmp_path, monkeypatch
+):
+    """A forward beside nothing is as fast as one by itself, which says nothing."""
+    monkeypatch.setattr(CpuDevicePool, "store_pages", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match="other bytes were offloaded"):
+        load("stages.overlap").run(stage_of(load, tmp_path))
 
 
 def test_copies_of_other_bytes_end_it(load, tmp_path, monkeypatch):
