@@ -536,6 +536,48 @@ def test_a_backend_that_does_not_run_ends_the_stage_only_if_it_is_sglangs(
         module._measure(stage, device, "fa2", {"prefill": 7}, **SIZES)
 
 
+class OnCuda:
+    """A stage's device in the place of one on CUDA."""
+
+    def __init__(self, dry_run):
+        self.is_cuda = not dry_run
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flashinfer_without_a_compiler_loads_kernels_or_is_not_there(
+    load, tmp_path, monkeypatch, compiled
+):
+    """It is told to compile nothing before it is imported, and for which card."""
+    stage, missing = load("stages.flashinfer"), load("stages.stage").NotThereError
+    for name in ("FLASHINFER_DISABLE_JIT", "FLASHINFER_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(stage, "Device", OnCuda)
+    monkeypatch.setattr(stage, "_has_compiler", lambda: False)
+    monkeypatch.setattr(stage, "_is_compiled", lambda: compiled)
+    monkeypatch.setattr(stage.torch.cuda, "get_device_capability", lambda: (9, 0))
+    seen = {}
+
+    class Package:
+        """Notes in what environment it is imported, and is not there."""
+
+        def find_spec(self, name, path=None, target=None):
+            if name == "flashinfer":
+                seen.update(stage.os.environ)
+                raise ImportError("as on a machine without it")
+
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Package(), *sys.meta_path])
+    told = load("stages.stage").Stage(tmp_path / "one.json", 600.0, dry_run=False)
+    try:
+        with pytest.raises(missing, match="without it" if compiled else "jit-cache"):
+            stage.run(told)
+    finally:
+        for name in ("FLASHINFER_DISABLE_JIT", "FLASHINFER_CUDA_ARCH_LIST"):
+            stage.os.environ.pop(name, None)
+    assert seen.get("FLASHINFER_DISABLE_JIT") == ("1" if compiled else None)
+    assert seen.get("FLASHINFER_CUDA_ARCH_LIST") == ("9.0a" if compiled else None)
+
+
 def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
     """The flags of the benchmark pass the check that a CUDA server makes."""
     from types import SimpleNamespace
