@@ -6,9 +6,10 @@
 Each stage is a process of its own with a time limit out of the budget. What it finds is
 in its file at once, and in ``session.json`` as soon as it has ended; ``log.txt`` has
 what all of them printed. One that fails, hangs or crashes is told of, with the end of
-what it printed, and stops nothing else. The last line is one JSON object: ``stages`` by
-name (ok, failed, not there, timed out) and the figures. The exit status is 0 where
-every stage ran or was told not to be there.
+what it printed, and stops nothing else. One that has not shown all that it is for is
+not ok, whatever it says of itself. The last line is one JSON object: ``stages`` by name
+(ok, failed, not there, timed out) and the figures. The exit status is 0 where every
+stage ran or was told not to be there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _LEAST_S = 3.0
 _TRACE_S = 2.0
 """Before its limit a stage prints where its threads are."""
 _KILLED_WITHIN_S = 10.0
+_SKIPPED = "skipped"
+"""Kind of the records of what there was no time for."""
+_OURS = ("stages", "movement", "engine", "tests", "sgl_tiered", "sgl_tiered_kernels")
+_OURS += ("sgl_tiered_workloads",)
+"""Modules that are there, or something is wrong."""
 _THREADS = {"OMP_NUM_THREADS": "2"}
 """Of a dry run: torch's threads wait actively for each other, on cores that are
 busy."""
@@ -56,6 +62,7 @@ class Entry:
         name: of it, and of its module in ``stages``.
         share: of the budget that is left, in parts.
         most_s: it gets no more than this.
+        shows: kinds of records of which it has to write one at least.
         command: what is run instead of the module, for tests; it is given the path of
             the stage's file and the seconds that it has.
     """
@@ -63,21 +70,22 @@ class Entry:
     name: str
     share: float
     most_s: float
+    shows: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
 
 
 ENTRIES = (
-    Entry("facts", 5, 60),
-    Entry("gpu_tests", 20, 200),
-    Entry("mini_engine", 14, 150),
-    Entry("copies", 12, 120),
-    Entry("kv_gen", 4, 45),
-    Entry("overlap", 6, 60),
-    Entry("layerkv", 7, 75),
-    Entry("sanitizer", 8, 100),
+    Entry("facts", 5, 60, ("software", "numa", "pinning")),
+    Entry("gpu_tests", 20, 200, ("tests",)),
+    Entry("mini_engine", 14, 150, ("random", "first_token", "control")),
+    Entry("copies", 12, 120, ("copy",)),
+    Entry("kv_gen", 4, 45, ("kv_gen",)),
+    Entry("overlap", 6, 60, ("overlap",)),
+    Entry("layerkv", 7, 75, ("layers", "acts")),
+    Entry("sanitizer", 8, 100, ("sanitizer",)),
     # It imports FlashInfer's 800 modules, loads kernels or has nvcc compile them.
-    Entry("flashinfer", 14, 240),
-    Entry("servers", 8, 240),
+    Entry("flashinfer", 14, 240, ("layers",)),
+    Entry("servers", 8, 240, ("servers",)),
 )
 
 
@@ -169,10 +177,10 @@ def run_stage(name: str, path: Path, limit_s: float, *, dry_run: bool) -> int:
     except NotThereError as absent:
         end["not_there"] = str(absent)
     except ModuleNotFoundError as absent:
-        top = (absent.name or "").partition(".")[0]
-        if top in {"stages", "movement", "engine", "sgl_tiered", "tests"}:
+        why = not_installed(absent)
+        if why is None:
             raise
-        end["not_there"] = f"the Python module {absent.name} is not installed"
+        end["not_there"] = why
     except AssertionError as problem:
         # Figures of a stage that found something wrong are not told.
         stage.figures.clear()
@@ -182,6 +190,13 @@ def run_stage(name: str, path: Path, limit_s: float, *, dry_run: bool) -> int:
     print(json.dumps({**end, "figures": stage.figures}, default=str), flush=True)
     # Threads of copies that never end must not keep the process.
     os._exit(1 if "wrong" in end else 0)
+
+
+def not_installed(absent: ModuleNotFoundError) -> str | None:
+    """Return what a machine lacks; None where it is a part of the checkout."""
+    if (absent.name or "").partition(".")[0] in _OURS:
+        return None
+    return f"the Python module {absent.name} is not installed"
 
 
 def _run_entry(
@@ -221,13 +236,26 @@ def _run_entry(
     elif code == 0 and end is not None and "not_there" in end:
         record |= {"status": NOT_THERE, "why": end["not_there"]}
     elif code == 0 and end is not None:
-        record |= {"status": OK, "figures": end.get("figures", {})}
+        record |= _shown(entry, record["records"])
+        if record["status"] != FAILED:
+            record["figures"] = end.get("figures", {})
     else:
         record["status"] = FAILED
         record["why"] = (end or {}).get("wrong") or _reason(code, text)
     if record["status"] in (FAILED, TIMED_OUT):
         record["tail"] = text[-_TAIL_CHARS:]
     return record
+
+
+def _shown(entry: Entry, records: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the status of a stage that ended well, and why it is not ok."""
+    kinds = {record["kind"] for record in records}
+    missing = [kind for kind in entry.shows if kind not in kinds]
+    if not missing:
+        return {"status": OK}
+    if _SKIPPED in kinds:
+        return {"status": TIMED_OUT, "why": f"no time was left for {missing}"}
+    return {"status": FAILED, "why": f"it says that it is well, and shows no {missing}"}
 
 
 def _command(entry: Entry, path: Path, limit_s: float, *, dry_run: bool) -> list[str]:

@@ -14,6 +14,8 @@ so that one block costs no arithmetic: half a microsecond instead of seven.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -108,7 +110,7 @@ class BlockSlots(RunSlots):
     """The slots of one medium of one instance.
 
     Args:
-        num_blocks: capacity.
+        num_blocks: capacity, which ``grow`` adds to.
         instance: id of the instance, part of every address.
         medium: which medium, part of every address.
         incarnation: of the instance; the next one counts from another generation on,
@@ -125,21 +127,19 @@ class BlockSlots(RunSlots):
     def __init__(
         self, num_blocks: int, instance: int, medium: TierId, incarnation: int = 1
     ) -> None:
-        assert num_blocks <= MAX_SLOT + 1, f"{num_blocks} slots have no 32 bits"
-        super().__init__(num_blocks)
-        # Whole addresses, so that one comparison tells a stale one or a foreign one.
-        self.names: UInt64s = pack(
-            instance,
-            medium,
-            incarnation * _STRIDE & MAX_GENERATION,
-            np.arange(num_blocks),
+        super().__init__(0)
+        self._name = partial(
+            pack, instance, medium, incarnation * _STRIDE & MAX_GENERATION
         )
-        self.entry_at: Int32s = np.full(num_blocks, -1, np.int32)
-        self.holds: npt.NDArray[np.uint16] = np.zeros(num_blocks, np.uint16)
-        self.dying: Bools = np.zeros(num_blocks, np.bool_)
+        # Whole addresses, so that one comparison tells a stale one or a foreign one.
+        self.names: UInt64s = np.zeros(0, np.uint64)
+        self.entry_at: Int32s = np.zeros(0, np.int32)
+        self.holds: npt.NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self.dying: Bools = np.zeros(0, np.bool_)
         self.num_holds = 0
         self.num_dying = 0
         self._open_addresses = NO_ADDRESSES
+        self.grow(num_blocks)
 
     def alloc_addresses(self, num_blocks: int) -> UInt64s | None:
         """Return addresses of ``num_blocks`` new blocks, or None and change nothing.
@@ -166,8 +166,14 @@ class BlockSlots(RunSlots):
         self.entry_at[slots] = -1
 
     def grow(self, capacity: int) -> None:
-        """Refuse: the memory behind the slots does not grow."""
-        raise NotImplementedError("the blocks of a medium are given at the start")
+        """Add slots so that there are ``capacity``, with the memory behind them."""
+        assert capacity <= MAX_SLOT + 1, f"{capacity} slots have no 32 bits"
+        more = np.arange(self.capacity, capacity)
+        super().grow(capacity)
+        self.names = np.concatenate([self.names, self._name(more)])
+        self.entry_at = np.pad(self.entry_at, (0, len(more)), constant_values=-1)
+        self.holds = np.pad(self.holds, (0, len(more)))
+        self.dying = np.pad(self.dying, (0, len(more)))
 
     def addresses_of(self, slots: Int64s) -> UInt64s:
         """Return the addresses of slots as they are now."""

@@ -77,8 +77,9 @@ class CacheStore(TableStore):
         instance: id of the instance.
         memory: the tiers that hold blocks: the cache's first ones.
         incarnation: number of this start of the instance.
-        max_active_share: of each tier, between 0 and 1: so much of it may be active
-            blocks, which nothing evicts. Blocks of others are among them.
+        max_active_share: of the slots that a tier has by now, between 0 and 1: so
+            many may be active blocks, which nothing evicts. Blocks of others are among
+            them.
     """
 
     def __init__(
@@ -110,9 +111,7 @@ class CacheStore(TableStore):
         self._by_medium = [self._slots[0]] * len(TierId)
         for medium, blocks in zip(self._media, self._slots, strict=True):
             self._by_medium[medium] = blocks
-        self._max_active = [
-            int(max_active_share * slots.capacity) for slots in self._slots
-        ]
+        self._max_active_share = max_active_share
 
     # What the laws of the cache ask.
 
@@ -143,7 +142,8 @@ class CacheStore(TableStore):
     def num_allowed(self, medium: TierId) -> int:
         """Return how many more blocks of a medium may be active."""
         number = self._number[medium]
-        return self._max_active[number] - self._kept[number].num_active
+        slots = self._kept[number]
+        return int(self._max_active_share * slots.capacity) - slots.num_active
 
     def alloc(self, medium: TierId, num_blocks: int) -> UInt64s | None:
         """Return new active blocks, or None and change nothing."""

@@ -30,7 +30,7 @@ class CxlTier(RegionTier):
         slot_bytes: bytes of one slot, a multiple of ``ALIGNMENT_BYTES``.
         num_slots: capacity in pages, at least 1.
         register: pins the region for a device, so that it copies to and from CXL
-            memory without a bounce through the host's; see ``MemoryRegion``.
+            memory without a bounce through the host's; in parts, see ``RegionTier``.
         page_bytes: bytes that a checksum covers; the whole slot if None.
         clock: times ``load`` and ``store``.
         sysfs: for tests.
@@ -62,7 +62,9 @@ class CxlTier(RegionTier):
             )
             detail += f", {numa.policy}; {numa.placement.describe()}"
         elif source.path is None:
-            region = MemoryRegion(num_slots, slot_bytes, register=register)
+            region = MemoryRegion(
+                num_slots, slot_bytes, register=register, in_steps=True
+            )
         elif source.emulated:
             region = TmpfsRegion(num_slots, slot_bytes, source.path, register=register)
         else:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.memory import populate
 from sgl_tiered.tiers.numa import SYSFS
-from sgl_tiered.tiers.pinning import Register, pin_whole
+from sgl_tiered.tiers.pinning import Pinning, Register
 
 __all__ = ["DaxDevice", "DaxRegion", "dax_device", "dax_devices"]
 
@@ -96,7 +96,7 @@ class DaxRegion:
         num_rows, row_bytes: shape of ``array``.
         path: of the device's node.
         offset_bytes: where the region begins in the device.
-        register: pins the region for a device.
+        register: pins the region for a device, in parts.
         sysfs: for tests.
 
     Raises:
@@ -141,15 +141,14 @@ class DaxRegion:
         if populate(address, length) != 0:
             # Before Linux 5.14, or a kernel that does not populate devices.
             np.frombuffer(mapping, np.uint8)[:: self.device.align_bytes] = 0
-        self._unregister: Callable[[], None] | None = None
+        self.pinning: Pinning | None = None
         if register is not None:
-            self._unregister = pin_whole(register, address, length)
+            self.pinning = Pinning(register, address, num_rows, row_bytes)
 
     def close(self) -> None:
         """Unpin and unlock; may be called twice."""
-        if self._unregister is not None:
-            self._unregister()
-            self._unregister = None
+        if self.pinning is not None:
+            self.pinning.close()
         self._unlock()
 
 

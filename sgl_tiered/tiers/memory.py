@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.numa_calls import prefer_node
-from sgl_tiered.tiers.pinning import PIN_BYTES, Pinning, Register
+from sgl_tiered.tiers.pinning import Pinning, Register
 
 __all__ = [
     "MemoryRegion",
@@ -46,10 +46,14 @@ class MemoryRegion:
     Args:
         num_rows, row_bytes: shape of ``array``.
         register: pins it for a device, in parts.
-        in_steps: return when the first part is pinned; ``watch_ready`` tells of more.
+        in_steps: return when the first part is pinned; ``pinning`` tells of more.
             Else rows are ready, all of them, when the constructor returns.
         node: of NUMA, where the pages are to lie if they fit.
-        part_bytes: of a part; ``PIN_BYTES`` if None.
+        part_bytes: of a part that is pinned; see ``Pinning``.
+
+    Attributes:
+        array: the rows.
+        pinning: which of them may be used; None for all.
 
     Raises:
         ConfigError: the machine does not give so much, or does not pin it.
@@ -85,20 +89,20 @@ class MemoryRegion:
         self._address = self.array.ctypes.data
         self._num_bytes = num_bytes
         self._stop = threading.Event()
-        self._pinning: Pinning | None = None
+        self.pinning: Pinning | None = None
         self._prefault: threading.Thread | None = None
         if node is not None:
             prefer_node(self._address, num_bytes, node)
         if register is not None:
-            self._pinning = Pinning(
+            self.pinning = Pinning(
                 register,
                 self._address,
                 num_rows,
                 row_bytes,
                 in_steps=in_steps,
-                part_bytes=part_bytes or PIN_BYTES,
+                part_bytes=part_bytes,
             )
-        if self._pinning is None or self._pinning.is_refused:
+        if self.pinning is None or self.pinning.is_refused:
             self._prefault = threading.Thread(
                 target=self._populate, name="tiered-prefault", daemon=True
             )
@@ -110,20 +114,8 @@ class MemoryRegion:
         if self._prefault is not None:
             self._prefault.join()
             self._prefault = None
-        if self._pinning is not None:
-            self._pinning.close()
-
-    @property
-    def num_ready(self) -> int:
-        """Rows, from row 0 on, that may be used."""
-        return len(self.array) if self._pinning is None else self._pinning.num_ready
-
-    def watch_ready(self, told: Callable[[int], None], since: int = 0) -> None:
-        """Tell of each step of ``num_ready`` behind ``since``; see ``Pinning``."""
-        if self._pinning is not None:
-            self._pinning.watch(told, since)
-        elif since < len(self.array):
-            told(len(self.array))
+        if self.pinning is not None:
+            self.pinning.close()
 
     def _populate(self) -> None:
         # A kernel that cannot do it leaves the pages to come lazily.

@@ -32,7 +32,7 @@ from sgl_tiered.tiers.numa_calls import (
     WEIGHTED_INTERLEAVE,
     NumaCalls,
 )
-from sgl_tiered.tiers.pinning import Register, pin_whole
+from sgl_tiered.tiers.pinning import Pinning, Register
 
 __all__ = [
     "SYSFS",
@@ -196,7 +196,7 @@ class NumaRegion:
     Args:
         num_rows, row_bytes: shape of ``array``.
         nodes: at least one.
-        register: pins the region for a device, once it is placed.
+        register: pins the region for a device, in parts, once it is placed.
         calls: the kernel's calls; found by itself if None.
         sysfs: for tests.
 
@@ -225,7 +225,7 @@ class NumaRegion:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(mapping, np.uint8).reshape(
             num_rows, row_bytes
         )
-        self._unregister = None
+        self.pinning: Pinning | None = None
         try:
             calls = calls or NumaCalls.find()
             address = self.array.ctypes.data
@@ -243,13 +243,12 @@ class NumaRegion:
             ) from None
         self.placement.check(nodes)
         if register is not None:
-            self._unregister = pin_whole(register, address, num_bytes)
+            self.pinning = Pinning(register, address, num_rows, row_bytes)
 
     def close(self) -> None:
         """Unpin; may be called twice."""
-        if self._unregister is not None:
-            self._unregister()
-            self._unregister = None
+        if self.pinning is not None:
+            self.pinning.close()
 
 
 def _bind(calls: NumaCalls, address: int, num_bytes: int, nodes: Sequence[int]) -> str:

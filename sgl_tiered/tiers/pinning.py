@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from sgl_tiered.errors import ConfigError
 
-__all__ = ["PIN_BYTES", "LenientRegister", "Pinning", "Register", "pin_whole"]
+__all__ = ["PIN_BYTES", "LenientRegister", "Pinning", "Register"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +66,6 @@ class LenientRegister:
         return None
 
 
-def pin_whole(
-    register: Register, address: int, num_bytes: int
-) -> Callable[[], None] | None:
-    """Pin a region in one piece; return what undoes it, None where it is not pinned."""
-    undo = register(address, num_bytes)
-    if undo is None:
-        _note_refused(register, num_bytes)
-    return undo
-
-
 def _note_refused(register: Register, num_bytes: int) -> None:
     if isinstance(register, LenientRegister):
         register.refused(num_bytes)
@@ -93,7 +83,7 @@ class Pinning:
         address: of row 0.
         num_rows, row_bytes: of the region; rows are whole pages of memory.
         in_steps: return when the first part is pinned; else with the last one.
-        part_bytes: of a part; one row at least.
+        part_bytes: of a part; one row at least. ``PIN_BYTES`` if None.
         num_threads: that pin what follows the first part.
         progress_s: seconds between two lines about it.
 
@@ -109,14 +99,14 @@ class Pinning:
         row_bytes: int,
         *,
         in_steps: bool = True,
-        part_bytes: int = PIN_BYTES,
+        part_bytes: int | None = None,
         num_threads: int = NUM_THREADS,
         progress_s: float = _PROGRESS_S,
     ) -> None:
         self._register = register
         self._address, self._row_bytes = address, row_bytes
         self._num_rows = num_rows
-        self._part_rows = max(part_bytes // row_bytes, 1)
+        self._part_rows = max((part_bytes or PIN_BYTES) // row_bytes, 1)
         self._in_steps = in_steps
         self._progress_s = progress_s
         self._told_at_s = time.monotonic()

@@ -8,6 +8,7 @@ memory is trusted as SGLang trusts it. Nothing survives the process.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from sgl_tiered.core.plans import FoundPages, TransferResult
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.tiers.base import TierHealth, TierIO
 from sgl_tiered.tiers.checks import check_io, checksum
+from sgl_tiered.tiers.pinning import Pinning
 
 __all__ = ["Region", "RegionTier", "check_slots"]
 
@@ -30,6 +32,11 @@ class Region(Protocol):
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The memory: uint8 [num_rows, row_bytes], page aligned, C-contiguous."""
+        ...
+
+    @property
+    def pinning(self) -> Pinning | None:
+        """Which rows may be used already, where a device pins them; None for all."""
         ...
 
     def close(self) -> None:
@@ -55,6 +62,9 @@ def check_slots(tier: str, slot_bytes: int, num_slots: int) -> None:
 
 class RegionTier:
     """A ``MemoryTier`` over a region of its own.
+
+    Where a device pins the region, only the first ``num_ready`` slots may be used until
+    all of it is pinned.
 
     Args:
         tier_id: which tier this is.
@@ -84,6 +94,20 @@ class RegionTier:
     def tier_id(self) -> TierId:
         """As given."""
         return self._tier_id
+
+    @property
+    def num_ready(self) -> int:
+        """Slots, from the first on, that may be used now."""
+        pinning = self._memory.pinning
+        return self._num_slots if pinning is None else pinning.num_ready
+
+    def watch_ready(self, told: Callable[[int], None], since: int = 0) -> None:
+        """Tell of each step of ``num_ready`` behind ``since``; see ``Pinning``."""
+        pinning = self._memory.pinning
+        if pinning is not None:
+            pinning.watch(told, since)
+        elif since < self._num_slots:
+            told(self._num_slots)
 
     @property
     def slot_bytes(self) -> int:

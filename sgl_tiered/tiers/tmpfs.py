@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.tiers.pinning import Register, pin_whole
+from sgl_tiered.tiers.pinning import Pinning, Register
 
 __all__ = ["TmpfsRegion"]
 
@@ -25,7 +24,7 @@ class TmpfsRegion:
     Args:
         num_rows, row_bytes: shape of ``array``.
         folder: on tmpfs, e.g. ``/dev/shm``, or on hugetlbfs.
-        register: pins the region for a device.
+        register: pins the region for a device, in parts.
 
     Raises:
         ConfigError: the folder is elsewhere, or has too little room.
@@ -62,15 +61,15 @@ class TmpfsRegion:
         self.array: npt.NDArray[np.uint8] = np.frombuffer(
             mapping, np.uint8, count=num_bytes
         ).reshape(num_rows, row_bytes)
-        self._unregister: Callable[[], None] | None = None
+        self.pinning: Pinning | None = None
         if register is not None:
-            self._unregister = pin_whole(register, self.array.ctypes.data, length)
+            address = self.array.ctypes.data
+            self.pinning = Pinning(register, address, num_rows, row_bytes)
 
     def close(self) -> None:
         """Unpin; may be called twice. The memory goes with the last view of it."""
-        if self._unregister is not None:
-            self._unregister()
-            self._unregister = None
+        if self.pinning is not None:
+            self.pinning.close()
 
 
 def _check_folder(folder: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> None:

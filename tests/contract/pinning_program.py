@@ -1,15 +1,18 @@
-"""Builds a rank's tiers where the device pins no memory; prints what was counted.
+"""Builds a rank's tiers where the device pins no memory, or a part after the other.
 
     pinning_program.py
 
-As on CUDA: the pool says that it is there, and what pins memory refuses to. Played are
-the pool's device, its copies, and layer-wise KV's placing. The last line is one JSON
-object: the bytes that were refused, by where they are, and the counter.
+As on CUDA: the pool says that it is there, and what pins memory refuses to, or waits.
+Played are the pool's device, its copies, and layer-wise KV's placing. The last line is
+one JSON object: the bytes that were refused, by where they are, and the counter; and
+the slots of each tier while the first part alone is pinned, and when all are.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -86,9 +89,58 @@ def build(layered: bool) -> dict[str, Any]:
     }
 
 
+def build_in_parts() -> dict[str, Any]:
+    """Build memory tiers of four parts each, of which the first one is pinned."""
+    from sgl_tiered.core.ids import TierId
+    from sgl_tiered.engines.sglang import factory
+    from sgl_tiered.engines.sglang.config import read_config
+    from sgl_tiered.engines.sglang.pools import CpuDevicePool
+    from sgl_tiered.tiers import pinning
+
+    facts = context()
+    pool = facts.params.token_to_kv_pool_allocator.get_kvcache()
+    pool.k_buffer[0] = pool.k_buffer[0].as_subclass(OnCuda)
+    go, starting = threading.Event(), threading.current_thread()
+    settings_asked: set[str] = set()
+
+    def register(setting: str, device: torch.device) -> Callable[[int, int], Any]:
+        def pin(address: int, num_bytes: int) -> Any:
+            if threading.current_thread() is not starting:
+                go.wait()
+            settings_asked.add(setting)
+            return lambda: None
+
+        return pin
+
+    factory.cuda_register = register
+    factory.make_device_pool = lambda pool, layout, *more, **named: CpuDevicePool(
+        pool, layout
+    )
+    pinning.PIN_BYTES = 1 << 20
+    settings = {"host_size": "4MiB", "cxl": "emulate:memory", "cxl_size": "4MiB"}
+    runtime = factory._build_runtime(facts, read_config(settings))
+
+    def slots() -> list[int]:
+        runtime.pump()
+        found = map(runtime.cache.occupancy, (TierId.HOST, TierId.CXL))
+        return [occupancy.capacity_slots for occupancy in found]
+
+    tiers = (runtime.parts.host, runtime.parts.cxl)
+    told: dict[str, Any] = {"whole": [tier.num_slots for tier in tiers if tier]}
+    told["first"] = slots()
+    go.set()
+    give_up_at_s = time.monotonic() + 30.0
+    while slots() != told["whole"] and time.monotonic() < give_up_at_s:
+        time.sleep(0.01)
+    told |= {"last": slots(), "settings": sorted(settings_asked)}
+    runtime.close(runtime.pump)
+    return told
+
+
 def main() -> None:
     """Print one line of JSON behind everything else."""
-    print("\n" + json.dumps({"pages": build(False), "layers": build(True)}))
+    told = {"pages": build(False), "layers": build(True), "parts": build_in_parts()}
+    print("\n" + json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A machine that locks no memory is told of by a counter, wherever it was refused."""
+"""Memory that is not pinned is counted; what is pinned is used part by part."""
 
 import pytest
 
@@ -13,3 +13,12 @@ def test_memory_that_is_not_pinned_is_counted(kind):
     told = output_of("pinning_program.py")[kind]
     assert told["host"] > 0
     assert told["counted"] == told["host"] + told["elsewhere"]
+
+
+def test_memory_tiers_serve_before_their_last_part_is_pinned():
+    """The host's and CXL's: a rank is built with the first part of each."""
+    told = output_of("pinning_program.py")["parts"]
+    assert all(told["whole"])
+    assert told["first"] == [slots // 4 for slots in told["whole"]]
+    assert told["last"] == told["whole"]
+    assert told["settings"] == ["--tiered-cxl-size", "--tiered-host-size"]

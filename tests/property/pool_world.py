@@ -82,10 +82,12 @@ class World:
     Attributes:
         in_cache: the stores are those of caches in use, else of their own.
         disk_pages: of a disk below the memory of such a cache; 0 for none.
+        num_open: slots that each memory of such a cache has at first; 0 for all.
     """
 
     in_cache: bool = False
     disk_pages: int = 0
+    num_open: int = 0
     clock: ManualClock = field(default_factory=ManualClock)
     memories: dict[int, np.ndarray] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
@@ -312,7 +314,9 @@ class Node:
         self.cache: TieredCache | None = None
         self.disk: Disk | None = None
         if world.in_cache:
-            self.cache = make_cache(world.clock, blocks, world.disk_pages)
+            self.cache = make_cache(
+                world.clock, blocks, world.disk_pages, world.num_open
+            )
             store = ShortlyNamed(self.cache, instance, tiers, incarnation)
             self.store: TableStore = store
             if world.disk_pages:
@@ -423,12 +427,13 @@ def long_name(namespace: bytes) -> bytes:
 
 
 def make_cache(
-    clock: Clock, blocks: dict[TierId, int], disk_pages: int = 0
+    clock: Clock, blocks: dict[TierId, int], disk_pages: int = 0, num_open: int = 0
 ) -> TieredCache:
-    """Return a cache over tiers of so many slots."""
+    """Return a cache over tiers of so many slots, ``num_open`` of memory's at first."""
+    tiers = tuple(TierConfig(TierId.HOST, n, num_open or n) for n in blocks.values())
     if disk_pages:
         blocks = {**blocks, TierId.DISK: disk_pages}
-    tiers = tuple(TierConfig(TierId.HOST, n) for n in blocks.values())
+        tiers += (TierConfig(TierId.DISK, disk_pages),)
     for tier, medium in zip(tiers, blocks, strict=True):
         # No cache of an engine has a device; that of these tests is as good as a host.
         object.__setattr__(tier, "tier", medium)

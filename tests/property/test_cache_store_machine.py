@@ -2,7 +2,8 @@
 
 What `test_mempool_machine.py` asks of a store of its own holds here too, and the laws
 of the cache hold after every step. The cache offloads, loads, moves copies from tier to
-tier, and forgets; what it finds and what the pool finds is the right thing.
+tier, gets slots as their memory is pinned, and forgets; what it finds and what the pool
+finds is the right thing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from sgl_tiered.cache.tiered_cache import TieredCache
 from sgl_tiered.core.ids import Lookup, TierId
@@ -41,6 +42,19 @@ class CachePoolMachine(MemPoolMachine):
     def cache(self, node: Node) -> TieredCache:
         assert node.cache is not None
         return node.cache
+
+    @initialize(num_open=st.sampled_from([0, 1, 3]))
+    def begin(self, num_open: int = 0) -> None:
+        """Start all instances, perhaps before all of their memory is pinned."""
+        self.num_open = num_open
+        super().begin()
+
+    @precondition(lambda self: self.num_open)
+    @rule(n=NODE, tier=st.sampled_from(list(BLOCKS)), num_slots=st.integers(2, 5))
+    def open_slots(self, n: int, tier: TierId, num_slots: int) -> None:
+        """More of a tier's memory is pinned."""
+        cache = self.cache(self.world.nodes[n])
+        cache.open_slots(tier, min(num_slots, BLOCKS[tier]))
 
     @rule(n=NODE, tokens=PROMPTS, at_once=st.booleans())
     def offload(self, n: int, tokens: np.ndarray, at_once: bool) -> None:
@@ -124,6 +138,10 @@ class CachePoolMachine(MemPoolMachine):
         """The cache ends its transfers; then all is as without one."""
         while self.plans:
             self.end_plan(-1, True)
+        if hasattr(self, "world"):
+            for node in self.world.nodes.values():
+                for tier, num_slots in BLOCKS.items():
+                    self.cache(node).open_slots(tier, num_slots)
         super().teardown()
 
     def fill(

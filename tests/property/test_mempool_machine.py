@@ -83,11 +83,12 @@ class MemPoolMachine(RuleBasedStateMachine):
     """Random calls, faults and deaths."""
 
     in_cache = False
+    num_open = 0
 
     @initialize()
     def begin(self) -> None:
         """Start all instances."""
-        self.world = World(in_cache=self.in_cache)
+        self.world = World(in_cache=self.in_cache, num_open=self.num_open)
         self.drafts: list[Draft] = []
         self.remotes: list[Remote] = []
         self.sent: list[tuple[np.ndarray, int]] = []

@@ -13,6 +13,7 @@ answer.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -204,6 +205,12 @@ class Engine:
         self.pool.warm(np.array([1]))
         register = machine.register("host size")
         self.host = HostTier(layout.slot_bytes, sizes.host_pages, register=register)
+        # The product's cache gets slots as they are pinned; this one has all at once.
+        pinned = threading.Event()
+        self.host.watch_ready(
+            lambda num: pinned.set() if num == sizes.host_pages else None
+        )
+        assert pinned.wait(_PATIENCE_S), "the device does not pin the host tier"
         cost = CostModel(
             PrefillCost(1000, shape.num_layers, 16, 1e9),
             {TierId.HOST: LinkCost(1e-5, 5e10)},

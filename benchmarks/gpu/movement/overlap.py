@@ -7,9 +7,9 @@ counts is the time of both over max(forward, load) plus the first layer's load.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from movement.stack import Stack, StackShape
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
+from sgl_tiered.engines.sglang.cuda_ops import as_byte_pages
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
@@ -39,7 +40,8 @@ def measure_overlap(
     """Yield one record per way of loading, and one of the offload beside a forward.
 
     Raises:
-        AssertionError: the forward over a load gave another answer.
+        AssertionError: the forward over a load gave another answer, or other bytes
+            were offloaded.
     """
     torch.manual_seed(0)
     count = cached_tokens // page_tokens
@@ -75,6 +77,7 @@ class _Run:
         # Finite KV: noise of all bit patterns holds NaN, which equals nothing.
         noise = np.random.default_rng(1).integers(0, 256, store.region.shape, np.uint8)
         store.region[:] = noise & 0x3F
+        self._threads = ThreadPoolExecutor(1)
         self._completions = CompletionQueue()
         self._loader = LayerwiseLoader(
             store.pool, self._completions, SystemClock(), MetricsRegistry()
@@ -84,9 +87,10 @@ class _Run:
         self._slots = torch.from_numpy(slots).to(place.device)
         self._spare = np.setdiff1d(np.arange(store.shape.num_pages), store.pages)
         self._spare_region = place.region(len(store.rows), store.layout)
-        self._offload: threading.Thread | None = None
+        self._offload: Future[Any] | None = None
 
     def close(self) -> None:
+        self._threads.shutdown()
         self._loader.close()
         self._spare_region.close()
 
@@ -181,14 +185,30 @@ class _Run:
         store, pages = self._store, self._spare[: len(self._store.rows)]
         rows = np.arange(len(pages), dtype=np.int64)
         mark = store.pool.mark()
-        self._offload = threading.Thread(
-            target=store.pool.store_pages,
-            args=(self._spare_region.array, rows, pages, mark),
+        self._spare_region.array[:] = 0
+        self._offload = self._threads.submit(
+            store.pool.store_pages, self._spare_region.array, rows, pages, mark
         )
-        self._offload.start()
         return self._forward(lambda layer: None)
 
     def _end_offload(self) -> None:
-        if self._offload is not None:
-            self._offload.join()
-            self._offload = None
+        """Wait for it, and look at the first and the last page of each layer."""
+        if self._offload is None:
+            return
+        self._offload.result()
+        self._offload = None
+        store = self._store
+        count, layout = len(store.rows), store.layout
+        for layer in range(store.shape.num_layers):
+            begin = layout.key_offset(layer)
+            for row in {0, count - 1}:
+                page = int(self._spare[row])
+                wanted = torch.cat(
+                    [
+                        as_byte_pages(buffers[layer], layout)[page]
+                        for buffers in (store.buffers.k_buffer, store.buffers.v_buffer)
+                    ]
+                )
+                found = self._spare_region.array[row, begin : begin + len(wanted)]
+                same = np.array_equal(found, wanted.cpu().numpy())
+                assert same, "other bytes were offloaded"

@@ -4,9 +4,10 @@ Layer-wise KV rests on this: a plan depends on lengths alone, so that what is wr
 into its index buffer before a layer's run is where that layer reads. Prefill and decode
 are planned once; each layer's answer is compared with plain attention over the tokens
 that its own indices name, and with a run over the indices of the plan, which must
-differ. Kernels are compiled when first used, by nvcc, unless the wheel of compiled ones
-is there; without the package, or where it cannot be compiled, the stage is not there. A
-dry run takes a stand-in.
+differ. Kernels are compiled when first used, by nvcc. Where that is not there, the
+wheel of compiled ones has to be, and FlashInfer is told to compile nothing, and for
+which architecture it looks for kernels. Without the package, or without either, the
+stage is not there. A dry run takes a stand-in.
 
 SGLang asks for ``fa2``, and for a decoding kernel without tensor cores where a head of
 keys has fewer than four of queries. What FlashInfer would choose by itself is looked at
@@ -17,7 +18,10 @@ plans is refused, and so is one that does not run on this machine.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,13 +53,23 @@ def run(stage: Stage) -> None:
         sizes: dict[str, Any] = {"page_tokens": 4, "heads": (2, 2), "dim": 8}
         _measure(stage, device, "stand-in", _FORMS | _WITHOUT_CORES, **sizes)
         return
+    has_compiler, is_compiled = _has_compiler(), _is_compiled()
+    if not has_compiler:
+        if not is_compiled:
+            stage.missing(
+                "flashinfer, its compiled kernels (the wheel flashinfer-jit-cache), or "
+                "nvcc that would compile them"
+            )
+        # Read when it is imported; what somebody has set stays.
+        for name, value in _without_compiler(torch.cuda.get_device_capability()):
+            os.environ.setdefault(name, value)
     try:
         import flashinfer
     except Exception as problem:  # noqa: BLE001 - it checks its environment at import
         stage.missing(f"flashinfer: {type(problem).__name__}: {problem}")
-    prebuilt = importlib.util.find_spec("flashinfer_jit_cache") is not None
     version = getattr(flashinfer, "__version__", "?")
-    stage.add("flashinfer", version=version, prebuilt=prebuilt)
+    facts = {"version": version, "compiler": has_compiler, "compiled": is_compiled}
+    stage.add("flashinfer", **facts)
     sizes = {"page_tokens": 16, "heads": (32, 8), "dim": 128}
     began_s = time.perf_counter()
     _measure(stage, device, _ASKED, _FORMS, **sizes)
@@ -67,6 +81,34 @@ def run(stage: Stage) -> None:
             stage.add("skipped", backend=backend, forms=sorted(forms), why=why)
             continue
         _measure(stage, device, backend, forms, **sizes)
+
+
+def _has_compiler() -> bool:
+    """Return whether nvcc is where FlashInfer looks for it."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
+    folders = [Path(home) for home in (*homes, "/usr/local/cuda") if home]
+    return shutil.which("nvcc") is not None or any(
+        (folder / "bin" / "nvcc").exists() for folder in folders
+    )
+
+
+def _is_compiled() -> bool:
+    """Return whether FlashInfer's compiled kernels are there, in either place."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return True
+    package = importlib.util.find_spec("flashinfer")
+    folders = (package and package.submodule_search_locations) or ()
+    return any((Path(folder) / "data" / "aot").is_dir() for folder in folders)
+
+
+def _without_compiler(capability: tuple[int, int]) -> tuple[tuple[str, str], ...]:
+    """Return the environment in which FlashInfer loads kernels and compiles none."""
+    major, minor = capability
+    feature = "a" if major >= 9 else ""
+    return (
+        ("FLASHINFER_DISABLE_JIT", "1"),
+        ("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{feature}"),
+    )
 
 
 def _measure(

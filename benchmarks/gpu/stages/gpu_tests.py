@@ -34,9 +34,8 @@ def run(stage: Stage) -> None:
     files = test_files()
     assert files, "no test is marked gpu"
     if stage.dry_run:
-        stage.add("gpu_tests", files=[str(file) for file in files])
         outcome = _pytest(files, stage.left_s, collect_only=True)
-        stage.add("collected", **outcome)
+        stage.add("tests", files=[str(file) for file in files], **outcome)
         stage.figure("gpu_tests_collected", outcome["collected"])
         is_right = outcome["exit_status"] == 0 or _is_absent(outcome)
         assert is_right, outcome["tail"][-800:]
@@ -47,16 +46,17 @@ def run(stage: Stage) -> None:
     for number, file in enumerate(files):
         left_s = stage.left_s
         if left_s < 5.0:
-            stage.add("file", file=str(file), status="no time was left")
+            stage.add("skipped", file=str(file))
             red.append(f"{file}: no time was left")
             continue
         # The first ones compile kernels; nothing of one may eat all the others' time.
         fair_s = 3 * left_s / (len(files) - number)
         outcome = _pytest([file], min(left_s, fair_s, _MOST_PER_FILE_S))
-        stage.add("file", file=str(file), **outcome)
+        stage.add("tests", file=str(file), **outcome)
         for name in counts:
             counts[name] += outcome[name]
-        if outcome["exit_status"] not in (0, 5) and not _is_absent(outcome):
+        # 5: none was collected, of a file that says that it has some.
+        if outcome["exit_status"] != 0 and not _is_absent(outcome):
             red.append(f"{file}: {outcome['why'] or outcome['tail'][-300:]}")
         stage.figure("gpu_tests", counts)
     assert not red, "; ".join(red)

@@ -99,6 +99,7 @@ def run(stage: Stage) -> None:
         told = run.talk(60 if lag_s else 200, most_s)
         stage.add("random", way=way.value, lag_s=lag_s, **told)
         wrong += told["wrong"]
+        _check_shown(told, ("loads", "offloads"))
         if not lag_s:
             word = way.value
             for name in ("idle_share", "blocked_share", "host_waits"):
@@ -113,6 +114,7 @@ def run(stage: Stage) -> None:
     for control in CONTROLS:
         if stage.left_s < 5.0:
             not_run.append(control)
+            stage.add("skipped", what=f"the control {control}")
             continue
         lag_s = _LAG_S if control in _HELD_UP else 0.0
         run = _Run(
@@ -143,8 +145,7 @@ def _play(stage: Stage) -> None:
         told = played(seed, way=way, newest_first=bool(seed % 2))
         stage.add("random", way=way.value, seed=seed, **told)
         loads += told["loads"]
-        for name in ("loads", "offloads", "device_evicted", "host_evicted"):
-            assert told[name] > 0, f"nothing was shown: no {name}"
+        _check_shown(told, ("loads", "offloads", "device_evicted", "host_evicted"))
         assert not told["wrong"], f"{told['wrong']} answers are wrong"
     stage.figure("mini_loads", loads)
     for control in CONTROLS:
@@ -158,6 +159,12 @@ def _play(stage: Stage) -> None:
     run = _Run(PlayedMachine(7), *_PLAYED, way=LoadWay.KERNEL)
     stage.add("first_token", is_played=True, **run.first_tokens((48,)))
     run.close()
+
+
+def _check_shown(told: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise AssertionError unless the run did what its answers are to show."""
+    for name in names:
+        assert told[name] > 0, f"nothing was shown: no {name}"
 
 
 def played(

@@ -31,7 +31,9 @@ def run(stage: Stage) -> None:
     sanitizer = _find()
     if stage.dry_run:
         told = _run([], ("page_copy", "kv_gen"), stage.left_s)
-        stage.add("interpreted", **told)
+        stage.add("sanitizer", tool="none: interpreted", **told)
+        assert "page_copy ran" in told["tail"], told["tail"]
+        assert "kv_gen ran" in told["tail"], told["tail"]
         assert told["exit_status"] == 0, told["tail"]
         return
     if sanitizer is None:

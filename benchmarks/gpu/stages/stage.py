@@ -1,8 +1,9 @@
 """What a stage of the session gets, and how it tells what it has found.
 
 A stage is a module with ``run(stage)``. Each record is in the stage's file as soon as
-it is made, so that one that is killed has told what it had. ``missing`` ends it as not
-there; an AssertionError ends it as failed, and its figures are not told.
+it is made, so that one that is killed has told what it had. What there is no time for
+is a record of the kind ``skipped``. ``missing`` ends it as not there; an AssertionError
+ends it as failed, and its figures are not told.
 """
 
 from __future__ import annotations

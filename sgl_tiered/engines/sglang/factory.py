@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -240,9 +241,10 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         )
     host_memory = _open_host(config, layout, register, pool.k_buffer[0].device)
     host = emulator.wrap(host_memory)
-    cxl = _open_cxl(config, layout, pins("--tiered-cxl-size"))
-    if cxl is not None:
-        cxl = emulator.wrap(cxl)
+    cxl_memory = _open_cxl(config, layout, pins("--tiered-cxl-size"))
+    cxl = None if cxl_memory is None else emulator.wrap(cxl_memory)
+    # Of these, a device pins a part after the other.
+    pinned = [memory for memory in (host_memory, cxl_memory) if memory is not None]
     disk = open_disk(config, layout, namespace, emulator, agreement)
     cost, figures = measure_costs(
         model=runner.model,
@@ -253,6 +255,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         host=host,
         num_host_slots=host_memory.num_ready,
         cxl=cxl,
+        num_cxl_slots=0 if cxl_memory is None else cxl_memory.num_ready,
         disk=disk,
         clock=clock,
         calibration=read_fitting("--tiered-calibration", config.calibration, model),
@@ -274,17 +277,22 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             *agreement.gathered([tier.num_slots for tier in tiers]), strict=True
         )
     ]
-    # And as many of the host's at first as every rank has pinned by now.
-    num_open = min(agreement.gathered(host_memory.num_ready))
+    # And as many of memory's at first as every rank has pinned by now.
+    ready = agreement.gathered([memory.num_ready for memory in pinned])
+    num_open = {
+        memory.tier_id: min(theirs)
+        for memory, theirs in zip(pinned, zip(*ready, strict=True), strict=True)
+    }
     cache = TieredCache(
         CacheConfig(
             layout=layout,
-            tiers=(
-                TierConfig(TierId.HOST, slots[0], min(num_open, slots[0])),
-                *(
-                    TierConfig(tier.tier_id, num_slots)
-                    for tier, num_slots in zip(tiers[1:], slots[1:], strict=True)
-                ),
+            tiers=tuple(
+                TierConfig(
+                    tier.tier_id,
+                    num_slots,
+                    min(num_open.get(tier.tier_id, num_slots), num_slots),
+                )
+                for tier, num_slots in zip(tiers, slots, strict=True)
             ),
             load_policy=config.load_policy,
             write_policy=config.write_policy,
@@ -306,10 +314,11 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         lookahead=lookahead,
     )
     completions = CompletionQueue()
-    host_memory.watch_ready(
-        lambda num: completions.post(SlotsReady(TierId.HOST, min(num, slots[0]))),
-        since=num_open,
-    )
+    for medium, num_slots in zip(pinned, slots, strict=False):
+        medium.watch_ready(
+            partial(_tell_ready, completions, medium.tier_id, num_slots),
+            since=num_open[medium.tier_id],
+        )
     loader = LayerwiseLoader(
         device,
         completions,
@@ -479,8 +488,6 @@ def _open_host(
         layout.slot_bytes,
         num_slots,
         register=register,
-        # A pool names all slots to others at its start, and registers their memory.
-        in_steps=config.pool is None,
         node=None if register is None else numa_node(device),
         page_bytes=layout.page_bytes,
     )
@@ -488,7 +495,7 @@ def _open_host(
 
 def _open_cxl(
     config: TieredConfig, layout: PageLayout, register: Any
-) -> MemoryTier | None:
+) -> CxlTier | None:
     if config.cxl is None:
         return None
     num_slots = config.cxl_bytes // layout.slot_bytes
@@ -505,6 +512,13 @@ def _open_cxl(
         register=register,
         page_bytes=layout.page_bytes,
     )
+
+
+def _tell_ready(
+    completions: CompletionQueue, tier: TierId, num_slots: int, num_ready: int
+) -> None:
+    """Say how many of the slots that every rank has are pinned here."""
+    completions.post(SlotsReady(tier, min(num_ready, num_slots)))
 
 
 def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:

@@ -73,6 +73,7 @@ def measure_costs(
     host: MemoryTier,
     num_host_slots: int,
     cxl: MemoryTier | None,
+    num_cxl_slots: int,
     disk: Tier | None,
     clock: Clock,
     calibration: Calibration | None = None,
@@ -89,6 +90,7 @@ def measure_costs(
         host: the host tier, empty.
         num_host_slots: of it, from the first on, that may be used now.
         cxl: the CXL tier, empty, or None.
+        num_cxl_slots: of it, as for the host.
         disk: the disk tier, or None.
         clock: for the measurements.
         calibration: of this model; what it holds is used instead of a measurement.
@@ -105,7 +107,7 @@ def measure_costs(
     prefill = None if calibration is None else calibrated_prefill(calibration)
     for tier, memory in ((TierId.HOST, host), (TierId.CXL, cxl)):
         if memory is not None and tier not in links:
-            num_slots = num_host_slots if memory is host else memory.num_slots
+            num_slots = num_host_slots if memory is host else num_cxl_slots
             rows, pages = _probe_numbers(device, num_device_pages, num_slots)
             links[tier] = _memory_link(
                 figures, layout, device, memory, rows, pages, clock

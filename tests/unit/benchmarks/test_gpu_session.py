@@ -6,12 +6,16 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
+from sgl_tiered.cli.gpu_report import write_page
+from sgl_tiered.engines.sglang.pools import CpuDevicePool
 from sgl_tiered.pipelines.stream_pool import LoadWay
 
 FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"
@@ -34,9 +38,9 @@ def session(load):
     return load("session")
 
 
-def entry(session, name, code, share=1.0, most_s=30.0):
+def entry(session, name, code, share=1.0, most_s=30.0, shows=()):
     """Return a stage that is a line of Python; it gets its file and its seconds."""
-    return session.Entry(name, share, most_s, (sys.executable, "-c", code))
+    return session.Entry(name, share, most_s, shows, (sys.executable, "-c", code))
 
 
 OK = 'print(\'{"figures": {"a": 1}}\')'
@@ -56,7 +60,7 @@ def test_stages_that_end_badly_are_told_and_stop_nothing(session, tmp_path, caps
         entry(session, "absent", 'print(\'{"not_there": "no GPU"}\')'),
         entry(session, "good", OK),
     ]
-    entries[1] = session.Entry("hangs", 1.0, 3.0, entries[1].command)
+    entries[1] = session.Entry("hangs", 1.0, 3.0, (), entries[1].command)
     summary = session.run_session(entries, tmp_path, 120.0, dry_run=True)
     assert summary["stages"] == {
         "fails": "failed",
@@ -119,6 +123,71 @@ def test_a_stage_without_time_is_told(session, tmp_path):
     summary = session.run_session(entries, tmp_path, 6.0, dry_run=True)
     assert summary["stages"] == {"late": "timed out"}
     assert summary["why"] == {"late": "no time was left of the budget"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status", "why"),
+    [
+        (["answers", "control"], "ok", None),
+        (["answers"], "failed", "shows no ['control']"),
+        ([], "failed", "shows no ['answers', 'control']"),
+        (["answers", "skipped"], "timed out", "no time was left for ['control']"),
+    ],
+)
+def test_a_stage_that_shows_less_than_it_is_for_is_not_ok(
+    session, tmp_path, kinds, status, why
+):
+    """Whatever it says of itself: one that did nothing has nothing wrong."""
+    told = json.dumps({"figures": {}, "records": [{"kind": kind} for kind in kinds]})
+    code = f"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({told!r}); {OK}"
+    one = entry(session, "one", code, shows=("answers", "control"))
+    summary = session.run_session([one], tmp_path, 60.0, dry_run=True)
+    assert summary["stages"] == {"one": status}
+    assert (why or "") in summary["why"].get("one", "")
+    assert summary["figures"] == ({} if status == "failed" else {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        ("orjson", "the Python module orjson is not installed"),
+        ("cuda.bindings", "the Python module cuda.bindings is not installed"),
+        ("sgl_tiered.gone", None),
+        ("sgl_tiered_kernels.gone", None),
+        ("sgl_tiered_workloads.gone", None),
+        ("tests.gone", None),
+    ],
+)
+def test_a_module_of_ours_that_is_gone_is_no_reason_to_be_not_there(
+    session, module, told
+):
+    """Another package may be absent from a machine; not a part of the checkout."""
+    assert session.not_installed(ModuleNotFoundError(name=module)) == told
+
+
+def test_the_dry_run_is_green_and_shows_what_each_stage_is_for(
+    session, tmp_path, capsys
+):
+    """As a user runs it: every stage, each control caught, and a page of it."""
+    status = session.main(["--out", str(tmp_path), "--dry-run", "--budget", "540"])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    wanted = {one.name: "ok" for one in session.ENTRIES} | {"servers": "not there"}
+    assert summary["stages"] == wanted, summary["why"]
+    assert status == 0
+    stages = json.loads((tmp_path / "session.json").read_text())["stages"]
+    engine = stages["mini_engine"]["records"]
+    controls = {one["control"]: one["wrong"] for one in engine if "control" in one}
+    assert {"consumer", "layer_wait"} < set(controls)
+    assert all(controls.values())
+    assert sum(one["loads"] for one in engine if one["kind"] == "random") > 0
+    assert stages["gpu_tests"]["figures"]["gpu_tests_collected"] > 20
+    ways = {one["way"] for one in stages["copies"]["records"] if "way" in one}
+    assert {"plain", "engines", "kernel_by_layer", "pages_scatter"} <= ways
+    written, page = write_page(tmp_path)
+    assert tmp_path / "report.md" in written
+    assert page.num_stages == len(session.ENTRIES)
+    assert "cannot be read" not in page.text
+    assert page.text.count("Nothing was measured") == 1
 
 
 def test_the_exit_status_is_of_the_stages(session, tmp_path, monkeypatch, capsys):
@@ -234,6 +303,27 @@ def test_the_played_engine_answers_right(load, way, newest_first):
     assert told["device_evicted"] > 0
 
 
+def test_the_engine_begins_when_all_of_its_host_tier_is_pinned(load, monkeypatch):
+    """Its cache has all slots at once, and a kernel cannot read what is not pinned."""
+    stage, engine = load("stages.mini_engine"), load("engine.engine")
+    monkeypatch.setattr("sgl_tiered.tiers.pinning.PIN_BYTES", 1 << 16)
+    machine = load("engine.machine").PlayedMachine(3)
+    pinned, starting = [], threading.current_thread()
+
+    def register(address, num_bytes):
+        if threading.current_thread() is not starting:
+            time.sleep(0.02)
+        pinned.append(num_bytes)
+        return lambda: None
+
+    monkeypatch.setattr(machine, "register", lambda setting: register)
+    shape, sizes, _ = stage._PLAYED
+    one = engine.Engine(machine, shape, sizes, way=LoadWay.KERNEL)
+    assert len(pinned) > 2
+    assert sum(pinned) == one.host.num_slots * one.host.slot_bytes
+    one.close()
+
+
 @pytest.mark.parametrize("dropped", ["layer_wait", "load_mark"])
 def test_a_wait_that_is_left_out_is_caught(load, dropped):
     """The negative controls: some order of the device shows a wrong answer."""
@@ -304,6 +394,15 @@ def test_a_load_under_a_forward_is_measured(load, tmp_path):
     (overlap,) = told.records
     assert len(overlap["both_s"]) == 2
     assert overlap["load_bytes"] == 64 * 4 * 2 * 64 * 2
+
+
+def test_an_offload_beside_a_forward_that_moves_nothing_ends_it(
+    load, tmp_path, monkeypatch
+):
+    """A forward beside nothing is as fast as one by itself, which says nothing."""
+    monkeypatch.setattr(CpuDevicePool, "store_pages", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match="other bytes were offloaded"):
+        load("stages.overlap").run(stage_of(load, tmp_path))
 
 
 def test_copies_of_other_bytes_end_it(load, tmp_path, monkeypatch):
@@ -435,6 +534,48 @@ def test_a_backend_that_does_not_run_ends_the_stage_only_if_it_is_sglangs(
     assert "prefill by auto does not run here" in record["why"]
     with pytest.raises(load("stages.stage").NotThereError, match="no kernel for this"):
         module._measure(stage, device, "fa2", {"prefill": 7}, **SIZES)
+
+
+class OnCuda:
+    """A stage's device in the place of one on CUDA."""
+
+    def __init__(self, dry_run):
+        self.is_cuda = not dry_run
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flashinfer_without_a_compiler_loads_kernels_or_is_not_there(
+    load, tmp_path, monkeypatch, compiled
+):
+    """It is told to compile nothing before it is imported, and for which card."""
+    stage, missing = load("stages.flashinfer"), load("stages.stage").NotThereError
+    for name in ("FLASHINFER_DISABLE_JIT", "FLASHINFER_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(stage, "Device", OnCuda)
+    monkeypatch.setattr(stage, "_has_compiler", lambda: False)
+    monkeypatch.setattr(stage, "_is_compiled", lambda: compiled)
+    monkeypatch.setattr(stage.torch.cuda, "get_device_capability", lambda: (9, 0))
+    seen = {}
+
+    class Package:
+        """Notes in what environment it is imported, and is not there."""
+
+        def find_spec(self, name, path=None, target=None):
+            if name == "flashinfer":
+                seen.update(stage.os.environ)
+                raise ImportError("as on a machine without it")
+
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Package(), *sys.meta_path])
+    told = load("stages.stage").Stage(tmp_path / "one.json", 600.0, dry_run=False)
+    try:
+        with pytest.raises(missing, match="without it" if compiled else "jit-cache"):
+            stage.run(told)
+    finally:
+        for name in ("FLASHINFER_DISABLE_JIT", "FLASHINFER_CUDA_ARCH_LIST"):
+            stage.os.environ.pop(name, None)
+    assert seen.get("FLASHINFER_DISABLE_JIT") == ("1" if compiled else None)
+    assert seen.get("FLASHINFER_CUDA_ARCH_LIST") == ("9.0a" if compiled else None)
 
 
 def test_a_layered_server_is_started_with_what_cuda_asks_for(load):

@@ -153,7 +153,13 @@ def session_of(*, dry_run: bool = False) -> Told:
                 },
             ),
             "gpu_tests": stage(
-                {"kind": "file", "file": "a.py", "passed": 3, "failed": 0, "skipped": 1}
+                {
+                    "kind": "tests",
+                    "file": "a.py",
+                    "passed": 3,
+                    "failed": 0,
+                    "skipped": 1,
+                }
             ),
             "mini_engine": stage(
                 random,

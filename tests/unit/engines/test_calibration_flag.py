@@ -108,6 +108,7 @@ def measure(calibration, **parts):
         attention_width=32,
         num_device_pages=8,
         num_host_slots=8,
+        num_cxl_slots=8,
         clock=SystemClock(),
         calibration=calibration,
         **given,

@@ -104,6 +104,7 @@ class Machine:
             host=self.host,
             num_host_slots=num_host_slots or self.host.num_slots,
             cxl=None,
+            num_cxl_slots=0,
             disk=None,
             clock=self.clock,
         )

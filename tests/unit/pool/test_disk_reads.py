@@ -135,7 +135,8 @@ def test_own_requests_cut_a_read_short(world: World) -> None:
 def test_pages_under_way_for_others_are_bounded(world: World) -> None:
     """By what they may have of the host tier: the first pages alone are read."""
     node = world.nodes[0]
-    node.store._max_active = [3]
+    # Of eight slots.
+    node.store._max_active_share = 3 / 8
     first = begin(world, 2)
     talk(world)
     second = begin(world, 2, first_page=2)

@@ -186,7 +186,7 @@ def test_a_folder_that_does_not_serve_is_refused(folder, rows, words):
 
 
 def test_a_tmpfs_file_is_pinned_and_unpinned_once():
-    """As every other region."""
+    """As every other region: its rows, not what is left of the last huge page."""
     calls = []
 
     def register(address, num_bytes):

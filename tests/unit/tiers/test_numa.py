@@ -212,7 +212,7 @@ def test_a_large_range_is_sampled_and_interleaving_does_not_fool_it(sysfs):
 
 
 def test_the_region_is_pinned_once_it_is_placed_and_unpinned_once(sysfs):
-    """A device is shown the whole region after the check, not before."""
+    """A device is shown the region after the check, not before."""
     kernel = Kernel(lambda page: 2)
     calls = []
 

@@ -2,13 +2,17 @@
 
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.tiers.cxl import CxlTier
+from sgl_tiered.tiers.cxl_source import CxlSource
 from sgl_tiered.tiers.host import HostTier
 from sgl_tiered.tiers.memory import MemoryRegion
 from sgl_tiered.tiers.pinning import LenientRegister, Pinning
+from tests.unit.tiers.sysfs_support import add_dax, dax_file
 
 ROW = 4096
 ADDRESS = 1 << 30
@@ -187,18 +191,34 @@ def test_progress_is_told(driver, caplog):
 def test_a_region_is_whole_unless_parts_of_it_will_do(driver):
     """Rings and staging memory are used at once."""
     region = MemoryRegion(64, ROW, register=driver, part_bytes=8 * ROW)
-    assert region.num_ready == 64
+    assert region.pinning.num_ready == 64
     assert sum(driver.pinned.values()) == 64 * ROW
     region.close()
     assert driver.pinned == {}
 
 
-def test_a_host_tier_serves_before_its_last_part_is_pinned(driver, monkeypatch):
+def memory_tier(kind, driver, folder):
+    """Make a tier of 64 rows that the driver pins."""
+    if kind == "host":
+        return HostTier(ROW, 64, register=driver)
+    sysfs = add_dax(folder / "sys")
+    source = {
+        "memory": CxlSource(emulated=True),
+        "tmpfs": CxlSource(emulated=True, path=Path("/dev/shm")),
+        "devdax": CxlSource(path=dax_file(folder)),
+    }[kind]
+    return CxlTier(source, ROW, 64, register=driver, sysfs=sysfs)
+
+
+@pytest.mark.parametrize("kind", ["host", "memory", "tmpfs", "devdax"])
+def test_a_memory_tier_serves_before_its_last_part_is_pinned(
+    driver, monkeypatch, tmp_path, kind
+):
     """It says how many slots may be used, and tells of more."""
-    monkeypatch.setattr("sgl_tiered.tiers.memory.PIN_BYTES", 8 * ROW)
+    monkeypatch.setattr("sgl_tiered.tiers.pinning.PIN_BYTES", 8 * ROW)
     driver.free_parts = 1
     driver.open.clear()
-    tier = HostTier(ROW, 64, register=driver)
+    tier = memory_tier(kind, driver, tmp_path)
     assert (tier.num_ready, tier.num_slots) == (8, 64)
     told, done = [], threading.Event()
 
