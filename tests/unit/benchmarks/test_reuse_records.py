@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from reuse.parts import HitRun
+from reuse.schedules import HIT_CACHED_TOKENS, QUICK
+from sgl_tiered_workloads.records import RequestRecord
 
 FIGURES = {
     "outputs_identical": True,
@@ -72,3 +75,34 @@ def test_half_a_run_keeps_no_record(bench, tmp_path, words):
 def test_a_smoke_run_misses_nothing(bench):
     """Six hits are no figures."""
     assert bench(FIGURES | {"ttft_speedup_of_bound": 0.1}, "--quick") == 0
+
+
+def answer(seconds: float, cached: int, tier: str) -> RequestRecord:
+    """Return the record of one long prompt."""
+    tiers = {tier: cached} if cached else {}
+    times = {"targeted_s": 0.0, "started_s": 0.0, "token_times_s": (seconds,)}
+    found = {"cached_tokens": cached, "cached_by_tier": tiers, "output": (1,)}
+    return RequestRecord("host.hit0", 0, (1,) * 6000, **times, **found)
+
+
+def test_a_series_of_hits_gives_both_ends_of_the_scale(load_script, monkeypatch):
+    """Plain SGLang's device hits, and what it had to compute before them."""
+    module = load_script("serving/bench_reuse.py")
+    monkeypatch.setattr(module.Bench, "_write", lambda *_: None)
+    bench = module.Bench(None, QUICK)
+    monkeypatch.setattr(bench.reference, "check", lambda *_: None)
+    cold = [answer(2.0, 0, "")] * 7
+    device = [answer(0.05, HIT_CACHED_TOKENS, "device")] * 6
+    host = [answer(0.06, HIT_CACHED_TOKENS, "host")] * 6
+    run = HitRun(
+        {"plain": cold + device, "tiered": cold[:3] + host},
+        {("plain", "host"): device, ("tiered", "host"): host},
+    )
+    bench._take_hits(None, "host", run)
+    assert bench.findings.device_s == [0.05] * 6
+    assert bench.findings.recompute_s == [2.0] * 7
+    result = module.summary(bench.findings)
+    assert result["ttft_speedup_bound"] == 40.0
+    assert result["ttft_speedup_of_hits"] == pytest.approx(33.33)
+    assert result["ttft_speedup_of_bound"] == pytest.approx(0.833)
+    assert result["problems"] == []
