@@ -503,7 +503,7 @@ def reuse_line() -> str:
         f"hit is {middle('host_hit_penalty_vs_hicache'):.2f} times HiCache's (the "
         f"better of two forms), on disk with a cold page cache "
         f"{middle('disk_hit_penalty_vs_hicache_file'):.2f} times that of HiCache's "
-        f"file backend. On working sets of 4 and 16 device pools the median time to "
+        f"file backend. On working sets of several device pools the median time to "
         f"the first token is {middle('ttft_p50_speedup_vs_plain'):.1f} times lower "
         f"than plain SGLang's or better (`{run.kind.command}`, "
         f"{count} run{'s' if count > 1 else ''}; {run.when}; {_on(run.last)})."

@@ -54,7 +54,7 @@ class Scale:
     hits: int
 
 
-NORMAL = Scale((0.5, 4, 16), 1, 20, 8, 4, 60)
+NORMAL = Scale((4, 8), 1, 20, 8, 4, 54)
 FULL = Scale((0.5, 4, 16), 5, 20, 16, 4, 200)
 QUICK = Scale((0.5, 1.5), 1, 3, 2.5, 2, 6)
 
