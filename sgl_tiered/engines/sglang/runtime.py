@@ -83,10 +83,10 @@ _DRAIN_TIMEOUT_S = 5.0
 """A copy from the device that does not end must not hold the scheduler: its memory and
 its slots stay set aside until it does."""
 STORE_PATIENCE_S = 20.0
-"""A store that has moved no byte for so long is taken to be stuck. Some 10 ms are usual;
-one that is given up too early costs a later miss, and until then decoders may wait."""
+"""A store that has moved no byte for so long is stuck: 10 ms are usual. One that is
+given up too early costs a later miss; until it is, decoders may have to wait."""
 _STORE_PATIENCE = 10.0
-"""Or for so many times what its next bytes take at the measured bandwidth, if longer."""
+"""Or for so many times what a chunk takes at the measured bandwidth, if longer."""
 _NAP_S = 0.001
 """A request that arrives meanwhile waits so long at most: no TTFT shows it."""
 _PUBLISH_S = 1.0
@@ -714,30 +714,33 @@ class TieredRuntime:
         may still write to stay set aside. Ranks are told alike how long it is stuck,
         and have the same costs.
         """
+        if self._given_up:
+            self._offloads.trip("stores do not end")
         stuck_s = self.transfers.store_stuck_s
+        if not self._storing or stuck_s <= STORE_PATIENCE_S:
+            return
         tier = self.parts.host.tier_id
         _, bytes_per_s = self.cost.link_figures(tier)
         chunk_bytes = CHUNK_PAGES * self.parts.device.layout.page_bytes
-        link_s = _STORE_PATIENCE * chunk_bytes / bytes_per_s
-        if self._storing and stuck_s > max(STORE_PATIENCE_S, link_s):
-            self.parts.offloader.give_up()
-            given_up = sorted(self._storing)
-            self._given_up |= self._storing
-            self._storing.clear()
-            self.metrics.add("offloads_given_up", len(given_up))
-            logger.warning(
-                "sgl-tiered: %d store(s) into the %s tier are given up, as the first "
-                "has moved no byte for %.1f s; their pages stay on the device, and "
-                "nothing is stored until it ends",
-                len(given_up),
-                tier.label,
-                stuck_s,
-            )
-            for plan_id in given_up:
-                self._end_offload(plan_id)
-            self.on_offloaded()
-        if self._given_up:
-            self._offloads.trip("stores do not end")
+        if stuck_s <= _STORE_PATIENCE * chunk_bytes / bytes_per_s:
+            return
+        self.parts.offloader.give_up()
+        self._offloads.trip("stores do not end")
+        given_up = sorted(self._storing)
+        self._given_up |= self._storing
+        self._storing.clear()
+        self.metrics.add("offloads_given_up", len(given_up))
+        logger.warning(
+            "sgl-tiered: %d store(s) into the %s tier are given up, as the first has "
+            "moved no byte for %.1f s; their pages stay on the device, and nothing is "
+            "stored until it ends",
+            len(given_up),
+            tier.label,
+            stuck_s,
+        )
+        for plan_id in given_up:
+            self._end_offload(plan_id)
+        self.on_offloaded()
 
     def _end_promotion(self, event: PromoteFinished) -> None:
         """Take the end of a read ahead of need, or for a peer, whole or not."""

@@ -227,8 +227,8 @@ class TieredKVManager(MooncakeKVManager):
     def _forget_unclaimed(self, room: int) -> None:
         """Note that a room is asked for; forget those whose request has not come.
 
-        SGLang notes whoever asks, and forgets it with the request. After its own longest
-        waits the decode instance has given up such a room.
+        SGLang notes whoever asks, and forgets it with the request. After the longest
+        waits the decode instance has given such a room up.
         """
         now_s, asked_at_s = self._clock.now(), self._asked_at_s
         asked_at_s[room] = now_s
