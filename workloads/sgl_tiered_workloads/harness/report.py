@@ -66,8 +66,8 @@ def _pairings(results: Results) -> list[Pairing]:
     found = []
     for system in others:
         try:
-            sides = [(side.header, side.records) for side in (first, system)]
-            found.append(pair(*sides, figures=_FIGURES))
+            base, other = ((side.header, side.records) for side in (first, system))
+            found.append(pair(base, other, figures=_FIGURES))
         except RecordsError:  # nothing was answered on both sides: the tables say so
             continue
     return found
