@@ -27,10 +27,11 @@ install: ## make the virtual environment with SGLang, the plugin and the tools
 	@bash scripts/install.sh "$(VENV)"
 
 .PHONY: lock
-lock: ## choose the newest versions that go together, for scripts/constraints.txt
+lock: ## choose the newest versions that go together, and lock them with their hashes
 	@rm -rf .cache/lock && UNLOCKED=1 bash scripts/install.sh .cache/lock
 	@.cache/lock/bin/python scripts/lock.py >.cache/constraints.txt
 	@mv .cache/constraints.txt scripts/constraints.txt && rm -rf .cache/lock
+	@bash scripts/lock_hashes.sh
 
 .PHONY: demo
 demo: install ## plain SGLang against SGLang with tiers, on a model that we trained
@@ -95,6 +96,10 @@ equality: install ## every combination against plain SGLang, faults and kills (4
 .PHONY: docs
 docs: ## the documentation as a site in out/site, strictly: every link, llms.txt
 	@PYTHON="$(PYTHON)" bash scripts/docs.sh
+
+.PHONY: wheels
+wheels: ## both packages in out/dist, checked and installed in a clean environment
+	@PYTHON="$(PYTHON)" bash scripts/wheels.sh
 
 .PHONY: results
 results: install ## figures and pictures of README and docs, from committed records

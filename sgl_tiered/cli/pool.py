@@ -6,12 +6,15 @@ import argparse
 import json
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.pool.membership import Lease, Member, Registry, View, member_fields
-from sgl_tiered.pool.registry_url import LEADER, ROUTERS, local_path, open_registry
+
+if TYPE_CHECKING:
+    # The other commands must work without the packages that a pool needs.
+    from sgl_tiered.pool.membership import Member, Registry, View
 
 __all__ = ["register"]
 
@@ -32,7 +35,7 @@ def register(subparsers: Any) -> None:
         command: argparse.ArgumentParser = commands.add_parser(
             name, help=text, description=text
         )
-        command.set_defaults(run=run)
+        command.set_defaults(run=_guarded(run))
         return command
 
     up = add("up", _up, "make a registry, print its URL, and tell of changes")
@@ -48,9 +51,29 @@ def register(subparsers: Any) -> None:
     keys.add_argument("folder", type=Path, help="where pool.key is written")
 
 
+def _guarded(run: Callable[[argparse.Namespace], int]) -> Any:
+    """Say which package is missing, in a sentence."""
+
+    def guarded(arguments: argparse.Namespace) -> int:
+        try:
+            return run(arguments)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "pool", f"needs {error.name}", "pip install 'sgl-tiered[control]'"
+            ) from None
+
+    return guarded
+
+
+def _open(url: str, part: str = "") -> Registry:
+    from sgl_tiered.pool.registry_url import open_registry
+
+    return open_registry(url, part=part)
+
+
 def _up(arguments: argparse.Namespace) -> int:
     """Tell of changes until it is interrupted."""
-    registry = open_registry(arguments.registry)
+    registry = _open(arguments.registry)
     stopped = threading.Event()
     former = {
         number: signal.signal(number, lambda *_: stopped.set())
@@ -81,6 +104,8 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _list(arguments: argparse.Namespace) -> int:
+    from sgl_tiered.pool.registry_url import ROUTERS
+
     view, _ = _view(arguments.registry)
     print("\n".join(_lines(view)) or "nobody is there")
     routers, leader = _view(arguments.registry, ROUTERS)
@@ -91,6 +116,9 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _state(arguments: argparse.Namespace) -> int:
+    from sgl_tiered.pool.membership import member_fields
+    from sgl_tiered.pool.registry_url import ROUTERS
+
     view, _ = _view(arguments.registry)
     routers, leader = _view(arguments.registry, ROUTERS)
     found = {
@@ -111,7 +139,9 @@ def _state(arguments: argparse.Namespace) -> int:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    registry = open_registry(arguments.registry)
+    from sgl_tiered.pool.membership import Lease
+
+    registry = _open(arguments.registry)
     try:
         for member in _look(registry, arguments.registry).members:
             if member.name == arguments.name:
@@ -151,7 +181,9 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 def _view(url: str, part: str = "") -> tuple[View, str | None]:
     """Return who is there, and the name of the router that leads, if this is theirs."""
-    registry: Registry = open_registry(url, part=part)
+    from sgl_tiered.pool.registry_url import LEADER
+
+    registry = _open(url, part)
     try:
         view = _look(registry, url)
         leader = registry.leader(LEADER)
@@ -178,6 +210,8 @@ def _look(registry: Registry, url: str) -> View:
 
 def _url(url: str) -> str:
     """Return the URL that any process of this machine can use."""
+    from sgl_tiered.pool.registry_url import local_path
+
     return f"file:{local_path()}" if url == "local" else url
 
 

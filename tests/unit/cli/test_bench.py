@@ -165,3 +165,26 @@ def test_the_command_line_starts_without_the_extra_packages() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_command_line_needs_the_base_packages_only() -> None:
+    """What ``pip install sgl-tiered`` brings along: all else is asked for by name.
+
+    It was msgspec, for ``pool``, without which no command began.
+    """
+    program = (
+        "import sys\n"
+        "absent = ('msgspec', 'zmq', 'httpx', 'aiohttp', 'rich', 'matplotlib', 'torch',"
+        " 'sglang', 'transformers', 'tokenizers', 'safetensors', 'prometheus_client',"
+        " 'tqdm', 'numba', 'openai')\n"
+        "for name in absent: sys.modules[name] = None\n"
+        "from sgl_tiered.cli.main import main\n"
+        "assert main([*'simulate --rate 2 --num-requests 2'.split()]) == 0\n"
+        "assert main(['completion', 'bash']) == 0\n"
+        "assert main(['pool', 'list', '--registry', 'file:/nowhere/x']) == 2\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pool: needs msgspec; pip install" in done.stderr

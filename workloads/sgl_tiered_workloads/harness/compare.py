@@ -7,7 +7,7 @@ bootstrap at 95 %; a difference whose interval holds zero is not shown to exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from sgl_tiered_workloads.harness.results import read_side
 from sgl_tiered_workloads.harness.statistics import Interval, paired_interval
 from sgl_tiered_workloads.records import RequestRecord, RunHeader
 
-__all__ = ["Difference", "Pairing", "compare_files", "format_differences"]
+__all__ = ["Difference", "Pairing", "compare_files", "format_differences", "pair"]
 
 Floats = npt.NDArray[np.float64]
 Key = tuple[int, str]
+Side = tuple[RunHeader, Sequence[RequestRecord]]
 
 _SEED = 5
+_SHARE = "cached share mean"
 _TIMES: Mapping[str, Callable[[RequestRecord], float]] = {
     "TTFT": lambda record: record.ttft_s,
     "TPOT": lambda record: record.tpot_s,
@@ -89,10 +91,23 @@ def compare_files(base: Path, other: Path, different_specs: bool = False) -> Pai
         RecordsError: the specifications differ, or nothing pairs.
         GateRedError: a side was recorded under a red gate.
     """
-    (base_header, base_records), (other_header, other_records) = (
-        read_side(base),
-        read_side(other),
-    )
+    return pair(read_side(base), read_side(other), different_specs)
+
+
+def pair(
+    base: Side,
+    other: Side,
+    different_specs: bool = False,
+    figures: Collection[str] = (),
+) -> Pairing:
+    """Compare two sides that were read; as ``compare_files``.
+
+    Args:
+        base, other: the sides.
+        different_specs: as there.
+        figures: names of those wanted; all if empty. Each takes a bootstrap.
+    """
+    (base_header, base_records), (other_header, other_records) = base, other
     for header in (base_header, other_header):
         if header.facts.get("gate") == "red":
             raise GateRedError(f"The gate was red for {header.system}: no comparison.")
@@ -116,7 +131,7 @@ def compare_files(base: Path, other: Path, different_specs: bool = False) -> Pai
         num_pairs=len(common),
         num_left_out=len(every) - len(common),
         num_repeats=len(repeats),
-        differences=tuple(_differences(groups, ours, theirs)),
+        differences=tuple(_differences(groups, ours, theirs, figures)),
     )
 
 
@@ -170,6 +185,7 @@ def _differences(
     groups: Sequence[Sequence[Key]],
     ours: Mapping[Key, RequestRecord],
     theirs: Mapping[Key, RequestRecord],
+    figures: Collection[str],
 ) -> list[Difference]:
     statistics: dict[str, Callable[[Floats], float]] = {
         "mean": lambda values: float(values.mean()),
@@ -179,9 +195,12 @@ def _differences(
     for name, value in _TIMES.items():
         sides = [_arrays(groups, side, value, 1e3) for side in (ours, theirs)]
         for label, statistic in statistics.items():
-            found.append(_difference(f"{name} {label}", "ms", sides, statistic))
-    share = [_arrays(groups, side, _hit_share, 100.0) for side in (ours, theirs)]
-    found.append(_difference("cached share mean", "%", share, statistics["mean"]))
+            title = f"{name} {label}"
+            if not figures or title in figures:
+                found.append(_difference(title, "ms", sides, statistic))
+    if not figures or _SHARE in figures:
+        share = [_arrays(groups, side, _hit_share, 100.0) for side in (ours, theirs)]
+        found.append(_difference(_SHARE, "%", share, statistics["mean"]))
     return found
 
 

@@ -29,6 +29,8 @@ _TIER_COLOURS = {
     "unattributed": "#cc79a7",
 }
 _COMPUTED = "#dddddd"
+_LOGARITHMIC = ("TTFT", "E2E")
+"""Times of hits and of misses are a decade or two apart; a TPOT may be 0."""
 
 Samples = Callable[[RequestRecord], list[float]]
 
@@ -92,7 +94,10 @@ def _latency(results: Results) -> bytes:
         if limit_s is not None:
             axes.axvline(limit_s * 1e3, color="#222222", linestyle=":", linewidth=1)
         axes.set_xlabel(f"{name}, ms" + (" (dotted: SLO)" if limit_s else ""))
-        axes.set_xlim(0, axes.get_xlim()[1] * 1.02)
+        if name in _LOGARITHMIC:
+            axes.set_xscale("log")
+        else:
+            axes.set_xlim(0, axes.get_xlim()[1] * 1.02)
         tidy(axes)
     every_axes[0].set_ylabel("share of requests (ITL: gaps)")
     _name_systems(figure, results)
@@ -121,8 +126,7 @@ def _timeline(results: Results) -> bytes:
             )
         axes.set_xlabel(f"targeted start in repeat {repeat}, s")
         tidy(axes)
-    # After all panels: a limit that is set ends the scaling of all of them.
-    every_axes[0].set_ylim(bottom=0)
+    every_axes[0].set_yscale("log")
     every_axes[0].set_ylabel("TTFT, ms (shaded: steady)")
     _name_systems(figure, results)
     return to_png(figure)

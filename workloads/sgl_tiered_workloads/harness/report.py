@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sgl_tiered_workloads.harness.compare import Pairing, pair
+from sgl_tiered_workloads.harness.errors import RecordsError
 from sgl_tiered_workloads.harness.metrics import PERCENTILES, Distribution
 from sgl_tiered_workloads.harness.page import Section, html_page, markdown
 from sgl_tiered_workloads.harness.plots import draw_all
@@ -12,6 +14,9 @@ from sgl_tiered_workloads.harness.results import Results, SystemResult, load_res
 __all__ = ["sections", "write_report"]
 
 _MS = 1e3
+_HEADLINE = "TTFT p50"
+_FIGURES = (_HEADLINE, "TTFT p99", "E2E p50", "cached share mean")
+"""With intervals; ``bench compare`` has all of them."""
 _LATE_SHARE = 0.05
 """Client lag beyond this share of the median TTFT is said beside the figures."""
 
@@ -41,15 +46,96 @@ def write_report(out: Path) -> list[Path]:
 
 def sections(results: Results) -> list[Section]:
     """Return everything that the report says."""
+    pairings = _pairings(results)
     return [
+        _headline(results, pairings),
         _gate(results),
         *_emulated(results),
         _latency(results),
+        *_differences(pairings),
         _throughput(results),
         _hits(results),
         _lag(results),
         _setting(results),
     ]
+
+
+def _pairings(results: Results) -> list[Pairing]:
+    """Return each system beside the first one; none where nothing pairs."""
+    first, *others = results.systems
+    found = []
+    for system in others:
+        try:
+            base, other = ((side.header, side.records) for side in (first, system))
+            found.append(pair(base, other, figures=_FIGURES))
+        except RecordsError:  # nothing was answered on both sides: the tables say so
+            continue
+    return found
+
+
+def _headline(results: Results, pairings: list[Pairing]) -> Section:
+    """Say first what came out, and of what kind it is."""
+    sentences = []
+    for pairing in pairings:
+        name, base = pairing.other.system, pairing.base.system
+        ttft = next(d for d in pairing.differences if d.name == _HEADLINE)
+        change, unit = ttft.change, ttft.unit
+        held = f"95 % interval {change.low:+,.1f} to {change.high:+,.1f} {unit}"
+        if ttft.shown and ttft.base:
+            word = "shorter" if change.value < 0 else "longer"
+            said = (
+                f"{name}'s median time to the first token is "
+                f"{abs(change.value) / ttft.base:.1%} {word} than {base}'s "
+                f"({ttft.base:,.1f} -> {ttft.other:,.1f} {unit}; {held})"
+            )
+        else:
+            said = (
+                f"no difference between {name} and {base} is shown in the median time "
+                f"to the first token ({held})"
+            )
+        emulated = any(
+            header.facts.get("server", {}).get("emulated")
+            for header in (pairing.base, pairing.other)
+        )
+        if emulated:
+            said = (
+                "with tiers that were slowed down or made to fail on purpose, " + said
+            )
+        sentences.append(f"**{said[0].upper()}{said[1:]}.**")
+    if not sentences:
+        sentences = ["One system, or no request that two of them answered."]
+    if results.gate.kind == "off":
+        sentences.append("The answers were not compared.")
+    else:
+        sentences.append("Their answers were compared first and are equal.")
+    return Section("Result", " ".join(sentences))
+
+
+def _differences(pairings: list[Pairing]) -> list[Section]:
+    """Show what differs, request by request, with its interval."""
+    rows = [
+        (
+            f"{pairing.other.system} - {pairing.base.system}",
+            f"{item.name} {item.unit}",
+            f"{item.base:,.1f}",
+            f"{item.other:,.1f}",
+            f"{item.change.value:+,.1f}",
+            f"{item.change.low:+,.1f} to {item.change.high:+,.1f}",
+            "yes" if item.shown else "no",
+        )
+        for pairing in pairings
+        for item in pairing.differences
+    ]
+    if not rows:
+        return []
+    note = (
+        "The same requests on both sides, paired; a bootstrap over repeats and pairs. "
+        "What is not shown may be chance."
+    )
+    if any(pairing.num_repeats == 1 for pairing in pairings):
+        note += " One repeat: intervals cannot hold what changes between repeats."
+    head = ("pair", "figure", "first", "other", "change", "95 % interval", "shown")
+    return [Section("Differences", note, head, tuple(rows))]
 
 
 def _gate(results: Results) -> Section:

@@ -81,6 +81,35 @@ def test_a_green_run_is_reported_in_full(tmp_path: Path) -> None:
     assert "client was late" not in text
 
 
+def test_the_report_begins_with_what_came_out(tmp_path: Path) -> None:
+    """The change of the median TTFT with its interval, and that answers are equal."""
+    leave(tmp_path, green(), {"plain": 0.3, "tiered": 0.1})
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    title, heading, sentence = [line for line in text.splitlines() if line][:3]
+    assert (title, heading) == ("# Benchmark <tiny>", "## Result")
+    assert sentence.startswith(
+        "**Tiered's median time to the first token is 66.7% shorter than plain's "
+        "(300.0 -> 100.0 ms; 95 % interval -200.0 to -200.0 ms).**"
+    )
+    assert sentence.endswith("Their answers were compared first and are equal.")
+    assert "| tiered - plain | TTFT p50 ms | 300.0 | 100.0 | -200.0 |" in text
+    assert "One repeat" in text
+
+
+def test_a_difference_that_is_not_shown_is_not_claimed(tmp_path: Path) -> None:
+    """Nor is one system compared with itself."""
+    leave(tmp_path, green(), {"plain": 0.3, "tiered": 0.3})
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "**No difference between tiered and plain is shown" in text
+    (tmp_path / "records/plain.jsonl").unlink()
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "One system, or no request that two of them answered." in text
+    assert "## Differences" not in text
+
+
 def test_the_page_stands_alone(tmp_path: Path) -> None:
     """It loads nothing, its pictures are inside, and names cannot break it."""
     leave(tmp_path, green(), {"plain": 0.3, "tiered": 0.1})
@@ -145,6 +174,11 @@ def test_what_is_emulated_comes_before_every_figure(tmp_path: Path) -> None:
     text = (tmp_path / "report.md").read_text()
     assert "| tiered | host: delay=1 |" in text
     assert text.index("## Emulated") < text.index("## Latency")
+    leave(tmp_path, green(), {"plain": 0.3, "tiered": 0.1}, server={"emulated": "host"})
+    write_report(tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "**With tiers that were slowed down or made to fail on purpose, t" in text
+    (tmp_path / "records/plain.jsonl").unlink()
     leave(tmp_path, green(), {"tiered": 0.3})
     write_report(tmp_path)
     assert "Emulated" not in (tmp_path / "report.md").read_text()
