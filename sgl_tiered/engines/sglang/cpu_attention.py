@@ -136,12 +136,13 @@ class TieredCpuAttention(AttentionBackend):
             return
         page_tokens = device.layout.page_tokens
         most = _MAX_READ_TOKENS // page_tokens
-        num_tokens = min(rows_needed(requests, page_tokens), most) * page_tokens
-        if not num_tokens:
+        num_rows = min(rows_needed(requests, page_tokens), most)
+        if not num_rows:
             return
         keys = self._pool.k_buffer[0]
-        if self._room.shape[1] < num_tokens:
-            shape = (2, num_tokens, *keys.shape[1:])
+        if self._room.shape[1] < num_rows * page_tokens:
+            # Twice as many as needed, since a conversation grows turn by turn.
+            shape = (2, min(2 * num_rows, most) * page_tokens, *keys.shape[1:])
             self._room = torch.empty(shape, dtype=keys.dtype)
         num_pages = keys.shape[0] // page_tokens
         self._loads_into = device
