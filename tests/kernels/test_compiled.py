@@ -66,9 +66,23 @@ def test_a_table_with_a_planted_figure_ends_with_status_1(program, tmp_path, cap
 
 
 @pytest.mark.usefixtures("stands_alone")
-@pytest.mark.parametrize("name", ["up_llama8b_page16", "down_llama8b_page16"])
-def test_pages_move_by_128_bits_where_all_addresses_allow_it(program, name):
-    """In the text of each architecture: no word goes singly, and nothing waits."""
+@pytest.mark.parametrize(
+    ("name", "num_loads", "caches"),
+    [
+        ("up_llama8b_page16", 2, ("", "")),
+        ("down_llama8b_page16", 2, ("", "")),
+        ("up_wide", 4, ("", "")),
+        ("up_streams", 2, (".cg", ".cs")),
+        ("down_wide_streams", 4, (".cg", ".cs")),
+    ],
+)
+def test_pages_move_by_128_bits_where_all_addresses_allow_it(
+    program, name, num_loads, caches
+):
+    """In the text of each architecture: no word goes singly, and nothing waits.
+
+    All that a thread has of a block is read before any of it is written.
+    """
     launches = importlib.import_module("launches")
     (variant,) = [v for v in launches.all_variants() if v.name == f"parts:{name}"]
     for sm in program.ARCHITECTURES:
@@ -77,9 +91,12 @@ def test_pages_move_by_128_bits_where_all_addresses_allow_it(program, name):
         # Besides: the row, the page and the address of the buffer.
         assert found == {
             ("ld", "b64"): 3,
-            ("ld", "v4.b32"): 2,
-            ("st", "v4.b32"): 2,
+            ("ld", "v4.b32"): num_loads,
+            ("st", "v4.b32"): num_loads,
         }
+        moves = re.findall(r"(ld|st)\.global(\S*?)\.v4\.b32", text)
+        load, store = (("ld", caches[0]), ("st", caches[1]))
+        assert moves == num_loads * [load] + num_loads * [store]
         assert "bar.sync" not in text
 
 
