@@ -45,8 +45,8 @@ TILES = {
     "128x64": Tile(tokens=128, num_warps=8),
     "128x64_4_stages": Tile(tokens=128, num_warps=8, num_stages=4),
 }
-"""Candidates for 16-bit types, by name; the first is what the product takes. Which one is
-best on a GPU is not known yet: ``benchmarks/gpu`` measures them. (128 pairs spill.)"""
+"""Candidates for 16-bit types, by name; the first is what the product takes. Which one
+is best on a GPU is not known yet: ``benchmarks/gpu`` measures. (128 pairs spill.)"""
 _WIDE = Tile(depth_bytes=64, num_warps=8)
 """Of float32, whose products no tensor core makes exactly: more of it at a time takes
 more registers than there are."""
