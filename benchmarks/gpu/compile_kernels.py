@@ -9,8 +9,8 @@
 bytes of spills of each variant are compared with ``kernels.json`` beside this file. It
 fails where a variant does not compile, where a figure differs from the table (a worse
 one is a regression; a better one asks for ``--write``, so that it stays), and where a
-variant spills that is not fp32's. Figures of another version of Triton are printed
-only. The last line is one JSON object.
+variant spills. Figures of another version of Triton are printed only. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ ARCHITECTURES = (80, 90, 100)
 _USED = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _ERROR_CHARS = 400
-_MAY_SPILL = "fp32"
 
 Row = dict[str, Any]
 
@@ -125,7 +124,7 @@ def compare(
                 f"does not compile: {where}: {row['error']}"
             )
             continue
-        if row["spill_bytes"] and _MAY_SPILL not in row["name"]:
+        if row["spill_bytes"]:
             problems["spills"].append(f"spills {row['spill_bytes']} bytes: {where}")
         known = wanted.get(row["name"], {}).get(f"sm_{row['sm']}")
         if not is_comparable:

@@ -194,6 +194,7 @@ def _page_copies() -> Iterator[Case]:
         up: bool,
         first: int = 0,
         alignment: int = 16,
+        form: str = "",
     ) -> None:
         row_bytes = -(-(num_parts * part_bytes) // 4096) * 4096
         if part_bytes % 4:
@@ -202,14 +203,11 @@ def _page_copies() -> Iterator[Case]:
         table, rows = _rows(num_parts), _rows(count)
         # A slice of the page numbers: its address is a multiple of 8 only.
         pages = _rows(count + first)[first:]
+        ways: Any = {"alignment": alignment, "form": page_copy.FORMS[form]}
         if up:
-            page_copy.scatter_parts(
-                table, pages, whole, rows, 0, part_bytes, alignment=alignment
-            )
+            page_copy.scatter_parts(table, pages, whole, rows, 0, part_bytes, **ways)
         else:
-            page_copy.gather_parts(
-                whole, rows, 0, table, pages, part_bytes, alignment=alignment
-            )
+            page_copy.gather_parts(whole, rows, 0, table, pages, part_bytes, **ways)
 
     def rows(nbytes: int) -> None:
         left, right = torch.empty((4, nbytes)), torch.empty((4, nbytes))
@@ -245,6 +243,9 @@ def _page_copies() -> Iterator[Case]:
                 parts, size, num_parts, count, up=up, first=first, alignment=alignment
             )
             yield f"{word}_{name}", run, False
+        for form in filter(None, page_copy.FORMS):
+            run = partial(parts, 32 * kib, 2, 256, up=up, form=form)
+            yield f"{word}_{form}", run, False
     for name, nbytes in (("words", 32 * kib), ("odd_words", 4 * 33), ("bytes", 30)):
         yield name, partial(rows, nbytes), False
 
@@ -276,6 +277,7 @@ def _rebuilds() -> Iterator[Case]:
             turned: int = turned,
             neox: bool = neox,
             has_bias: bool = has_bias,
+            tile: kv_gen.Tile | None = None,
         ) -> None:
             hidden, heads, dim = shape
             width = 2 * heads * dim
@@ -291,10 +293,13 @@ def _rebuilds() -> Iterator[Case]:
             acts = torch.empty((32, hidden), dtype=dtype)
             numbers = _rows(32)
             kv_gen.rebuild_kv(
-                acts, numbers, projection, out, out.clone(), numbers, _rows(32)
+                acts, numbers, projection, out, out.clone(), numbers, _rows(32), tile
             )
 
         yield f"{kind}_{name}", run, False
+        if (kind, name) == ("bf16", "llama8b"):
+            for word, tile in kv_gen.TILES.items():
+                yield f"{kind}_{name}_{word}", partial(run, tile=tile), False
 
 
 def _masses() -> Iterator[Case]:

@@ -6,7 +6,8 @@ page (the keys, or the values, of a layer), a piece at a time:
 - ``engines``: one copy of the copy engines per piece;
 - ``batch``: all of them in one call of ``cuMemcpyBatchAsync``;
 - ``kernel``: our page_copy kernel over the link, all parts in one launch, by how many
-  programs; ``kernel_by_layer`` is one launch per two parts, as the product loads;
+  programs, and in other forms of a program (``kernel_64_wide``); ``kernel_by_layer`` is
+  one launch per two parts, as the product loads;
 - ``pages_scatter``: whole pages in large copies into device memory, and a scatter on
   the device behind each chunk, on another stream;
 - ``hicache``: SGLang's kernels of HiCache on as many pieces and bytes, as its host pool
@@ -229,6 +230,7 @@ class _Bench:
         programs = _PROGRAMS if self._device.is_cuda else _PROGRAMS[:1]
         for number in programs:
             ways[f"kernel_{number}"] = partial(self._by_kernel, number, up=True)
+        ways |= self._other_forms(up=True)
         ways["kernel_by_layer"] = self._by_layer
         ways["pages_scatter"] = self._pages_scatter
         return ways
@@ -242,8 +244,20 @@ class _Bench:
         if batch is not None:
             ways["batch"] = lambda: self._by_engines(batch, up=False)
         ways["kernel_64"] = lambda: self._by_kernel(_DEFAULT_PROGRAMS, up=False)
+        ways |= self._other_forms(up=False)
         ways["gather_pages"] = self._gather_pages
         return ways
+
+    def _other_forms(self, *, up: bool) -> dict[str, Callable[[], None]]:
+        """Return the kernel's other candidates that this size of a piece fills."""
+        return {
+            f"kernel_{_DEFAULT_PROGRAMS}_{name}": partial(
+                self._by_kernel, _DEFAULT_PROGRAMS, up=up, form=form
+            )
+            for name, form in kernels.FORMS.items()
+            if name
+            and (not self._device.is_cuda or form.block_bytes <= self._case.piece_bytes)
+        }
 
     def _plain(self, *, up: bool) -> None:
         host = torch.from_numpy(self._region.array[: self._case.num_bytes])
@@ -264,7 +278,9 @@ class _Bench:
         handle = self._device.handle(self._stream)
         engines.submit(to, frm, case.piece_bytes, handle, source_complete=up)
 
-    def _by_kernel(self, programs: int, *, up: bool) -> None:
+    def _by_kernel(
+        self, programs: int, *, up: bool, form: kernels.Form = kernels.FORMS[""]
+    ) -> None:
         memory, case = torch.from_numpy(self._memory), self._case
         numbers = (self._page_numbers, self._row_numbers)
         with self._device.on(self._stream):
@@ -278,6 +294,7 @@ class _Bench:
                     case.piece_bytes,
                     alignment=self._alignment,
                     max_programs=programs,
+                    form=form,
                 )
             else:
                 kernels.gather_parts(
@@ -289,6 +306,7 @@ class _Bench:
                     case.piece_bytes,
                     alignment=self._alignment,
                     max_programs=programs,
+                    form=form,
                 )
 
     def _by_layer(self) -> None:

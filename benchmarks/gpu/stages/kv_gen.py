@@ -1,7 +1,8 @@
 """The kernel that rebuilds K and V from activations: right first, then how fast.
 
 For Llama-2-7B's and Llama-3.1-8B's layers, 256 to 8,192 tokens: the kernel beside the
-product of the same sizes by torch (no rotation, no scatter), which is the roof.
+product of the same sizes by torch (no rotation, no scatter), which is the roof. Of the
+longest, other tiles of the kernel beside the product's own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from sgl_tiered_kernels.kv_gen import KVProjection, Rotary, rebuild_kv
+from sgl_tiered_kernels.kv_gen import triton as kernels
 from sgl_tiered_kernels.kv_gen.reference import rebuild_reference
 from stages.clocks import Device
 from stages.figures import median
@@ -44,12 +46,23 @@ def run(stage: Stage) -> None:
             stage.add("kv_gen", model=name, tokens=tokens, **record)
             stage.figure(f"kv_gen_tflops_{name}_{tokens}", round(rate, 2))
             best = max(best, record["of_product"])
+        for word in kernels.TILES:
+            if stage.left_s < 3.0:
+                stage.add("skipped", model=name, tile=word)
+                continue
+            record = _measure(device, hidden, heads, dim, tokens, word)
+            stage.add("tile", model=name, tokens=tokens, tile=word, **record)
+            rate = record["flop"] / median(record, "seconds") / 1e12
+            tiles = stage.figures.get("kv_gen_tiles_tflops", {})
+            tiles.setdefault(name, {})[word] = round(rate, 2)
+            stage.figure("kv_gen_tiles_tflops", tiles)
     stage.figure("kv_gen_of_product", round(best, 4))
 
 
 def _measure(
-    device: Device, hidden: int, heads: int, dim: int, tokens: int
+    device: Device, hidden: int, heads: int, dim: int, tokens: int, tile: str = ""
 ) -> dict[str, Any]:
+    """Return raw seconds by the product's entry, or by the kernel with another tile."""
     torch.manual_seed(0)
     on: dict[str, Any] = {"device": device.torch, "dtype": torch.bfloat16}
     width = 2 * heads * dim
@@ -64,7 +77,11 @@ def _measure(
     positions = torch.arange(tokens, device=device.torch)
 
     def rebuild() -> None:
-        rebuild_kv(acts, rows, projection, out[0], out[1], slots, positions)
+        args = (acts, rows, projection, out[0], out[1], slots, positions)
+        if tile:
+            kernels.rebuild_kv(*args, kernels.TILES[tile])
+        else:
+            rebuild_kv(*args)
 
     rebuild()
     device.synchronize()

@@ -20,6 +20,9 @@ _BLOCK_ROWS = 64
 _BLOCK_KEYS = 64
 _MIN_DIM = 16
 """Below it the tensor cores' products are not defined."""
+_WIDE_DEPTH, _WIDE_WARPS = 16, 8
+"""Of products in float32, which no tensor core makes exactly: over a whole head they
+take more registers than there are, and spilled 30 KB a thread."""
 
 
 @triton.jit
@@ -40,23 +43,23 @@ def _scores(  # type: ignore[no-untyped-def]  # noqa: ANN202
     HEAD_DIM: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
     WIDEN: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
 ):
-    dims = tl.arange(0, DIM)
-    inside = dims < HEAD_DIM
-    q = tl.load(
-        query + head * q_head + rows[:, None].to(tl.int64) * q_row + dims[None, :],
-        mask=(rows < num_queries)[:, None] & inside[None, :],
-        other=0.0,
-    )
-    k = tl.load(
-        keys + kv_head * k_head + columns[None, :].to(tl.int64) * k_row + dims[:, None],
-        mask=(columns < kv_len)[None, :] & inside[:, None],
-        other=0.0,
-    )
-    if WIDEN:
-        q = q.to(tl.float32)
-        k = k.to(tl.float32)
-    return tl.dot(q, k, input_precision="ieee") * scale
+    q_at = query + head * q_head + rows[:, None].to(tl.int64) * q_row
+    k_at = keys + kv_head * k_head + columns[None, :].to(tl.int64) * k_row
+    scores = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    for begin in range(0, DIM, DEPTH):
+        dims = begin + tl.arange(0, DEPTH)
+        inside = dims < HEAD_DIM
+        mask = (rows < num_queries)[:, None] & inside[None, :]
+        q = tl.load(q_at + dims[None, :], mask=mask, other=0.0)
+        mask = (columns < kv_len)[None, :] & inside[:, None]
+        k = tl.load(k_at + dims[:, None], mask=mask, other=0.0)
+        if WIDEN:
+            q = q.to(tl.float32)
+            k = k.to(tl.float32)
+        scores = tl.dot(q, k, scores, input_precision="ieee")
+    return scores * scale
 
 
 @triton.jit
@@ -96,6 +99,7 @@ def _mass_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     WIDEN: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
 ):
     begin = tl.program_id(0) * KEYS
     kv_head = tl.program_id(1)
@@ -128,6 +132,7 @@ def _mass_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
                 HEAD_DIM,
                 DIM,
                 WIDEN,
+                DEPTH,
             )
             sums = tl.load(lse + head * num_queries + rows, mask=rows < num_queries)
             bounds = (first + rows - local).to(tl.int64)
@@ -166,6 +171,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     COUNT: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     KEYS: tl.constexpr,  # noqa: N803
+    DEPTH: tl.constexpr,  # noqa: N803
 ):
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -201,6 +207,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
             HEAD_DIM,
             DIM,
             WIDEN,
+            DEPTH,
         )
         places = _places(positions, columns, kv_len, HAS_POSITIONS)
         seen = (places[None, :] <= bounds[:, None]) & (columns < kv_len)[None, :]
@@ -245,6 +252,7 @@ def attention_mass(
         )
     num_queries, num_heads, head_dim = query.shape
     kv_len, num_kv_heads, _ = keys.shape
+    dim = max(_MIN_DIM, triton.next_power_of_2(head_dim))
     _mass_kernel[(triton.cdiv(kv_len, _BLOCK_KEYS), num_kv_heads)](
         query,
         keys,
@@ -262,11 +270,12 @@ def attention_mass(
         scale,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
-        DIM=max(_MIN_DIM, triton.next_power_of_2(head_dim)),
+        DIM=dim,
         HAS_POSITIONS=positions is not None,
         WIDEN=_widens(query, keys),
         ROWS=_BLOCK_ROWS,
         KEYS=_BLOCK_KEYS,
+        **_product(query, keys, dim),
     )
 
 
@@ -331,6 +340,7 @@ def _run_rows(
     query, keys = _dense(query), _dense(keys)
     num_queries, num_heads, head_dim = query.shape
     kv_len, num_kv_heads, _ = keys.shape
+    dim = max(_MIN_DIM, triton.next_power_of_2(head_dim))
     _row_kernel[(triton.cdiv(num_queries, _BLOCK_ROWS), num_heads)](
         query,
         keys,
@@ -349,13 +359,21 @@ def _run_rows(
         log_share,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
-        DIM=max(_MIN_DIM, triton.next_power_of_2(head_dim)),
+        DIM=dim,
         HAS_POSITIONS=positions is not None,
         WIDEN=_widens(query, keys),
         COUNT=counts is not None,
         ROWS=_BLOCK_ROWS,
         KEYS=_BLOCK_KEYS,
+        **_product(query, keys, dim),
     )
+
+
+def _product(query: torch.Tensor, keys: torch.Tensor, dim: int) -> dict[str, int]:
+    """Return how much of a head is multiplied at a time, and by how many warps."""
+    if query.dtype is keys.dtype is not torch.float32:
+        return {"DEPTH": dim, "num_warps": 4}
+    return {"DEPTH": min(_WIDE_DEPTH, dim), "num_warps": _WIDE_WARPS}
 
 
 def _widens(query: torch.Tensor, keys: torch.Tensor) -> bool:

@@ -11,18 +11,45 @@ The function takes checked arguments; see the entry in ``__init__.py``.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from sgl_tiered_kernels.kv_gen.projection import KVProjection
 
-__all__ = ["rebuild_kv"]
+__all__ = ["TILES", "Tile", "rebuild_kv"]
 
-_BLOCK_TOKENS = 64
-_BLOCK_PAIRS = 64
-# Of the inner dimension: 24 KB of shared memory for three blocks, whatever the type.
-_BLOCK_BYTES = 128
+
+class Tile(NamedTuple):
+    """What a program computes, and how.
+
+    Attributes:
+        tokens, pairs: of the block of K or V; a pair is two columns.
+        depth_bytes: of the inner dimension, at a time.
+        num_warps: that compute it.
+        num_stages: blocks of the inner dimension in shared memory.
+    """
+
+    tokens: int = 64
+    pairs: int = 64
+    depth_bytes: int = 128
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+TILES = {
+    "64x64": Tile(),
+    "64x64_4_stages": Tile(num_stages=4),
+    "128x64": Tile(tokens=128, num_warps=8),
+    "128x64_4_stages": Tile(tokens=128, num_warps=8, num_stages=4),
+}
+"""Candidates for 16-bit types, by name; the first is what the product takes. Which one
+is best on a GPU is not known yet: ``benchmarks/gpu`` measures. (128 pairs spill.)"""
+_WIDE = Tile(depth_bytes=64, num_warps=8)
+"""Of float32, whose products no tensor core makes exactly: more of it at a time takes
+more registers than there are."""
 
 
 @triton.jit
@@ -145,15 +172,18 @@ def rebuild_kv(
     v_out: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor | None,
+    tile: Tile | None = None,
 ) -> None:
-    """Write K and V of the tokens into their slots."""
+    """Write K and V of the tokens into their slots; with the first of TILES if None."""
+    if tile is None:
+        tile = _WIDE if acts.dtype is torch.float32 else TILES["64x64"]
     rotary = projection.rotary
     num_pairs = projection.width // 2
     # Tokens first: programs that follow each other then share their part of the
     # weights, and all the activations are read again from the cache.
     grid = (
-        triton.cdiv(rows.numel(), _BLOCK_TOKENS),
-        triton.cdiv(num_pairs, _BLOCK_PAIRS),
+        triton.cdiv(rows.numel(), tile.tokens),
+        triton.cdiv(num_pairs, tile.pairs),
         2,
     )
     _rebuild_kernel[grid](
@@ -180,9 +210,9 @@ def rebuild_kv(
         HAS_BIAS=projection.bias is not None,
         # Triton's interpreter multiplies bfloat16 as if it were integers.
         WIDEN=not acts.is_cuda,
-        TOKENS=_BLOCK_TOKENS,
-        PAIRS=_BLOCK_PAIRS,
-        DEPTH=_BLOCK_BYTES // acts.element_size(),
-        num_warps=4,
-        num_stages=3,
+        TOKENS=tile.tokens,
+        PAIRS=tile.pairs,
+        DEPTH=tile.depth_bytes // acts.element_size(),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )

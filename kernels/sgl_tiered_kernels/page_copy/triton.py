@@ -13,11 +13,21 @@ of a pool can all be compiled when it is made.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["copy_layer", "copy_rows", "gather_layer", "gather_parts", "scatter_parts"]
+__all__ = [
+    "FORMS",
+    "Form",
+    "copy_layer",
+    "copy_rows",
+    "gather_layer",
+    "gather_parts",
+    "scatter_parts",
+]
 
 # 4 KiB per program: enough loads in flight per block, and a page of a common model
 # (8 to 64 KiB per layer) still spreads over several programs.
@@ -27,6 +37,35 @@ _UNIT_BYTES = 16
 MAX_PROGRAMS = 64
 """Programs of a copy over the link. 4 KiB in flight in each cover the latency of the
 link (55 GB/s times 2 us is 110 KB), and the other cores are left to the forward."""
+
+
+class Form(NamedTuple):
+    """How a program of ``scatter_parts`` and ``gather_parts`` moves bytes.
+
+    Attributes:
+        block_words: of 4 bytes, that are read before the first of them is written.
+        num_warps: that do it.
+        streams: nothing is kept in the caches: each byte is used once.
+    """
+
+    block_words: int = _BLOCK_WORDS
+    num_warps: int = 4
+    streams: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a program has in flight."""
+        return 4 * self.block_words
+
+
+FORMS = {
+    "": Form(),
+    "streams": Form(streams=True),
+    "wide": Form(4096, 8),
+    "wide_streams": Form(4096, 8, streams=True),
+}
+"""Candidates, by name; the first is what the product takes. Which one is best on a GPU
+is not known yet: ``benchmarks/gpu`` measures them. HiCache's kernels stream."""
 
 
 @triton.jit
@@ -167,6 +206,7 @@ def _parts_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     UNIT: tl.constexpr,  # noqa: N803
     ALIGNMENT: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
+    STREAMS: tl.constexpr,  # noqa: N803
 ):
     # In words: that all are multiples of UNIT is what the compiler learns by this.
     row_words = row_units * UNIT
@@ -185,10 +225,15 @@ def _parts_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
         buffer = tl.multiple_of(address.to(whole.dtype), ALIGNMENT)
         at = tl.load(pages + page) * part_words + column
         frm = tl.load(rows + page) * row_words + first_word + part * part_words + column
+        source, target = buffer + at, whole + frm
         if SCATTER:
-            tl.store(buffer + at, tl.load(whole + frm, mask=inside), mask=inside)
+            source, target = whole + frm, buffer + at
+        if STREAMS:
+            # Past the first cache, and the first to leave the second.
+            words = tl.load(source, mask=inside, cache_modifier=".cg")
+            tl.store(target, words, mask=inside, cache_modifier=".cs")
         else:
-            tl.store(whole + frm, tl.load(buffer + at, mask=inside), mask=inside)
+            tl.store(target, tl.load(source, mask=inside), mask=inside)
         item += tl.num_programs(0)
 
 
@@ -202,6 +247,7 @@ def scatter_parts(
     *,
     alignment: int,
     max_programs: int = MAX_PROGRAMS,
+    form: Form = FORMS[""],
 ) -> None:
     """Copy parts that follow each other in rows of ``src`` to one buffer each.
 
@@ -217,11 +263,12 @@ def scatter_parts(
         part_bytes: Bytes of a part of a page.
         alignment: Divides all addresses of the table (``dma.common_alignment``).
         max_programs: How many run at a time; more take cores from other work.
+        form: Of a program.
 
     Raises:
         ValueError: as for ``copy_rows``.
     """
-    ways = (alignment, max_programs)
+    ways = (alignment, max_programs, form)
     _launch_parts(
         table, pages, src, src_rows, first_byte, part_bytes, *ways, scatter=True
     )
@@ -237,13 +284,14 @@ def gather_parts(
     *,
     alignment: int,
     max_programs: int = MAX_PROGRAMS,
+    form: Form = FORMS[""],
 ) -> None:
     """Copy a part from each buffer into rows of ``dst``: the inverse of scatter_parts.
 
     Raises:
         ValueError: as for ``copy_rows``.
     """
-    ways = (alignment, max_programs)
+    ways = (alignment, max_programs, form)
     _launch_parts(
         table, pages, dst, dst_rows, first_byte, part_bytes, *ways, scatter=False
     )
@@ -258,6 +306,7 @@ def _launch_parts(
     part_bytes: int,
     alignment: int,
     max_programs: int,
+    form: Form,
     *,
     scatter: bool,
 ) -> None:
@@ -278,7 +327,7 @@ def _launch_parts(
     word = 4 if all(size % 4 == 0 for size in sizes) else 1
     unit = _UNIT_BYTES if all(size % _UNIT_BYTES == 0 for size in sizes) else word
     data = data.view(torch.int32) if word == 4 else data
-    num_blocks = triton.cdiv(part_bytes // word, _BLOCK_WORDS)
+    num_blocks = triton.cdiv(part_bytes // word, form.block_words)
     num_items = pages.numel() * table.numel() * num_blocks
     _parts_kernel[(min(num_items, max_programs),)](
         table,
@@ -294,5 +343,7 @@ def _launch_parts(
         SCATTER=scatter,
         UNIT=unit // word,
         ALIGNMENT=unit,
-        BLOCK=_BLOCK_WORDS,
+        BLOCK=form.block_words,
+        STREAMS=form.streams,
+        num_warps=form.num_warps,
     )

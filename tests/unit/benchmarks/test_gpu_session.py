@@ -183,6 +183,9 @@ def test_the_dry_run_is_green_and_shows_what_each_stage_is_for(
     assert stages["gpu_tests"]["figures"]["gpu_tests_collected"] > 20
     ways = {one["way"] for one in stages["copies"]["records"] if "way" in one}
     assert {"plain", "engines", "kernel_by_layer", "pages_scatter"} <= ways
+    assert {"kernel_64_streams", "kernel_64_wide", "kernel_64_wide_streams"} <= ways
+    tiles = {one["tile"] for one in stages["kv_gen"]["records"] if "tile" in one}
+    assert {"64x64", "128x64", "128x64_4_stages"} <= tiles
     written, page = write_page(tmp_path)
     assert tmp_path / "report.md" in written
     assert page.num_stages == len(session.ENTRIES)

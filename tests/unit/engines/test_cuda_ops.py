@@ -12,6 +12,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -412,6 +413,19 @@ def test_a_forward_on_its_stream_reads_what_was_loaded(pinned_region):
     loader.close(PATIENCE_S)
 
 
+def keep_busy(stream, seconds):
+    """Queue that the device spins for so long, by how fast it was seen to spin."""
+    cycles = 10**7
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        torch.cuda._sleep(int(1e3 * seconds / begin.elapsed_time(end) * cycles))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("way", LoadWay)
@@ -430,22 +444,34 @@ def test_nobody_waits_for_a_forward_to_learn_where_pages_lie(pinned_region, way)
     device.store_pages(
         np.zeros((3, 4096), np.uint8), np.arange(3), pages, device.mark()
     )
-    torch.cuda.synchronize()
-    with torch.cuda.stream(forward):
-        torch.cuda._sleep(2 * 10**9)
-    with torch.cuda.stream(schedule):
-        schedule.wait_stream(forward)
-        numbers = page_numbers(device, slots[::2].clone(), PAGE_TOKENS)
-        chosen = numbers[np.array([0, 2])]
-        mark = device.mark()
-    arrivals = [
-        device.load_layer(layer, pinned_region, rows[[0, 2]], chosen, after=mark)
-        for layer in range(NUM_LAYERS)
-    ]
-    with torch.cuda.stream(forward):
-        for arrival in arrivals:
-            arrival.order()
-        after = forward.record_event()
+
+    def queue():
+        with torch.cuda.stream(schedule):
+            schedule.wait_stream(forward)
+            numbers = page_numbers(device, slots[::2].clone(), PAGE_TOKENS)
+            chosen = numbers[np.array([0, 2])]
+            mark = device.mark()
+        arrivals = [
+            device.load_layer(layer, pinned_region, rows[[0, 2]], chosen, after=mark)
+            for layer in range(NUM_LAYERS)
+        ]
+        with torch.cuda.stream(forward):
+            for arrival in arrivals:
+                arrival.order()
+            return chosen, arrivals, forward.record_event()
+
+    # How long queueing takes here, with nothing to wait for: a forward that is to last
+    # longer has to know. The first time compiles.
+    for _ in range(2):
+        torch.cuda.synchronize()
+        began_s = time.perf_counter()
+        _, arrivals, _ = queue()
+        took_s = time.perf_counter() - began_s
+        assert all(arrival.finish() > 0.0 for arrival in arrivals)
+    for buffer in pool.k_buffer + pool.v_buffer:
+        buffer.zero_()
+    keep_busy(forward, 20 * took_s + 0.2)
+    chosen, arrivals, after = queue()
     # Everything is queued, and the forward before it has not ended.
     assert not after.query()
     assert all(arrival.finish() > 0.0 for arrival in arrivals)
