@@ -94,7 +94,7 @@ def test_defaults():
     assert config.disk_io == "auto"
     assert config.disk_bytes == 0
     assert config.eviction_policy == "lru"
-    assert config.write_policy == "write-through"
+    assert config.write_policy == "auto"
     assert config.offload_threshold == 0.9
     assert config.disk_admission == "auto"
     assert config.load_policy == "auto"

@@ -616,6 +616,7 @@ def papers_workloads(folder: Path) -> list[Run]:
     """Those of the papers, on a device and a model by name, as specs say them."""
     poisson = {"process": "poisson", "rate_per_s": 4.0}
     sizes = {"device_gb": 1.0, "host_gb": 1.0, "disk_gb": 8.0}
+    sizes["write_policy"] = "write-through"
     mooncake = samples.write_lines(folder / "mooncake", samples.MOONCAKE)
 
     def spelt(name: str, params: Mapping[str, Any], **values: Any) -> Run:
