@@ -64,9 +64,7 @@ class Chain:
             every = config.device_pages + sum(tier.num_slots for tier in config.tiers)
             last = config.tiers[-1]
             above = every - (last.num_slots if last.tier is TierId.DISK else 0)
-            self.sightings = Sightings(
-                _REMEMBERED * every, min(every, _TRUST * above)
-            )
+            self.sightings = Sightings(_REMEMBERED * every, min(every, _TRUST * above))
         self._edges = []
         for number, target in enumerate(config.tiers[1:]):
             is_disk = target.tier is TierId.DISK

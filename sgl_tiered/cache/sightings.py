@@ -14,7 +14,7 @@ or that a tier has already, puts ``WORTH`` on. While anything is left, pages com
 - Traffic without reuse is copied for ``trust_pages`` and no longer: whoever asks gives
   the reuse distance that his tiers could have served.
 - A single prompt that comes again is enough for copies to begin anew, and they go on
-  while one new page in ``WORTH`` comes again; the prompt itself is copied as well, since
+  while one new page in ``WORTH`` comes again; the prompt itself is copied as well, as
   its pages are seen for the second time. So a page is missed once at most for lack of
   a copy, whenever reuse begins and however large the tiers are.
 - At most ``trust_pages + WORTH * (pages seen again)`` pages are copied at their first

@@ -386,6 +386,18 @@ def test_paths_are_expanded(tmp_path, monkeypatch):
     assert read(**HOST, disk_path="kv").disk_paths == (tmp_path / "kv",)
 
 
+def test_a_server_of_a_pool_copies_what_others_may_ask_for():
+    """All pages, unless another policy is given; auto cannot be."""
+    pool = {**HOST, "pool": "local"}
+    assert read_config(pool).write_policy == "write-through"
+    assert (
+        read_config({**pool, "write_policy": "selective"}).write_policy == "selective"
+    )
+    with pytest.raises(ConfigError, match="--tiered-pool") as caught:
+        read_config({**pool, "write_policy": "auto"})
+    assert caught.value.setting == "--tiered-write-policy"
+
+
 def test_choices_are_the_policies_that_there_are():
     """The flags offer what the registries have, and nothing else."""
     assert CHOICES["disk_admission"] == WRITE_ADMISSIONS

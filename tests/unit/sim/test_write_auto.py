@@ -1,4 +1,4 @@
-"""What the write policy ``auto`` costs and saves on played traffic, against copying all.
+"""What write policy ``auto`` costs and saves on played traffic, against copying all.
 
 A device of 40 pages over a host of 100, served as it is shipped: reuse within 140 pages
 is what these could have served, so that is what must have been seen without any.
@@ -55,7 +55,9 @@ def documents(pages: Pages, num_documents: int, num_rounds: int = 3) -> Prompts:
     return [body + pages.take(1) for _ in range(num_rounds) for body in bodies]
 
 
-def play(prompts: Prompts, policy: str, disk: int = 0, host: int = HOST) -> ReplayResult:
+def play(
+    prompts: Prompts, policy: str, disk: int = 0, host: int = HOST
+) -> ReplayResult:
     trace = PageTrace(
         [np.array(prompt, np.int64) for prompt in prompts],
         [4 * len(prompt) for prompt in prompts],
@@ -185,4 +187,6 @@ def test_no_hit_is_won_and_no_copy_added(
     assert stored(auto) <= stored(through)
     assert hits(auto) <= hits(through)
     small = [TierConfig(TierId.HOST, host)]
-    replay_served(spell_trace(words), device, small, ServedPolicies(write_policy="auto"))
+    replay_served(
+        spell_trace(words), device, small, ServedPolicies(write_policy="auto")
+    )
