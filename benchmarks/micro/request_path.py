@@ -60,9 +60,7 @@ class Stopwatch:
 class Way:
     """A tree, a pool and tiers; requests go through one after the other."""
 
-    def __init__(
-        self, watch: Stopwatch, disk: Path | None, write_policy: str
-    ) -> None:
+    def __init__(self, watch: Stopwatch, disk: Path | None, write_policy: str) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
