@@ -692,7 +692,8 @@ class TieredRuntime:
 
         Under write policy ``auto``, the only one that ever changes.
         """
-        if now_s - self._told_copying_at_s < self.config.log_interval_s:
+        interval_s = self.config.log_interval_s
+        if interval_s == 0 or now_s - self._told_copying_at_s < interval_s:
             return
         self._told_copying_at_s = now_s
         self._told_copying = self.cache.copies_at_once
