@@ -25,8 +25,12 @@ from sgl_tiered.policies.write_admission.registry import make_write_admission
 __all__ = ["Chain", "Demotion"]
 
 _REMEMBERED = 2
-"""Sightings remembered per slot of all tiers: a page that is admitted at its second
-sighting must be remembered for longer than the tiers would have kept it."""
+"""Sightings remembered per slot of all tiers and page of the device: a page that is
+admitted at its second sighting must be remembered for longer than it would have been
+kept."""
+_TRUST = 4
+"""Reuse of a disk's reach is not waited for, but four times that of what is above it:
+traffic that comes again at all does so at shorter distances too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,10 +58,13 @@ class Chain:
         admission = make_write_admission(config.disk_admission)
         has_disk = any(tier.tier is TierId.DISK for tier in config.tiers[1:])
         asks_twice = has_disk and admission.needs_sightings
+        self._write_policy = config.write_policy
         self.sightings: Sightings | None = None
-        if asks_twice or config.write_policy == "selective":
-            num_slots = sum(tier.num_slots for tier in config.tiers)
-            self.sightings = Sightings(_REMEMBERED * num_slots)
+        if asks_twice or config.write_policy in ("selective", "auto"):
+            every = config.device_pages + sum(tier.num_slots for tier in config.tiers)
+            last = config.tiers[-1]
+            above = every - (last.num_slots if last.tier is TierId.DISK else 0)
+            self.sightings = Sightings(_REMEMBERED * every, min(every, _TRUST * above))
         self._edges = []
         for number, target in enumerate(config.tiers[1:]):
             is_disk = target.tier is TierId.DISK
@@ -78,22 +85,41 @@ class Chain:
         """Batches that have not ended."""
         return list(self._under_way.values())
 
-    def see(self, path: list[Node], keys: UInt8s, seen_pages: int) -> UInt8s:
-        """Note that a request has these pages; return sightings of those in no tier.
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether a page gets its copy in the first tier when it is computed.
+
+        Not where it has to be seen twice, or only the device's coldest are copied.
+        """
+        if self._write_policy == "auto":
+            assert self.sightings is not None
+            return self.sightings.comes_again
+        return self._write_policy == "write-through"
+
+    def see(self, path: list[Node], keys: UInt8s, seen_pages: int) -> int:
+        """Note that a request has these pages.
 
         Args:
             path: the prompt's nodes in the index.
             keys: of all its pages, uint8 [n, 16].
             seen_pages: leading pages that were noted for this request before.
+
+        Returns:
+            How many of the leading pages that no tier has may be copied to the first.
         """
         sightings = self.sightings
         assert sightings is not None, "nobody looks at sightings"
         known = concat_rows(path)
-        sightings.see(keys[seen_pages:], seen_pages)
+        num_held = max(len(known) - seen_pages, 0)
+        sightings.see(keys[seen_pages:], seen_pages, num_held)
         for edge in self._edges:
             if edge.is_picky and len(known):
                 edge.offer(known)
-        return sightings.count(keys[len(known) :])
+        num_new = len(keys) - len(known)
+        if self._write_policy == "on-evict" or self.copies_at_once:
+            return num_new
+        once = np.flatnonzero(sightings.count(keys[len(known) :]) < 2)
+        return int(once[0]) if len(once) else num_new
 
     def arrived(self, tier: int, rows: Int32s) -> None:
         """Offer pages of one path that have come to a tier to the edge below it."""

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 LOAD_POLICIES: tuple[str, ...] = ("auto", "always", "never")
-WRITE_POLICIES: tuple[str, ...] = ("write-through", "selective", "on-evict")
+WRITE_POLICIES: tuple[str, ...] = ("auto", "write-through", "selective", "on-evict")
 DEMOTE_POLICIES: tuple[str, ...] = ("write-through", "on-evict")
 _MAX_TIERS = len(TierId) - 1
 
@@ -64,8 +64,10 @@ class CacheConfig:
         load_policy: ``auto`` loads what is cheaper to load than to recompute;
             ``always`` and ``never`` do not ask for the cost.
         write_policy: ``write-through`` gives every page a copy in the first tier;
-            ``selective`` a page that is seen for the second time; ``on-evict`` what
-            the device is about to lose, which its owner knows (``DeferredOffloads``).
+            ``selective`` a page that is seen for the second time; ``auto`` is the one
+            while pages come again and the other while none does (``sightings.py``);
+            ``on-evict`` what the device is about to lose, which its owner knows
+            (``DeferredOffloads``).
         demote_policy: ``write-through`` copies pages to the next tier soon after
             they are in one; ``on-evict`` only the coldest, once a tier is fuller than
             ``demote_watermark``.
@@ -73,6 +75,8 @@ class CacheConfig:
         demote_rest_s: pause of an edge after a copy of which no page arrived: a full
             disk does not empty itself at once.
         disk_admission: name of a write admission: which pages are written to disk.
+        device_pages: pages that the device has; what it can serve itself counts to the
+            distance at which reuse is looked for.
         load_overlaps: loads to the device run under the pass, layer by layer.
         tombstones: pages of which it is remembered why they are gone, a power of two;
             0 for none (``tombstones.cells_for`` gives a fitting number).
@@ -90,6 +94,7 @@ class CacheConfig:
     demote_watermark: float = 0.9
     demote_rest_s: float = 5.0
     disk_admission: str = "all"
+    device_pages: int = 0
     load_overlaps: bool = False
     tombstones: int = 0
     act_page_bytes: int = 0

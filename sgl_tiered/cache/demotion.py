@@ -287,9 +287,7 @@ class Demoter:
                 self.target_id,
                 sightings.count(table.keys[node.rows]),
                 sightings.reuse_rates(node.first_page, num_pages),
-                sightings.num_seen,
-                sightings.num_again,
-                sum(slots.capacity for slots in table.slots[: self.target]),
+                sightings.comes_again,
             )
         return self._admission.admit(facts)
 

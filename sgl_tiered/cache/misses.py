@@ -183,6 +183,11 @@ class MissReader:
                 f"write policy {self._config.write_policy}, "
                 f"disk admission {self._config.disk_admission}"
             )
+            if self._config.write_policy == "auto":
+                text = (
+                    "seen once before, when nothing came again and so nothing was "
+                    "copied (write policy auto); it is copied now that it has"
+                )
             return MissSpan(first, num, "not admitted", text)
         if code == 0:
             return MissSpan(first, num, "never seen", "no copy is remembered")

@@ -16,7 +16,7 @@ from sgl_tiered.cache.planner import Planner
 from sgl_tiered.cache.store import PageStore
 from sgl_tiered.cache.table import CacheTable
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.core.plans import Int32s, UInt8s, count_act
+from sgl_tiered.core.plans import Int32s, count_act
 
 __all__ = ["Kinds", "note_uses", "reload_costs"]
 
@@ -31,24 +31,24 @@ def note_uses(
     digest: bytes,
     tokens: Int32s,
     seen_pages: int,
-) -> tuple[UInt8s | None, Kinds]:
+) -> tuple[int | None, Kinds]:
     """Tell those who remember that a request has these pages.
 
     Returns:
-        Sightings of the pages in no tier, where somebody counts them, and the kinds of
-        the last page, where somebody learns.
+        How many of the leading pages that no tier has may be copied, None for all; and
+        the kinds of the last page, where somebody learns.
     """
     learns = bool(store.outlook.histories)
     if chain.sightings is None and not learns:
         return None, ()
     keys = store.keys_of(path, digest, tokens)
-    times = None
+    most = None
     if chain.sightings is not None:
-        times = chain.see(path, keys, seen_pages)
+        most = chain.see(path, keys, seen_pages)
     if not learns:
-        return times, ()
+        return most, ()
     sequence = store.recency[0]
-    return times, store.outlook.see(short_keys(keys), path, seen_pages, sequence)
+    return most, store.outlook.see(short_keys(keys), path, seen_pages, sequence)
 
 
 def reload_costs(

@@ -3,7 +3,27 @@
 Pages that no tier has leave no row behind, so "seen before" needs a memory of its own.
 It is a counting Bloom filter over page keys in two generations: a page is remembered
 while one to two times ``capacity_pages`` others are seen, in 16 bytes per page of the
-capacity, and at most one page in twenty counts a sighting too many.
+capacity, and one page in ten thousand at most counts a sighting too many.
+
+It also tells whether prompts come again at all, for all those who would rather not copy
+what nobody asks for twice (write policy ``auto``, disk admission ``auto``). The law, in
+pages: there is a credit of ``trust_pages`` at the start, which it never exceeds. A page
+that is seen for the first time takes one off; a page that is seen for the second time,
+or that a tier has already, puts ``WORTH`` on. While anything is left, pages come again.
+
+- Traffic without reuse is copied for ``trust_pages`` and no longer: whoever asks gives
+  the reuse distance that his tiers could have served.
+- A single prompt that comes again is enough for copies to begin anew, and they go on
+  while one new page in ``WORTH`` comes again; the prompt itself is copied as well, as
+  its pages are seen for the second time. So a page is missed once at most for lack of
+  a copy, whenever reuse begins and however large the tiers are.
+- At most ``trust_pages + WORTH * (pages seen again)`` pages are copied at their first
+  sight.
+
+A third sight counts for nothing: a beginning that all prompts share says nothing of the
+rest of them. Copies that the device makes unnecessary do count as reuse: the distance
+grows with the load. Nothing here reads a clock or draws a number, so that ranks that
+are told of the same requests agree.
 """
 
 from __future__ import annotations
@@ -13,12 +33,17 @@ import numpy.typing as npt
 
 from sgl_tiered.core.plans import Int64s, UInt8s
 
-__all__ = ["Sightings"]
+__all__ = ["WORTH", "Sightings"]
 
-_CELLS_PER_PAGE = 8
-_NUM_HASHES = 4
-"""With 8 cells and 4 hashes a full generation mistakes (1 - exp(-1/2))^4 = 2.4 % of the
-new pages for known ones; the older generation may as well."""
+WORTH = 50
+"""New pages whose copies one page that comes again is worth. A copy takes 2 to 4 % of
+the time in which its page is computed on a CPU, less on a GPU; on a disk fifty pages
+written for one that is read is more wear than any medium should have."""
+_CELLS_PER_BYTE = 4
+_BYTES_PER_PAGE = 8
+_NUM_HASHES = 6
+"""With 32 cells and 6 hashes a full generation mistakes (1 - exp(-6/32))^6 = 0.003 % of
+the new pages for known ones; the older generation may as well."""
 _NUM_DEPTHS = 32
 
 
@@ -27,14 +52,18 @@ class Sightings:
 
     Args:
         capacity_pages: different pages that one generation holds.
+        trust_pages: pages without reuse after which none is expected.
     """
 
-    def __init__(self, capacity_pages: int) -> None:
+    def __init__(self, capacity_pages: int, trust_pages: int = 0) -> None:
         self._capacity_pages = capacity_pages
-        num_cells = _CELLS_PER_PAGE * max(capacity_pages, _NUM_HASHES)
-        self._young: UInt8s = np.zeros(num_cells, np.uint8)
-        self._old: UInt8s = np.zeros(num_cells, np.uint8)
+        num_bytes = _BYTES_PER_PAGE * max(capacity_pages, _NUM_HASHES)
+        # Four cells to a byte: 00 for never seen, 01 for once, 11 for twice.
+        self._young: UInt8s = np.zeros(num_bytes, np.uint8)
+        self._old: UInt8s = np.zeros(num_bytes, np.uint8)
         self._num_new = 0
+        self.trust_pages = trust_pages
+        self._credit = trust_pages
         # By floor(log2(depth + 1)): pages seen, and those that were seen again.
         self._first: Int64s = np.zeros(_NUM_DEPTHS, np.int64)
         self._again: Int64s = np.zeros(_NUM_DEPTHS, np.int64)
@@ -44,25 +73,29 @@ class Sightings:
         """Bytes of the filter."""
         return self._young.nbytes + self._old.nbytes
 
-    def see(self, keys: UInt8s, first_page: int) -> None:
+    def see(self, keys: UInt8s, first_page: int, num_held: int = 0) -> None:
         """Note that one request has these pages.
 
         Args:
             keys: uint8 [n, 16], different page keys.
             first_page: pages of the prompt before the first of them.
+            num_held: leading pages that a tier has: somebody had them before, if only
+                a former process.
         """
         if not len(keys):
             return
         cells = self._cells(keys)
         before = self._count(cells)
-        num_new = int(np.count_nonzero(self._young[cells].min(axis=1) == 0))
+        where, shifts = cells // _CELLS_PER_BYTE, cells % _CELLS_PER_BYTE * 2
+        is_new = (np.bitwise_and.reduce(self._young[where] >> shifts, axis=1) & 1) == 0
         # In the young generation also what only the old one knows: used is young.
-        now = np.minimum(before + 1, 2).astype(np.uint8)
-        np.maximum.at(self._young, cells, now[:, None])
+        codes = np.where(before > 0, 3, 1).astype(np.uint8)
+        np.bitwise_or.at(self._young, where, codes[:, None] << shifts.astype(np.uint8))
+        self._weigh(before, num_held)
         depths = _depths(first_page, len(keys))
         self._first += np.bincount(depths[before == 0], minlength=_NUM_DEPTHS)
         self._again += np.bincount(depths[before == 1], minlength=_NUM_DEPTHS)
-        self._num_new += num_new
+        self._num_new += int(np.count_nonzero(is_new))
         if self._num_new >= self._capacity_pages:
             self._young, self._old = self._old, self._young
             self._young[:] = 0
@@ -72,14 +105,9 @@ class Sightings:
             self._again //= 2
 
     @property
-    def num_seen(self) -> int:
-        """Different pages seen; those of former generations count less and less."""
-        return int(self._first.sum())
-
-    @property
-    def num_again(self) -> int:
-        """Pages that a second request had, counted likewise."""
-        return int(self._again.sum())
+    def comes_again(self) -> bool:
+        """Whether pages that are new may be expected to be asked for again."""
+        return self._credit > 0
 
     def count(self, keys: UInt8s) -> UInt8s:
         """Return for each page 0, 1, or 2 for two or more sightings."""
@@ -96,6 +124,20 @@ class Sightings:
         for array in (self._young, self._old, self._first, self._again):
             array[:] = 0
         self._num_new = 0
+        self._credit = self.trust_pages
+
+    def _weigh(self, before: UInt8s, num_held: int) -> None:
+        """Move the credit by one request's pages; ``before``: their sightings so far.
+
+        A page's key stands for all that precedes it, so that behind the first page that
+        is new all are, whatever the filter says.
+        """
+        is_known = before > 0
+        is_known[:num_held] = True
+        num_known = len(before) if is_known.all() else int(is_known.argmin())
+        num_again = int(np.count_nonzero(before[:num_known] < 2))
+        earned = min(self._credit + WORTH * num_again, self.trust_pages)
+        self._credit = max(earned - (len(before) - num_known), 0)
 
     def _cells(self, keys: UInt8s) -> npt.NDArray[np.intp]:
         """Return the cells of each key, [n, hashes]: double hashing of its halves."""
@@ -103,12 +145,16 @@ class Sightings:
         steps = np.arange(_NUM_HASHES, dtype=np.uint64)
         # Odd, so that the steps of a key differ; sums wrap, which is as good.
         hashes = halves[:, :1] + steps * (halves[:, 1:] | np.uint64(1))
-        return (hashes % np.uint64(len(self._young))).astype(np.intp)
+        num_cells = np.uint64(_CELLS_PER_BYTE * len(self._young))
+        return (hashes % num_cells).astype(np.intp)
 
     def _count(self, cells: npt.NDArray[np.intp]) -> UInt8s:
-        counts: UInt8s = np.maximum(
-            self._young[cells].min(axis=1), self._old[cells].min(axis=1)
-        )
+        where, shifts = cells // _CELLS_PER_BYTE, cells % _CELLS_PER_BYTE * 2
+        # A page has what all its cells have.
+        young = np.bitwise_and.reduce(self._young[where] >> shifts, axis=1)
+        old = np.bitwise_and.reduce(self._old[where] >> shifts, axis=1)
+        codes = young | old
+        counts: UInt8s = ((codes & 1) + (codes >> 1 & 1)).astype(np.uint8)
         return counts
 
 

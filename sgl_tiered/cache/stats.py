@@ -19,6 +19,7 @@ class CacheStats:
         num_pending: lookups answered PENDING.
         num_refused_loads: decisions that no longer held when they were committed.
         num_refused_offload_pages: pages that found no room in the first tier.
+        num_seen_once_pages: pages that the write policy copies when they come again.
         pages_loaded: pages landed on the device, by the tier they came from.
         pages_stored: pages that got a copy in the tier.
         pages_evicted: copies dropped to make room.
@@ -36,6 +37,7 @@ class CacheStats:
     num_pending: int
     num_refused_loads: int
     num_refused_offload_pages: int
+    num_seen_once_pages: int
     pages_loaded: Mapping[TierId, int]
     pages_stored: Mapping[TierId, int]
     pages_evicted: Mapping[TierId, int]
@@ -47,7 +49,10 @@ class CacheStats:
 
     def lost_writes(self) -> dict[str, int]:
         """Return the writes that did not happen, by edge and reason, for exporters."""
-        lost = {"offload_no_room_pages": self.num_refused_offload_pages}
+        lost = {
+            "offload_no_room_pages": self.num_refused_offload_pages,
+            "offload_seen_once_pages": self.num_seen_once_pages,
+        }
         for tier, num_pages in self.pages_uncopied.items():
             lost[f"evict_{tier.label}_uncopied_pages"] = num_pages
         for tier, reasons in self.pages_dropped.items():
@@ -65,6 +70,7 @@ class StatsCounters:
         self.num_pending = 0
         self.num_refused_loads = 0
         self.num_refused_offload_pages = 0
+        self.num_seen_once_pages = 0
         self.loaded = dict.fromkeys(tiers, 0)
         self.stored = dict.fromkeys(tiers, 0)
         self.evicted = dict.fromkeys(tiers, 0)
@@ -86,6 +92,7 @@ class StatsCounters:
             num_pending=self.num_pending,
             num_refused_loads=self.num_refused_loads,
             num_refused_offload_pages=self.num_refused_offload_pages,
+            num_seen_once_pages=self.num_seen_once_pages,
             pages_loaded=dict(self.loaded),
             pages_stored=dict(self.stored),
             pages_evicted=dict(self.evicted),

@@ -350,7 +350,8 @@ class TieredCache:
                 page is left out.
             max_pages: most pages to copy.
             seen_pages: leading pages of earlier calls for the same request: the others
-                are sighted (write policy ``selective``, admission to disk).
+                are sighted (write policies ``auto`` and ``selective``, admission to
+                disk).
             sighted: what ``sight`` returned, where that came before: pages are as
                 recent as they were then, and not sighted again.
             leave: bool, pages that are not whole on the device; None for none.
@@ -371,10 +372,10 @@ class TieredCache:
         if sighted is None:
             store.touch(path)
             facts = (path, digest, tokens, seen_pages)
-            times, uses = note_uses(store, self._chain, *facts)
-            if times is not None and self._config.write_policy == "selective":
-                once = np.flatnonzero(times < 2)
-                num_new = int(once[0]) if len(once) else num_new
+            most, uses = note_uses(store, self._chain, *facts)
+            if most is not None:
+                store.counters.num_seen_once_pages += num_new - most
+                num_new = most
         positions = lacking_copies(table, known, num_new, leave)[:max_pages]
         if not len(positions):
             return None
@@ -623,6 +624,20 @@ class TieredCache:
         replays and between ranks. O(pages).
         """
         return state_digest(self._store)
+
+    @property
+    def copies_at_once(self) -> bool:
+        """Whether pages get a copy in the first tier when they are computed, as of now.
+
+        Write policy ``auto`` stops that where nothing comes again.
+        """
+        return self._chain.copies_at_once
+
+    @property
+    def trust_pages(self) -> int:
+        """Pages without reuse after which it stops; 0 for other policies."""
+        sightings = self._chain.sightings
+        return 0 if sightings is None else sightings.trust_pages
 
     def memory_bytes(self) -> int:
         """Return the bytes of all arrays (the index's objects not counted)."""

@@ -293,7 +293,9 @@ class Measurer:
                 if num_tokens > self._limits.most_tokens or (late and repeat):
                     continue
                 prompt = self._fresh(num_tokens)
-                self._link_point(prompt, ())
+                for _ in range(2):
+                    # A server that has stopped copying copies what comes again.
+                    self._link_point(prompt, ())
                 for depth in range(len(lower)):
                     # What is above a tier is forgotten, so that the tier is read.
                     self._link_point(prompt, ("device", *lower[:depth]))

@@ -189,7 +189,7 @@ class ServerConfig:
     load_mode: str = "layerwise"
     link_discipline: str = "fair"
     load_policy: str = "auto"
-    write_policy: str = "write-through"
+    write_policy: str = "auto"
     demote_policy: str = "write-through"
     disk_admission: str = "auto"
     offload_threshold: float = 0.9

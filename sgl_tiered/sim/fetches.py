@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,7 @@ class SimDeviceRoom:
         page_bytes: of a page.
         prefetcher: told of ends.
         may_evict: whether what the tree would drop next may go for a fetch: only where
-            the tiers below have it.
+            pages are offloaded when they come; asked each time.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class SimDeviceRoom:
         page_bytes: int,
         prefetcher: DevicePrefetcher,
         *,
-        may_evict: bool,
+        may_evict: Callable[[], bool],
     ) -> None:
         self._tree = tree
         self._links = links
@@ -57,7 +57,7 @@ class SimDeviceRoom:
     def submit(self, plan: LoadPlan, state: Waiting, keep: Sequence[Waiting]) -> bool:
         """Take pages and send the bytes; False where there are too few."""
         tree, num_pages = self._tree, plan.num_pages
-        if num_pages > tree.free_pages and self._may_evict:
+        if num_pages > tree.free_pages and self._may_evict():
             # Those far back in the queue are to go first.
             for other in reversed(keep):
                 tree.match(other.tokens[: other.max_pages].tobytes())

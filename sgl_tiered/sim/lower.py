@@ -172,9 +172,12 @@ class LowerTiers:
             ways: dict[TierId, Link] = dict.fromkeys(self._memory, self.load_link)
             if self._cxl_link is not None:
                 ways[TierId.CXL] = self._cxl_link
-            may_evict = config.write_policy == "write-through"
             device.room = SimDeviceRoom(
-                tree, ways, config.page_bytes, device, may_evict=may_evict
+                tree,
+                ways,
+                config.page_bytes,
+                device,
+                may_evict=lambda: self.cache.copies_at_once,
             )
         if policy.looks_ahead and (promotions is not None or device is not None):
             window = config.prefetch_window
@@ -517,6 +520,7 @@ def _make_cache(
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
+            device_pages=config.capacity_pages,
             load_overlaps=config.load_mode == "layerwise",
             tombstones=cells_for(sum(slots.values())) if config.explain else 0,
         ),

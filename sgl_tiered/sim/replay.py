@@ -199,7 +199,7 @@ class _Served:
             [ExclusiveTier(TierId.DEVICE, device_pages, LRUPolicy())],
             max_request_pages=longest,
         )
-        self._cache = _tiered_cache(lower, policies)
+        self._cache = _tiered_cache(device_pages, lower, policies)
         # One token of a page says which prefix it ends, as its id does.
         self._digest = self._cache.open_namespace(Namespace("replay", "none", 1))
         self._hits = _Hits(trace, [TierId.DEVICE, *(tier.tier for tier in lower)])
@@ -292,7 +292,9 @@ class _Served:
             deferred.settle(next_prompt, count)
 
 
-def _tiered_cache(lower: Sequence[TierConfig], policies: ServedPolicies) -> TieredCache:
+def _tiered_cache(
+    device_pages: int, lower: Sequence[TierConfig], policies: ServedPolicies
+) -> TieredCache:
     config = CacheConfig(
         PageLayout(num_layers=1, page_tokens=1, token_bytes=1),
         tuple(lower),
@@ -300,6 +302,7 @@ def _tiered_cache(lower: Sequence[TierConfig], policies: ServedPolicies) -> Tier
         write_policy=policies.write_policy,
         demote_policy=policies.demote_policy,
         disk_admission=policies.disk_admission,
+        device_pages=device_pages,
     )
     link, rng = LinkCost(1e-6, 1e9), np.random.default_rng(1)
     return TieredCache(

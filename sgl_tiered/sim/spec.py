@@ -82,7 +82,7 @@ class SimSpec:
     order: str = "fcfs"
     slo_admission: str = NO_ADMISSION
     load_policy: str = "auto"
-    write_policy: str = "write-through"
+    write_policy: str = "auto"
     demote_policy: str = "write-through"
     disk_admission: str = "auto"
     offload_threshold: float = 0.9

@@ -147,9 +147,7 @@ class WriteAdmissionKit:
             tier=TierId.DISK,
             num_sightings=rng.integers(0, 3, size=400).astype(np.uint8),
             reuse_rates=rng.random(400) ** 3,
-            num_seen=10_000,
-            num_again=20,
-            memory_pages=300,
+            comes_again=False,
         )
 
     def test_has_the_interface(self, admission: WriteAdmission) -> None:
@@ -184,11 +182,11 @@ class WriteAdmissionKit:
     def test_a_sighting_never_takes_an_admission_back(
         self, admission: WriteAdmission, facts: WriteFacts
     ) -> None:
-        """Nor does a higher rate of reuse."""
+        """Nor does a higher rate of reuse, nor other prompts that come again."""
         answers = admission.admit(facts)
         seen = replace(facts, num_sightings=np.minimum(facts.num_sightings + 1, 2))
         reused = replace(facts, reuse_rates=np.minimum(facts.reuse_rates + 0.2, 1.0))
-        for better in (seen, reused):
+        for better in (seen, reused, replace(facts, comes_again=True)):
             assert not (answers & ~admission.admit(better)).any()
 
     def test_something_is_written(

@@ -69,25 +69,18 @@ def test_what_each_one_writes(name: str, wanted: list[bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seen", "num_again", "wanted"),
-    [
-        (399, 0, [True, True, True]),
-        (400, 0, [False, False, True]),
-        (400, 7, [False, False, True]),
-        (400, 8, [True, True, True]),
-    ],
+    ("comes_again", "wanted"),
+    [(True, [True, True, True]), (False, [False, False, True])],
 )
 def test_auto_writes_all_until_nothing_comes_again(
-    num_seen: int, num_again: int, wanted: list[bool]
+    comes_again: bool, wanted: list[bool]
 ) -> None:
-    """Four memories of pages are trusted; then one page in fifty has to come again."""
+    """Then it writes what was seen twice."""
     facts = WriteFacts(
         TierId.DISK,
         np.array([0, 1, 2], np.uint8),
         np.zeros(3),
-        num_seen=num_seen,
-        num_again=num_again,
-        memory_pages=100,
+        comes_again=comes_again,
     )
     assert make_write_admission("auto").admit(facts).tolist() == wanted
 

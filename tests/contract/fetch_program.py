@@ -67,7 +67,7 @@ class FetchBench(Bench):
             clock,
             self.metrics,
             lambda tier, error: self.errors.append(error),
-            may_evict=True,
+            may_evict=lambda: True,
         )
         self.tree.fetcher = self.fetcher
         self.tokens, self.wanted = self.offloaded(0)

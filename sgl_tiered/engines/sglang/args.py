@@ -133,8 +133,9 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
         Optional[str],  # noqa: UP045
         Arg(
             help="When a page is copied to the host: when it is computed "
-            "(write-through, default), when it is seen again (selective), or before "
-            "the device drops it (on-evict).",
+            "(write-through), when it is seen again (selective), the one until traffic "
+            "has shown that nothing comes again and the other until it does (auto, "
+            "default), or before the device drops it (on-evict).",
             choices=list(CHOICES["write_policy"]),
         ),
         _NS,

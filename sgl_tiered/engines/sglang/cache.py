@@ -683,7 +683,9 @@ class TieredRadixCache(LendingRadixCache):
         num_pages = num_tokens // self.page_size
         if num_pages == 0 or (state is not None and num_pages <= state.num_offloaded):
             return
-        if self.tiered.config.write_policy == "selective" and not req.finished():
+        policy = self.tiered.config.write_policy
+        counts_twice = policy == "selective" or (policy == "auto" and state is None)
+        if counts_twice and not req.finished():
             # Each plan counts as a sighting, and a request is to be one.
             return
         tokens = plain_tokens(req.full_untruncated_fill_ids, num_pages * self.page_size)

@@ -85,7 +85,7 @@ ENCODINGS = tuple(
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "eviction_policy": EVICTION_POLICIES,
     "device_eviction": EVICTION_POLICIES,
-    "write_policy": ("write-through", "selective", "on-evict"),
+    "write_policy": ("auto", "write-through", "selective", "on-evict"),
     "demote_policy": ("write-through", "on-evict"),
     "disk_admission": ("auto", "all", "second-hit", "reuse"),
     "load_policy": ("auto", "always", "never"),
@@ -128,8 +128,9 @@ class TieredConfig:
         device_eviction: the same for the device, by SGLang's Python tree; None for
             SGLang's own tree and policy.
         write_policy: when a page is offloaded to the host: write-through (when it is
-            computed), selective (when it is seen a second time) or on-evict (the
-            coldest, once the device is fuller than ``offload_threshold``).
+            computed), selective (when it is seen a second time), auto (the one while
+            prompts come again, the other while none does) or on-evict (the coldest,
+            once the device is fuller than ``offload_threshold``).
         offload_threshold: share of the device, 0 to 1.
         demote_policy: when a host page is written to disk: write-through (soon after)
             or on-evict (the coldest, before room is needed).
@@ -178,7 +179,7 @@ class TieredConfig:
     staging_bytes: int = _DEFAULT_STAGING_BYTES
     eviction_policy: str = "lru"
     device_eviction: str | None = None
-    write_policy: str = "write-through"
+    write_policy: str = "auto"
     offload_threshold: float = 0.9
     demote_policy: str = "write-through"
     disk_admission: str = "auto"
@@ -246,6 +247,7 @@ def read_config(
     _refuse_unusable(settings)
 
     num_to_come = num_ranks if is_first else 1
+    pool = read_pool(settings)
     disk_paths, disk_bytes = _disk(settings, num_ranks)
     cxl, cxl_bytes = _cxl(settings, num_ranks)
     taken_bytes = cxl_bytes if cxl is not None and cxl.is_machine_memory else 0
@@ -267,7 +269,7 @@ def read_config(
         device_eviction=_choice(settings, "device_eviction", "")
         if "device_eviction" in settings
         else None,
-        write_policy=_choice(settings, "write_policy", "write-through"),
+        write_policy=_write_policy(settings, pool),
         offload_threshold=_share(settings, "offload_threshold", 0.9),
         demote_policy=_choice(settings, "demote_policy", "write-through"),
         disk_admission=_choice(settings, "disk_admission", "auto"),
@@ -295,7 +297,7 @@ def read_config(
         lossy_default=_choice(settings, "lossy_default", REFUSE),
         sparsity=read_sparsity(settings),
         keeps_wrong=settings.get("fault_corrupt") == KEEP_FAULT,
-        pool=read_pool(settings),
+        pool=pool,
         spoils_sent=settings.get("fault_corrupt") == POOL_FAULT,
     )
     if config.staging_bytes <= 0:
@@ -311,6 +313,20 @@ def read_config(
         refuse_weights(config.layerkv.weight_bytes, config.emulate)
     _refuse_lossy(config, said="lossy_default" in settings)
     return config
+
+
+def _write_policy(settings: Mapping[str, Any], pool: PoolSettings | None) -> str:
+    policy = _choice(
+        settings, "write_policy", "auto" if pool is None else "write-through"
+    )
+    if pool is not None and policy == "auto":
+        raise ConfigError(
+            _flag("write_policy"),
+            "auto does not go with --tiered-pool: what nobody asks this server for "
+            "twice may be asked of another one",
+            "leave it out, or give write-through",
+        )
+    return policy
 
 
 def _refuse_lossy(config: TieredConfig, *, said: bool) -> None:

@@ -298,6 +298,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
             write_policy=config.write_policy,
             demote_policy=config.demote_policy,
             disk_admission=config.disk_admission,
+            device_pages=min(agreement.gathered(allocator.size // layout.page_tokens)),
             load_overlaps=_loads_overlap(
                 device, host, waits_whole=waits_whole, is_cuda=is_cuda
             ),

@@ -123,7 +123,7 @@ class DeviceFetcher:
         metrics: counts them.
         note_end: called with the tiers read and an error, empty for none.
         may_evict: whether what the tree would drop next may go for a fetch: only where
-            it has been offloaded when it came.
+            pages are offloaded when they come; asked each time.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class DeviceFetcher:
         metrics: MetricsRegistry,
         note_end: Callable[[TierId, str], None],
         *,
-        may_evict: bool,
+        may_evict: Callable[[], bool],
     ) -> None:
         self._tree = tree
         self._prefetcher = prefetcher
@@ -222,7 +222,7 @@ class DeviceFetcher:
         tree = self._tree
         allocator = tree.token_to_kv_pool_allocator
         shortfall = num_tokens - allocator.available_size()
-        if shortfall > 0 and self._may_evict:
+        if shortfall > 0 and self._may_evict():
             # Those far back in the queue are to go first.
             for state in reversed(keep):
                 key = self.keys.get(state)
@@ -306,5 +306,5 @@ def make_fetcher(
         parts.clock,
         parts.metrics,
         tiered.note_copy,
-        may_evict=parts.config.write_policy == "write-through",
+        may_evict=lambda: parts.cache.copies_at_once,
     )

@@ -51,6 +51,11 @@ class PrometheusSink:
             ["tier", "state", "emulated"],
             multiprocess_mode="mostrecent",
         )
+        self._copies_at_once = Gauge(
+            "sgl_tiered:copies_at_once",
+            "1 while new pages are copied to the host when they are computed.",
+            multiprocess_mode="mostrecent",
+        )
         Gauge(
             "sgl_tiered:page_tokens",
             "Tokens in a page.",
@@ -77,6 +82,8 @@ class PrometheusSink:
         for tier, states in snapshot["occupancy"].items():
             for state, pages in states.items():
                 self._occupancy.labels(tier, state, mark(tier)).set(pages)
+
+        self._copies_at_once.set(snapshot["copies_at_once"])
 
     def _advance(
         self, counter: Counter, name: str, labels: tuple[str, ...], value: float

@@ -225,6 +225,9 @@ class TieredRuntime:
         self._logged_at_s = parts.clock.now()
         self._logged: dict[str, int] = {}
         self._evicted: dict[TierId, int] = {}
+        # What was told last of whether new pages are copied, and when.
+        self._told_copying = parts.cache.copies_at_once
+        self._told_copying_at_s = -math.inf
 
     @property
     def metrics(self) -> MetricsRegistry:
@@ -658,7 +661,12 @@ class TieredRuntime:
             for label, state in health.items()
             for name, number in state.errors.items()
         }
-        return {**snapshot, "occupancy": occupancy, "emulated": emulated}
+        return {
+            **snapshot,
+            "occupancy": occupancy,
+            "emulated": emulated,
+            "copies_at_once": self.cache.copies_at_once,
+        }
 
     def between_passes(self) -> None:
         """Ask the model, where it is asked; publish and write a line if that is due."""
@@ -670,6 +678,8 @@ class TieredRuntime:
             self.namespaces.drop_empty()
         interval_s = self.config.log_interval_s
         now = self.parts.clock.now()
+        if self._told_copying != self.cache.copies_at_once:
+            self._tell_copying(now)
         if self.publish is not None and now - self._published_at_s >= _PUBLISH_S:
             self._published_at_s = now
             self.publish(self.metrics_snapshot())
@@ -693,6 +703,28 @@ class TieredRuntime:
             fill.append(f"{tier.tier_id.label} {share:.0%} full{note}")
         logger.info(
             "sgl-tiered: %d prompt tokens (%s); %s", total, served, ", ".join(fill)
+        )
+
+    def _tell_copying(self, now_s: float) -> None:
+        """Say that copies have stopped or begun again; not more often than other lines.
+
+        Under write policy ``auto``, the only one that ever changes.
+        """
+        interval_s = self.config.log_interval_s
+        if interval_s == 0 or now_s - self._told_copying_at_s < interval_s:
+            return
+        self._told_copying_at_s = now_s
+        self._told_copying = self.cache.copies_at_once
+        if self._told_copying:
+            logger.info(
+                "sgl-tiered: prompts come again: new pages are copied below the device"
+            )
+            return
+        logger.info(
+            "sgl-tiered: nothing has come again for %d tokens: pages are copied below "
+            "the device when they do, and new ones are not (--tiered-write-policy "
+            "auto)",
+            self.cache.trust_pages * self.page_tokens,
         )
 
     def switch_faults(self, text: str) -> str:

@@ -30,17 +30,13 @@ class WriteFacts:
             for two or more.
         reuse_rates: float64 [n], of the pages as far into their prompts as this one,
             the share that a second request had; 0 where none was seen yet.
-        num_seen, num_again: different pages seen so far, of whatever prompts, and those
-            of them that a second request had; both fade.
-        memory_pages: room of the tiers above.
+        comes_again: whether prompts come again at all, see ``cache/sightings.py``.
     """
 
     tier: TierId
     num_sightings: UInt8s
     reuse_rates: npt.NDArray[np.float64]
-    num_seen: int = 0
-    num_again: int = 0
-    memory_pages: int = 0
+    comes_again: bool = True
 
 
 @runtime_checkable
@@ -60,7 +56,7 @@ class WriteAdmission(Protocol):
     def admit(self, facts: WriteFacts) -> Bools:
         """Return for each page whether it may be written.
 
-        Equal facts give equal answers, and a further sighting or a higher rate never
-        takes an admission back.
+        Equal facts give equal answers, and a further sighting, a higher rate or prompts
+        that come again never take an admission back.
         """
         ...

@@ -216,6 +216,7 @@ def test_a_page_that_is_worth_less_is_given_up(make_cache: MakeCache) -> None:
     assert story.dropped(DISK) == {"no room": 3}
     assert story.cache.stats.lost_writes() == {
         "offload_no_room_pages": 0,
+        "offload_seen_once_pages": 0,
         "evict_host_uncopied_pages": 0,
         "demote_disk_no_room_pages": 3,
     }

@@ -130,6 +130,16 @@ def test_a_page_seen_once_is_told_under_selective_writes(make_story):
     assert story.why("abcd") == [("not admitted", None, 3), ("never seen", None, 1)]
 
 
+def test_a_page_seen_while_copies_had_stopped_is_told(make_story):
+    """Not that a policy refused it for good."""
+    story = make_story(host=8, write_policy="auto")
+    for word in ("abcd", "efgh", "ijkl"):
+        story.keep(word)
+    assert story.why("ijkl") == [("not admitted", None, 4)]
+    spans = story.cache.misses.explain(story.digest, spell("ijkl", PAGE), 0, 4)
+    assert "nothing came again" in spans[0].text
+
+
 def test_what_the_device_lost_is_told(make_story):
     """Pages that were evicted from the device before their copy was due."""
     story = make_story(write_policy="on-evict")

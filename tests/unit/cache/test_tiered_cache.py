@@ -328,6 +328,61 @@ def test_selective_stores_on_the_second_sighting(make_cache: MakeCache) -> None:
     assert story.found("abcd") == 3
 
 
+def test_auto_stops_copying_and_begins_again(make_cache: MakeCache) -> None:
+    """After as many new pages as the device and the tiers have; what is seen twice is
+    copied, and then new pages are again."""
+    cache = make_cache(write_policy="auto", device_pages=4)
+    story = Story(cache)
+    assert [story.store(word) for word in ("abcd", "efgh", "ijkl")] == [4, 4, 0]
+    assert not cache.copies_at_once
+    assert [story.store(word) for word in ("mnop", "qrst")] == [0, 0]
+    assert cache.stats.num_seen_once_pages == 12
+    assert story.store("mnopu") == 5
+    assert cache.copies_at_once
+    assert story.store("vwx") == 3
+
+
+def test_auto_sees_a_request_once_however_it_is_computed(
+    make_cache: MakeCache,
+) -> None:
+    """The chunks of a prompt are no reuse of those before."""
+    cache = make_cache(write_policy="auto", device_pages=4)
+    story = Story(cache)
+    for word in ("abcd", "efgh", "ijkl"):
+        story.store(word)
+    assert story.store("mn") == 0
+    plan = cache.plan_offload(story.digest, prompt("mnop"), seen_pages=2)
+    assert plan is None
+    assert not cache.copies_at_once
+
+
+def test_auto_knows_what_a_tier_has(make_cache: MakeCache) -> None:
+    """What a former process left on disk comes again at its first sight here."""
+    before = Story(make_cache(host=8, disk=8))
+    before.store("abcd")
+    plan = before.cache.plan_demote(9)
+    assert plan is not None
+    cache = make_cache(host=8, disk=8, write_policy="auto")
+    story = Story(cache)
+    assert cache.adopt(TierId.DISK, plan.records)[0] == 4
+    for word in ("efgh", "ijkl", "mnop", "qrst"):
+        story.store(word)
+    assert not cache.copies_at_once
+    assert story.store("abcd") == 4
+    assert cache.copies_at_once
+
+
+def test_a_reset_trusts_anew(make_cache: MakeCache) -> None:
+    """After a flush nothing is known of what comes."""
+    cache = make_cache(write_policy="auto")
+    story = Story(cache)
+    for word in ("abcd", "efgh"):
+        story.store(word)
+    assert not cache.copies_at_once
+    cache.reset()
+    assert cache.copies_at_once
+
+
 def test_bad_pages_become_misses(make_cache: MakeCache) -> None:
     """The wrong copy goes; another tier's copy of the page stays."""
     story = Story(make_cache(host=3, disk=6))

@@ -94,7 +94,7 @@ def test_defaults():
     assert config.disk_io == "auto"
     assert config.disk_bytes == 0
     assert config.eviction_policy == "lru"
-    assert config.write_policy == "write-through"
+    assert config.write_policy == "auto"
     assert config.offload_threshold == 0.9
     assert config.disk_admission == "auto"
     assert config.load_policy == "auto"
@@ -384,6 +384,18 @@ def test_paths_are_expanded(tmp_path, monkeypatch):
     assert read(**HOST, disk_path="~/kv").disk_paths == (tmp_path / "kv",)
     monkeypatch.chdir(tmp_path)
     assert read(**HOST, disk_path="kv").disk_paths == (tmp_path / "kv",)
+
+
+def test_a_server_of_a_pool_copies_what_others_may_ask_for():
+    """All pages, unless another policy is given; auto cannot be."""
+    pool = {**HOST, "pool": "local"}
+    assert read_config(pool).write_policy == "write-through"
+    assert (
+        read_config({**pool, "write_policy": "selective"}).write_policy == "selective"
+    )
+    with pytest.raises(ConfigError, match="--tiered-pool") as caught:
+        read_config({**pool, "write_policy": "auto"})
+    assert caught.value.setting == "--tiered-write-policy"
 
 
 def test_choices_are_the_policies_that_there_are():

@@ -34,6 +34,7 @@ def snapshot(emulated, bytes_moved=10.0):
         "counters": {"tokens_total": 7},
         "occupancy": {"cxl": {"used": 4}},
         "emulated": emulated,
+        "copies_at_once": not emulated,
     }
 
 
@@ -54,6 +55,13 @@ def test_series_of_an_emulated_tier_say_so(sink):
     assert value(hits, tier="cxl", emulated="yes") == 32
     pages = "sgl_tiered:occupancy_pages"
     assert value(pages, tier="cxl", state="used", emulated="yes") == 4
+
+
+def test_whether_new_pages_are_copied_is_a_series(sink):
+    """One while they are, and zero while they are not."""
+    for emulated, wanted in ([], 1), (["cxl"], 0):
+        sink.publish(snapshot(emulated))
+        assert value("sgl_tiered:copies_at_once") == wanted
 
 
 def test_counters_advance_by_the_difference(sink):

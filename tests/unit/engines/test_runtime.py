@@ -9,6 +9,7 @@ from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.core.ids import Lookup, TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
+from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
@@ -44,7 +45,7 @@ PATIENCE_S = 20.0
 class Rig:
     """A runtime over a pool of random bytes, a host tier and an emulated CXL tier."""
 
-    def __init__(self, clock=None):
+    def __init__(self, clock=None, write_policy="write-through"):
         self.pool = FakeDevicePool(LAYOUT, 32)
         self.pool.fill(np.random.default_rng(3))
         self.emulator = Emulator(switchable=True)
@@ -63,6 +64,7 @@ class Rig:
                 layout=LAYOUT,
                 tiers=tuple(TierConfig(tier, NUM_SLOTS) for tier in tiers),
                 load_policy="always",
+                write_policy=write_policy,
             ),
             cost=self.cost,
             eviction={tier: LRUPolicy() for tier in tiers},
@@ -183,6 +185,35 @@ def test_every_report_says_that_cxl_is_emulated(rig, caplog):
         rig.runtime.between_passes()
     assert "cxl 0% full (emulated)" in caplog.text
     assert "host 0% full," in caplog.text
+
+
+def test_copies_that_stop_and_begin_again_are_told(caplog):
+    """In a line each, not more often than other lines, and in the figures."""
+    clock = ManualClock()
+    rig = Rig(clock, write_policy="auto")
+    runtime, cache = rig.runtime, rig.runtime.cache
+    digest = runtime.namespace(None, None)
+
+    def see(first, num_pages):
+        tokens = np.arange(first, first + 2 * num_pages, dtype=np.int32)
+        plan = cache.plan_offload(digest, tokens)
+        if plan is not None:
+            lost = TransferResult.failed(len(plan.pages), 0.0, "left out")
+            cache.finish_offload(plan, lost)
+        with caplog.at_level("INFO"):
+            runtime.between_passes()
+
+    see(0, 2 * NUM_SLOTS)
+    assert not runtime.stats()["copies_at_once"]
+    assert f"nothing has come again for {4 * NUM_SLOTS} tokens" in caplog.text
+    caplog.clear()
+    see(0, 4)
+    assert runtime.metrics_snapshot()["copies_at_once"]
+    assert "prompts come again" not in caplog.text
+    clock.advance(runtime.config.log_interval_s)
+    see(0, 4)
+    assert "prompts come again" in caplog.text
+    runtime.close(runtime.pump)
 
 
 def test_the_scheduler_is_told_of_room_that_offloads_give_back(rig):

@@ -112,7 +112,11 @@ def _server(
     scheduler: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> ServerConfig:
-    """Return a server: pages of each tier, then settings of ``ServerConfig``."""
+    """Return a server: pages of each tier, then settings of ``ServerConfig``.
+
+    All pages are copied if nothing else is said.
+    """
+    settings.setdefault("write_policy", "write-through")
     chunks = {"chunk_tokens": 64, "max_prefill_tokens": 128}
     tiers = [
         TierSetup(tier, num_pages * PAGE_BYTES, speed, speed)
@@ -380,7 +384,8 @@ def copied_on_evict(folder: Path) -> list[Run]:
 def selective_by_cost(folder: Path) -> list[Run]:
     """Pages used twice are copied; the cost of computing them again evicts.
 
-    And without reuse: after a while nothing goes to disk.
+    And without reuse: after a while nothing goes to disk, nor, where that is asked, to
+    the host.
     """
     config = _server(
         60,
@@ -395,6 +400,11 @@ def selective_by_cost(folder: Path) -> list[Run]:
     return [
         _served(config, _chats(), "reuse"),
         _served(every, _chats(num_prefixes=100_000), "no-reuse"),
+        _served(
+            replace(config, write_policy="auto"),
+            _chats(num_prefixes=100_000),
+            "auto-no-reuse",
+        ),
     ]
 
 
@@ -606,6 +616,7 @@ def papers_workloads(folder: Path) -> list[Run]:
     """Those of the papers, on a device and a model by name, as specs say them."""
     poisson = {"process": "poisson", "rate_per_s": 4.0}
     sizes = {"device_gb": 1.0, "host_gb": 1.0, "disk_gb": 8.0}
+    sizes["write_policy"] = "write-through"
     mooncake = samples.write_lines(folder / "mooncake", samples.MOONCAKE)
 
     def spelt(name: str, params: Mapping[str, Any], **values: Any) -> Run:

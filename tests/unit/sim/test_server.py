@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sgl_tiered.cache.config import WRITE_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.sim.config import SchedulerConfig, ServerConfig
@@ -119,7 +120,7 @@ def test_no_setting_loses_a_request(
         load_mode=str(rng.choice(["layerwise", "waiter"])),
         load_policy=str(rng.choice(["auto", "always", "never"])),
         demote_policy=str(rng.choice(["write-through", "on-evict"])),
-        write_policy=str(rng.choice(["write-through", "selective", "on-evict"])),
+        write_policy=str(rng.choice(WRITE_POLICIES)),
         disk_admission=str(rng.choice(["all", "second-hit", "reuse"])),
         offload_threshold=float(rng.choice([0.3, 0.9])),
         eviction=str(rng.choice(["lru", "fifo", "random"])),

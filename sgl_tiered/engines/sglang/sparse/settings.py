@@ -182,7 +182,7 @@ def refuse_device(device: str) -> None:
 
 _NOT_WITH: dict[str, tuple[object, str]] = {
     "layerkv": ("on", "leave one of the two out"),
-    "write_policy": ("on-evict", "use write-through or selective"),
+    "write_policy": ("on-evict", "use auto, write-through or selective"),
     "prefetch_to": ("device", "use host"),
 }
 
