@@ -47,9 +47,7 @@ class Stories:
         server.recover()
         server.settle()
         server.drop("device", "host")
-        # A tier that has failed again and again rests; here it is well again.
-        for breaker in server.runtime._breakers.values():
-            breaker.record("")
+        self.let_tiers_rest_no_more()
         server.runtime.pump()
         self.prompts = [self.prompt(7 * PAGE + 3) for _ in range(num_prompts)]
         for prompt in self.prompts:
@@ -59,6 +57,11 @@ class Stories:
         server.asked.clear()
         server.most_passes = 0
         self.counted = self.counters()
+
+    def let_tiers_rest_no_more(self) -> None:
+        """Use a tier that has failed again and again as if it were well."""
+        for breaker in self.server.runtime._breakers.values():
+            breaker.record("")
 
     def prompt(self, num_tokens: int) -> list[int]:
         """Return tokens of chance."""
@@ -357,14 +360,16 @@ class Stories:
 
     def crowd(self) -> dict[str, Any]:
         """Requests of chance come and go, and loads fail now and then."""
-        self.begin(6)
+        self.begin(20)
         server, rng = self.server, self.rng
         server.played.fails_on = ("load",)
         asked: list[Asked] = []
+        aborted: list[str] = []
 
         def turn() -> None:
             if not server.tree._passes:
                 server.recover()
+            self.let_tiers_rest_no_more()
             server.played.fails = bool(rng.random() < 0.3)
             server.played.refuses = bool(rng.random() < 0.2)
             for _ in range(int(rng.integers(0, 3))):
@@ -373,7 +378,10 @@ class Stories:
                 more = self.prompt(int(rng.integers(1, 2 * PAGE)))
                 asked.append(self.ask(cut + more, int(rng.integers(1, 9))))
             if asked and rng.random() < 0.2:
-                server.abort(asked[int(rng.integers(len(asked)))].rid)
+                one = asked[int(rng.integers(len(asked)))]
+                # SGLang aborts all whose names begin like this one.
+                aborted.extend(a.rid for a in asked if a.rid.startswith(one.rid))
+                server.abort(one.rid)
             server.retracts(bool(rng.random() < 0.2))
 
         def is_time() -> bool:
@@ -385,8 +393,12 @@ class Stories:
 
         server.run(*[(is_time, turn)] * TURNS, (is_time, end))
         told = self.ended(*asked)
-        for name in ("ends", "codes"):
-            told[name] = sorted({str(one) for one in told[name]})
+        told["given_up"] = [
+            one.rid
+            for one in asked
+            if one.rid not in aborted and len(one.tokens) != one.most_new
+        ]
+        told["ends"] = told["codes"] = told["cached"] = []
         told["tokens"] = sum(told["tokens"])
         return told
 
@@ -412,6 +424,45 @@ class Stories:
                 self.server.tree._end_pass(loading)
         self.server.recover()
         return {"tokens": len(asked.tokens), **found}
+
+    def nobody_drops_the_next_result(self) -> dict[str, Any]:
+        """Negative control: what runs on a token that was dropped is taken."""
+        from sgl_tiered.engines.sglang import requeue
+
+        module: Any = requeue
+        real = module._put_stand_ins
+
+        def put(batch: Any, lost: Any) -> None:
+            queue = self.server.engine.result_queue
+            if not any(batch is one for one, _ in queue):
+                real(batch, lost)
+
+        module._put_stand_ins = put
+        try:
+            self.begin()
+            self.ask(self.prompts[0])
+            self.fails()
+            return {"wrong": self.server.wrong()}
+        finally:
+            module._put_stand_ins = real
+
+    def nobody_counts_what_is_dropped(self) -> dict[str, Any]:
+        """Negative control: SGLang is shown a request that it retracted."""
+        from sgl_tiered.engines.sglang import requeue
+
+        module: Any = requeue
+        real = module._stand_in
+
+        def retracted(*args: Any) -> Any:
+            found = real(*args)
+            found.is_retracted = True
+            return found
+
+        module._stand_in = retracted
+        try:
+            return {"wrong": self.fails_beside_logprobs()["wrong_logprobs"]}
+        finally:
+            module._stand_in = real
 
     def nobody_waits_for_layers(self) -> dict[str, Any]:
         """Negative control: forwards read layers that have not come."""
@@ -447,7 +498,9 @@ NAMES = (
     *("fails_and_is_retracted", "fails_while_all_is_paused", "fails_in_a_mixed_batch"),
     *("fails_before_a_chunk_that_waits", "fails_beside_logprobs"),
     *("fails_before_a_chunk_with_logprobs",),
-    *("refused", "crowd", "nobody_asks_how_loads_ended", "nobody_waits_for_layers"),
+    *("refused", "crowd", "nobody_counts_what_is_dropped"),
+    *("nobody_drops_the_next_result", "nobody_asks_how_loads_ended"),
+    "nobody_waits_for_layers",
 )
 
 

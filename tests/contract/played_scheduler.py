@@ -698,10 +698,17 @@ class PlayedModel:
             news = [1] * len(rows)
             begins = [int(length) - 1 for length in batch.seq_lens_cpu]
         spans, at = [], 0
-        for row, begin, new in zip(rows, begins, news, strict=True):
+        # In a batch that does both, those that decode come last.
+        launched = self._server.engine.cur_batch_for_debug
+        first_decoder = len(rows) - len(launched.decoding_reqs or ())
+        for number, (row, begin, new) in enumerate(
+            zip(rows, begins, news, strict=True)
+        ):
             ids = None
             if batch.forward_mode.is_extend():
-                ids = batch.input_ids[at : at + new].as_subclass(torch.Tensor).clone()
+                if number < first_decoder:
+                    ids = batch.input_ids[at : at + new]
+                    ids = ids.as_subclass(torch.Tensor).clone()
                 at += new
             slots = table[row, : begin + new].long()
             spans.append(SimpleNamespace(row=row, begin=begin, slots=slots, ids=ids))

@@ -60,6 +60,8 @@ def drop_results(scheduler: Any, batch: Any, failed: Sequence[Any]) -> None:
         len(lost),
     )
     cache.tiered.metrics.add("loads_requeued", len(lost))
+    for req in lost:
+        _tell_nothing_cached(req)
     _put_stand_ins(batch, lost)
     cache.lost += [(req, req.retraction_count) for req in lost]
 
@@ -143,7 +145,7 @@ def _release(scheduler: Any, req: Any) -> None:
     """Give back what a request holds, and let it be as if it had not been admitted."""
     from sglang.srt.managers.schedule_batch import release_req
 
-    was_retracted = req.retracted_stain
+    stain = req.retracted_stain
     release_req(
         req=req,
         remaing_req_count=0,
@@ -152,11 +154,14 @@ def _release(scheduler: Any, req: Any) -> None:
         tree_cache=scheduler.tree_cache,
         hisparse_coordinator=None,
     )
-    if was_retracted:
-        # SGLang keeps telling what it had found when it was first admitted.
+    # SGLang tells what a request had found when it was first admitted.
+    req.retracted_stain, req._cache_breakdown_computed = stain, False
+
+
+def _tell_nothing_cached(req: Any) -> None:
+    """Take back what a request was to be told of the tiers that it was loaded from."""
+    if req.retracted_stain:
         return
-    # What is told as cached is what the pass finds that its answer comes from.
-    req.retracted_stain = req._cache_breakdown_computed = False
     req.cached_tokens = req.cached_tokens_device = 0
     req.cached_tokens_host = req.cached_tokens_storage = 0
     req.storage_hit_length, req.storage_hit_start = 0, None
