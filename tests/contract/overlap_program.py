@@ -1,6 +1,6 @@
 """Lets loads fail behind work that the device had accepted; prints JSON.
 
-    overlap_program.py CORE
+    overlap_program.py CORE [STORY ...]
 
 SGLang's scheduler and the loop of its overlap schedule run in this process, over a CUDA
 device that is played (``played_scheduler.py``): a batch is launched before the results
@@ -426,7 +426,10 @@ class Stories:
         return {"tokens": len(asked.tokens), **found}
 
     def nobody_drops_the_next_result(self) -> dict[str, Any]:
-        """Negative control: what runs on a token that was dropped is taken."""
+        """Negative control: what runs on a token that was dropped is taken.
+
+        It leaves a request that has more tokens than KV: nothing runs after it.
+        """
         from sgl_tiered.engines.sglang import requeue
 
         module: Any = requeue
@@ -499,8 +502,7 @@ NAMES = (
     *("fails_before_a_chunk_that_waits", "fails_beside_logprobs"),
     *("fails_before_a_chunk_with_logprobs",),
     *("refused", "crowd", "nobody_counts_what_is_dropped"),
-    *("nobody_drops_the_next_result", "nobody_asks_how_loads_ended"),
-    "nobody_waits_for_layers",
+    *("nobody_asks_how_loads_ended", "nobody_waits_for_layers"),
 )
 
 
@@ -509,7 +511,7 @@ def main() -> None:
     stories = Stories(sys.argv[1])
     core = type(stories.server.tree.tree_core).__name__
     told: dict[str, Any] = {"core": core}
-    for name in NAMES:
+    for name in sys.argv[2:] or NAMES:
         told[name] = getattr(stories, name)()
     stories.waits.__exit__()
     stories.server.runtime.close(stories.server.tree.take_ends)
