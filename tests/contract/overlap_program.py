@@ -101,7 +101,9 @@ class Stories:
         """Let the loads of the first pass fail on the device, and no other."""
         self.let_loads_fail()
         with self.server.stopped():
-            self.server.run((self.is_loading, lambda: self.let_loads_fail(False)), *later)
+            self.server.run(
+                (self.is_loading, lambda: self.let_loads_fail(False)), *later
+            )
 
     def ended(self, *asked: Asked) -> dict[str, Any]:
         """Say how a story has ended; everything of it is let end."""

@@ -40,7 +40,7 @@ def _fail_late(share: float) -> None:
         kind.is_queued,
     )
 
-    def __init__(ticket: Any, *args: Any, **kwargs: Any) -> None:
+    def made(ticket: Any, *args: Any, **kwargs: Any) -> None:
         make(ticket, *args, **kwargs)
         ticket.is_late = rng.random() < share
 
@@ -57,7 +57,7 @@ def _fail_late(share: float) -> None:
     def landed(ticket: Any) -> str:
         return land(ticket) or (ERROR if ticket.is_late else "")
 
-    kind.__init__, kind._copy_layers, kind._land = __init__, copy_layers, landed
+    kind.__init__, kind._copy_layers, kind._land = made, copy_layers, landed
     kind.is_queued = property(
         lambda ticket: ticket.is_late or is_queued.__get__(ticket)
     )

@@ -88,9 +88,7 @@ def late(servers, model, plain):
         # SGLang compiles a penalty, which takes minutes on a busy machine.
         "TORCHDYNAMO_DISABLE": "1",
     }
-    spec = tiered_spec(
-        CASE.device(model), Tiers(16 * MB), "late", flags=flags, env=env
-    )
+    spec = tiered_spec(CASE.device(model), Tiers(16 * MB), "late", flags=flags, env=env)
     return servers.get(replace(spec, program=LATE_SERVER))
 
 
