@@ -60,6 +60,9 @@ class Asked:
         tokens: of its answer, as they came.
         finish: why it has ended; None while it has not.
         cached: of its prompt, as it was told.
+        logprobs_from: the first token of its prompt whose logprob is asked for; None
+            for none.
+        logprobs: of its prompt, as they came.
     """
 
     rid: str
@@ -68,6 +71,8 @@ class Asked:
     tokens: list[int] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     cached: int = 0
+    logprobs_from: int | None = None
+    logprobs: list[Any] = field(default_factory=list)
 
 
 class PlayedScheduler:
@@ -383,13 +388,20 @@ class PlayedScheduler:
     # -- Requests --------------------------------------------------------------
 
     def ask(
-        self, rid: str, prompt: Sequence[int], most_new: int = 4, lossy: str = ""
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        most_new: int = 4,
+        lossy: str = "",
+        logprobs_from: int | None = None,
     ) -> Asked:
         """Send a request with the next turn; ``lossy`` is its word on that."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        asked = self.asked[rid] = Asked(rid, list(prompt), most_new)
+        asked = self.asked[rid] = Asked(
+            rid, list(prompt), most_new, logprobs_from=logprobs_from
+        )
         params = SamplingParams(
             max_new_tokens=most_new, ignore_eos=True, temperature=0.0
         )
@@ -406,8 +418,8 @@ class PlayedScheduler:
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=params,
-                return_logprob=False,
-                logprob_start_len=-1,
+                return_logprob=logprobs_from is not None,
+                logprob_start_len=-1 if logprobs_from is None else logprobs_from,
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=True,
@@ -427,6 +439,18 @@ class PlayedScheduler:
         from sglang.srt.managers.io_struct import AbortReq
 
         self._to_send.append(AbortReq(rid=rid))
+
+    def pause(self) -> None:
+        """Stop with the next turn; what runs is put back into the queue."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._to_send.append(PauseGenerationReqInput(mode="retract"))
+
+    def go_on(self) -> None:
+        """Go on with the next turn."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._to_send.append(ContinueGenerationReqInput(torch_empty_cache=False))
 
     def run(self, *steps: tuple[Callable[[], bool], Callable[[], None]]) -> None:
         """Go round in SGLang's loop until all requests have ended.
@@ -519,6 +543,16 @@ class PlayedScheduler:
         states = self.model.truth.recompute(sequence, len(asked.tokens))
         return bool(self.model.pick(states).tolist() == asked.tokens)
 
+    def wrong_logprobs(self) -> list[str]:
+        """Return the requests that got others than those of their prompts."""
+        return [
+            rid
+            for rid, one in self.asked.items()
+            if one.tokens and one.logprobs_from is not None
+            if one.logprobs
+            != [None, *self.model.logprobs(one.prompt[one.logprobs_from + 1 :])]
+        ]
+
     def _is_in_doubt(self, rid: str) -> bool:
         """Whether a load of a request is not known to have ended."""
         loads = [load for one in self.tree._passes for load in one.loads]
@@ -547,6 +581,9 @@ class PlayedScheduler:
                         self.too_early.append(rid)
                     asked.tokens.extend(output.output_ids[number])
                     asked.cached = output.cached_tokens[number]
+                    logprobs = getattr(output, "input_token_logprobs_val", None)
+                    if logprobs and logprobs[number]:
+                        asked.logprobs.extend(logprobs[number])
                 if output.finished_reasons[number] is not None:
                     asked.finish = dict(output.finished_reasons[number])
 
@@ -582,6 +619,11 @@ class PlayedModel:
         self._future: dict[int, int] = {}
         self.num_forwards = 0
 
+    @staticmethod
+    def logprobs(tokens: Sequence[int]) -> list[float]:
+        """Return numbers that stand for the logprobs of a prompt's tokens."""
+        return [-float(token) for token in tokens]
+
     def pick(self, states: torch.Tensor) -> torch.Tensor:
         """Return the next token of each last state."""
         return self.truth.pick(states).remainder(self.num_tokens)
@@ -614,10 +656,16 @@ class PlayedModel:
             pool.get_key_buffer(layer)
             stream.run(partial(layer_work, layer), cost_ms=1.0)
         batch.played = spans, states
+        logits = LogitsProcessorOutput(next_token_logits=torch.zeros(len(spans), 1))
+        if batch.return_logprob:
+            logits.next_token_logprobs = torch.zeros(len(spans))
+            if batch.forward_mode.is_extend():
+                ids = batch.extend_input_logprob_token_ids_gpu
+                logits.input_token_logprobs = torch.tensor(
+                    self.logprobs(ids.as_subclass(torch.Tensor).tolist())
+                )
         return SimpleNamespace(
-            logits_output=LogitsProcessorOutput(
-                next_token_logits=torch.zeros(len(spans), 1)
-            ),
+            logits_output=logits,
             can_run_graph=False,
             expert_distribution_metrics=None,
             routed_experts_output=None,
@@ -650,10 +698,17 @@ class PlayedModel:
             news = [1] * len(rows)
             begins = [int(length) - 1 for length in batch.seq_lens_cpu]
         spans, at = [], 0
-        for row, begin, new in zip(rows, begins, news, strict=True):
+        # In a batch that does both, those that decode come last.
+        launched = self._server.engine.cur_batch_for_debug
+        first_decoder = len(rows) - len(launched.decoding_reqs or ())
+        for number, (row, begin, new) in enumerate(
+            zip(rows, begins, news, strict=True)
+        ):
             ids = None
             if batch.forward_mode.is_extend():
-                ids = batch.input_ids[at : at + new].as_subclass(torch.Tensor).clone()
+                if number < first_decoder:
+                    ids = batch.input_ids[at : at + new]
+                    ids = ids.as_subclass(torch.Tensor).clone()
                 at += new
             slots = table[row, : begin + new].long()
             spans.append(SimpleNamespace(row=row, begin=begin, slots=slots, ids=ids))

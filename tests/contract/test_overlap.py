@@ -1,4 +1,4 @@
-"""Loads that fail behind accepted work under the overlap schedule: no wrong token.
+"""Loads that fail behind accepted work under the overlap schedule: all are answered.
 
 SGLang's scheduler runs over a played CUDA device (``overlap_program.py``): a batch is
 launched before the results of the one before are taken.
@@ -15,9 +15,30 @@ pytestmark = pytest.mark.sglang
 ENDED = (
     *("two_passes", "fails_alone", "fails_behind_another", "fails_before_a_chunk"),
     *("fails_and_is_asked_again", "fails_and_is_aborted", "fails_beside_a_decoder"),
-    *("refused", "crowd"),
+    *("fails_at_its_only_token", "fails_again_and_again", "fails_for_several"),
+    *("fails_and_is_aborted_in_the_queue", "fails_where_the_queue_is_full"),
+    *("fails_and_is_retracted", "fails_while_all_is_paused", "fails_in_a_mixed_batch"),
+    *("fails_before_a_chunk_that_waits", "fails_beside_logprobs"),
+    *("fails_before_a_chunk_with_logprobs", "refused", "crowd"),
 )
-UNAVAILABLE = 503
+ANSWERED = {
+    "fails_alone": [4],
+    "fails_before_a_chunk": [4],
+    "fails_behind_another": [4, 4],
+    "fails_and_is_asked_again": [4, 4, 4],
+    "fails_beside_a_decoder": [24, 4, 4],
+    "fails_at_its_only_token": [1, 1],
+    "fails_again_and_again": [4, 4, 4, 4],
+    "fails_for_several": [3, 3, 3],
+    "fails_where_the_queue_is_full": [4],
+    "fails_and_is_retracted": [24, 12, 12, 12],
+    "fails_while_all_is_paused": [4, 4],
+    "fails_in_a_mixed_batch": [24, 12, 4],
+    "fails_before_a_chunk_that_waits": [4],
+    "fails_beside_logprobs": [4, 4, 4, 4],
+    "fails_before_a_chunk_with_logprobs": [4, 4, 4],
+}
+"""Tokens of each answer, all of which were asked for."""
 
 
 @functools.cache
@@ -51,35 +72,39 @@ def test_nobody_waits_for_the_device_and_nothing_is_left(seen, name):
 
 def test_passes_in_flight_have_outcomes_of_their_own(seen):
     """Two at a time, of which none fails, or the second."""
-    for name, ends in [
-        ("two_passes", ["length", "length"]),
-        ("fails_behind_another", ["length", "abort"]),
-    ]:
-        assert seen[name]["most_passes"] == 2
-        assert seen[name]["ends"] == ends
-    assert seen["fails_behind_another"]["tokens"] == [4, 0]
+    assert seen["two_passes"]["most_passes"] == 2
+    assert seen["two_passes"]["cached"] == [112, 112]
+    assert seen["fails_behind_another"]["most_passes"] == 2
+    assert seen["fails_behind_another"]["cached"] == [112, 0]
 
 
-@pytest.mark.parametrize("name", ["fails_alone", "fails_before_a_chunk"])
-def test_a_request_whose_load_failed_on_the_device_ends_without_a_token(seen, name):
-    """Also where its next chunk, or its next step, was launched already."""
+@pytest.mark.parametrize("name", ANSWERED)
+def test_a_request_whose_load_failed_on_the_device_is_computed(seen, name):
+    """It is queued again, whatever happens meanwhile, and no client notices."""
     story = seen[name]
-    assert story["ends"] == ["abort"]
-    assert story["codes"] == [UNAVAILABLE]
-    assert story["tokens"] == [0]
+    assert story["requeued"] > 0
+    assert story["ends"] == ["length"] * len(story["ends"])
+    assert story["tokens"] == ANSWERED[name]
+    assert story["wrong_logprobs"] == []
 
 
-def test_nothing_of_a_failed_load_is_found_by_others(seen):
-    """Who asks for the same prompt later gets it right."""
-    assert seen["fails_and_is_asked_again"]["ends"][-1] == "length"
-    assert seen["fails_and_is_aborted"]["ends"][-1] == "length"
+def test_a_request_meets_such_a_failure_once(seen):
+    """Though no load comes: it is computed without another, and told as such."""
+    story = seen["fails_again_and_again"]
+    assert story["requeued"] == len(story["ends"])
+    # The last one waited for the first one's pages, which the device has by then.
+    assert story["cached"] == [0, 0, 0, 112]
 
 
-def test_those_beside_a_failed_load_notice_nothing(seen):
-    """One decodes meanwhile, one is computed in the same pass."""
-    story = seen["fails_beside_a_decoder"]
-    assert story["ends"] == ["length", "abort", "length"]
-    assert story["tokens"] == [24, 0, 4]
+@pytest.mark.parametrize(
+    "name", ["fails_and_is_aborted", "fails_and_is_aborted_in_the_queue"]
+)
+def test_who_has_given_up_gets_nothing_more(seen, name):
+    """Before the failure is known and after it; another one is answered."""
+    story = seen[name]
+    assert story["tokens"][0] == 0
+    assert story["ends"][0] != "length"
+    assert story["ends"][1] == "length"
 
 
 def test_what_is_known_to_fail_at_the_launch_is_computed(seen):
@@ -90,15 +115,26 @@ def test_what_is_known_to_fail_at_the_launch_is_computed(seen):
 
 
 def test_a_crowd_was_served_while_loads_failed(seen):
-    """Requests were answered, and loads repaired."""
+    """Who did not go was answered, and loads were repaired."""
     assert seen["crowd"]["tokens"] > 0
+    assert seen["crowd"]["given_up"] == []
     assert seen["crowd"]["repaired"] > seen["refused"]["repaired"]
 
 
 def test_a_wait_that_is_left_out_is_caught(seen):
-    """Negative controls: nobody asks how loads ended, or waits for their layers."""
+    """Negative controls: nobody asks how loads ended, or waits for their layers.
+
+    Nor counts the logprobs of what is dropped.
+    """
     story = seen["nobody_asks_how_loads_ended"]
     assert story["tokens"]
     assert story["wrong"]
     assert story["early"]
     assert seen["nobody_waits_for_layers"]["wrong"]
+    assert seen["nobody_counts_what_is_dropped"]["wrong"]
+
+
+def test_what_runs_on_a_dropped_token_would_be_wrong():
+    """Negative control: the result of the batch in flight is taken."""
+    name = "nobody_drops_the_next_result"
+    assert output_of("overlap_program.py", "rust", name)[name]["wrong"]

@@ -10,7 +10,6 @@ All methods run on the scheduler's thread; bytes move on the pipelines' threads.
 from __future__ import annotations
 
 import logging
-from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from sgl_tiered.engines.sglang.loading_pass import Load, LoadingPass
 from sgl_tiered.engines.sglang.lossy import kept_exact
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import compute_missing
+from sgl_tiered.engines.sglang.requeue import begins_anew, end
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.engines.sglang.tokens import device_pages, page_numbers, plain_tokens
 from sgl_tiered.pipelines.layerwise_load import LoadJob
@@ -73,6 +73,9 @@ class TieredRadixCache(LendingRadixCache):
         self._backs: dict[str, torch.Tensor] = {}
         # Batches with loads that are not known to have ended, the oldest first.
         self._passes: list[LoadingPass] = []
+        # Requests whose loads failed that are to be queued again, each with how often
+        # SGLang had retracted it: if that grows, it is queued already.
+        self.lost: list[tuple[Any, int]] = []
         # Where in its prompt a request's load goes: begin and end, in tokens.
         self._spans: dict[str, tuple[int, int]] = {}
         self._locks: dict[int, tuple[Any, Any]] = {}
@@ -260,14 +263,17 @@ class TieredRadixCache(LendingRadixCache):
         for load in loading.loads:
             self._private.pop(load.req.rid, None)
         self._has_come(loading, may_run=True)
-        return [] if loading.may_run else self._end_pass(loading)
+        failed = [] if loading.may_run else self._end_pass(loading)
+        for req in failed:
+            end(req)
+        return failed
 
     def end_passes(self, batch: Any) -> list[Any]:
         """Wait for the loads that results rest on; return requests that failed.
 
         Called before the results of a batch are taken, which come behind its loads.
         What fails by then has failed on the device, behind work that it had accepted:
-        the next batch runs already on the token of this one, so the request ends.
+        the next batch runs already on the token of this one, see ``requeue.py``.
 
         Args:
             batch: as it was launched; SGLang's copy of it.
@@ -302,8 +308,9 @@ class TieredRadixCache(LendingRadixCache):
         return has_come
 
     def _is_in_doubt(self, req: Any) -> bool:
-        """Say whether a load of a request is not known to have landed."""
-        return any(loading.has_any([req]) for loading in self._passes)
+        """Say whether a load of a request has failed or is not known to have landed."""
+        is_loading = any(loading.has_any([req]) for loading in self._passes)
+        return is_loading or any(one is req for one, _ in self.lost)
 
     def _end_pass(self, loading: LoadingPass) -> list[Any]:
         """Settle loads whose outcome is known; return requests that failed."""
@@ -329,8 +336,8 @@ class TieredRadixCache(LendingRadixCache):
             self.tiered.coordinator.load_ended(state)
         # A request that was retracted meanwhile begins anew.
         failed = [req for req in failed if not (req.is_retracted or req.finished())]
-        if failed:
-            self._fail(failed, ticket.failed)
+        for req in failed:
+            req.tiered_load_failed = ticket.failed or "it failed on another rank"
         return failed
 
     # -- A prompt whose front is computed while its back is read ---------------
@@ -659,6 +666,8 @@ class TieredRadixCache(LendingRadixCache):
             if state is not None and not state.started:
                 coordinator.release(req.rid)
             return None
+        if begins_anew(req):
+            max_pages = 0
         self._keys[req.rid] = RadixKey(
             key.token_ids, key.extra_key, limit=limit, cache_salt=key.cache_salt
         )
@@ -745,6 +754,7 @@ class TieredRadixCache(LendingRadixCache):
             for load in loading.loads:
                 self.tiered.coordinator.load_ended(load.state)
         self._passes.clear()
+        self.lost.clear()
         self.end_fetches()
         self.tiered.drain_device()
         self.take_ends()
@@ -771,14 +781,3 @@ class TieredRadixCache(LendingRadixCache):
         self._spans.pop(rid, None)
         self._keys.pop(rid, None)
         self.tiered.forget_request(rid)
-
-    def _fail(self, reqs: list[Any], reason: str) -> None:
-        from sglang.srt.managers.schedule_batch import FINISH_ABORT
-
-        logger.error("sgl-tiered: %d load(s) to device broke: %s", len(reqs), reason)
-        for req in reqs:
-            req.skip_radix_cache_insert = True
-            req.discard_output_reason = FINISH_ABORT(
-                f"Cached KV could not be copied to the device: {reason}",
-                HTTPStatus.SERVICE_UNAVAILABLE,
-            )

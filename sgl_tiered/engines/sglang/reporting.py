@@ -10,7 +10,6 @@ from typing import Any
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.admin import admin_hooks
-from sgl_tiered.engines.sglang.agreement import ARRIVED
 from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.disagg.backend import pd_state
 from sgl_tiered.engines.sglang.http import (
@@ -30,6 +29,11 @@ from sgl_tiered.engines.sglang.profiling import (
     switch_profile,
 )
 from sgl_tiered.engines.sglang.prometheus import PrometheusSink
+from sgl_tiered.engines.sglang.requeue import (
+    drop_results,
+    requeue,
+    without_stand_ins,
+)
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
 from sgl_tiered.engines.sglang.slo_admission import adder_class
 
@@ -60,6 +64,7 @@ def scheduler_hooks() -> list[tuple[str, Any, Any]]:
         (_SCHEDULER + "_get_new_batch_prefill_raw", _note_pass, HookType.AFTER),
         (_SCHEDULER + "get_prefill_adder_class", adder_class, HookType.AROUND),
         (_SCHEDULER + "process_batch_result", _end_loads, HookType.BEFORE),
+        (_SCHEDULER + "launch_batch_sample_if_needed", requeue, HookType.AFTER),
         (_SCHEDULER + "_record_step_counters", _observe_step, HookType.AFTER),
         (_STATE + "get_internal_state", _add_state, HookType.AFTER),
         (_STATE + "_update_handlers", _add_knobs, HookType.AFTER),
@@ -145,9 +150,7 @@ def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -
     if runtime is None or _asks_itself(runtime, req):
         return
     if waiting and waiting[-1] is req:
-        # For the admission, which asks later.
-        runtime.agreement.moment_s(req.rid, ARRIVED, 0.0)
-        runtime.explainer.queued(req, runtime.coordinator.state(req.rid))
+        runtime.note_queued(req)
 
 
 def _asks_itself(runtime: Any, req: Any) -> bool:
@@ -184,9 +187,9 @@ def _end_loads(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     cache = scheduler.tree_cache
     if _tiered(cache) is None:
         return
-    if scheduler.chunked_req in cache.end_passes(batch):
-        # As SGLang does where a load fails: its next chunk never runs.
-        scheduler._pending_chunked_abort_req = scheduler.chunked_req
+    failed = cache.end_passes(batch)
+    if failed:
+        drop_results(scheduler, batch, failed)
 
 
 def _streamer_class(original: Any, scheduler: Any) -> Any:
@@ -207,6 +210,7 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
             """Send what clients wait for; nobody does for our own questions."""
             asks = None if runtime.lengths is None else runtime.lengths.asks
             theirs = reqs if asks is None else asks.without_ours(reqs)
+            theirs = without_stand_ins(theirs)
             super().stream_output(theirs, *args, **kwargs)
 
         def build_additional_customized_info(self, reqs: Any) -> dict[str, Any]:

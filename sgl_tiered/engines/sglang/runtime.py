@@ -30,7 +30,7 @@ from sgl_tiered.core.plans import (
 )
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.adapters import Adapters
-from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.sglang.agreement import ARRIVED, Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.engines.sglang.explain import Explainer
@@ -430,6 +430,12 @@ class TieredRuntime:
         decision = None if state is None else state.report.decision
         load_s = decision.load_s if decision is not None and decision.num_pages else 0.0
         return self.cache.planner.pass_s(compute_s, load_s)
+
+    def note_queued(self, req: Any) -> None:
+        """Note a request that SGLang has put into its queue."""
+        # For the admission, which asks later.
+        self.agreement.moment_s(req.rid, ARRIVED, 0.0)
+        self.explainer.queued(req, self.coordinator.state(req.rid))
 
     def note_wait(self, rid: str, *, waiting: bool) -> None:
         """Measure how long a request is held back for pages on their way."""

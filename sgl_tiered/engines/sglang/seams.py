@@ -300,6 +300,7 @@ SEAMS: tuple[Seam, ...] = (
             "get_prefill_adder_class",
             "flush_cache",
             "process_batch_result",
+            "launch_batch_sample_if_needed",
             "_record_step_counters",
             "clear_hicache_storage_wrapped",
             "_record_scheduler_state_for_paused_engine",
@@ -346,6 +347,23 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("a new request", _SCHEDULER + "._create_generation_req", ("recv_req",)),
     Seam("queue", _SCHEDULER + "._add_request_to_queue", ("req",)),
+    Seam(
+        "requests that are taken out of a batch",
+        _SRT + "managers.schedule_batch.release_req",
+        (
+            "req",
+            "remaing_req_count",
+            "req_to_token_pool",
+            "token_to_kv_pool_allocator",
+            "tree_cache",
+            "hisparse_coordinator",
+        ),
+    ),
+    Seam(
+        "batches that requests are taken out of",
+        _SRT + "managers.schedule_batch.ScheduleBatch.filter_batch",
+        ("keep_indices",),
+    ),
     Seam(
         "requests of our own",
         _SCHEDULER,
