@@ -374,7 +374,9 @@ class TieredCache:
             facts = (path, digest, tokens, seen_pages)
             most, uses = note_uses(store, self._chain, *facts)
             if most is not None:
-                store.counters.num_seen_once_pages += num_new - most
+                # Those of earlier calls were counted then.
+                left_out = min(num_new - most, len(known) + num_new - seen_pages)
+                store.counters.num_seen_once_pages += left_out
                 num_new = most
         positions = lacking_copies(table, known, num_new, leave)[:max_pages]
         if not len(positions):
@@ -635,7 +637,7 @@ class TieredCache:
 
     @property
     def trust_pages(self) -> int:
-        """Pages without reuse after which it stops; 0 for other policies."""
+        """Pages without reuse after which none is expected; 0 where nobody asks."""
         sightings = self._chain.sightings
         return 0 if sightings is None else sightings.trust_pages
 

@@ -351,8 +351,10 @@ def test_auto_sees_a_request_once_however_it_is_computed(
     for word in ("abcd", "efgh", "ijkl"):
         story.store(word)
     assert story.store("mn") == 0
+    num_before = cache.stats.num_seen_once_pages
     plan = cache.plan_offload(story.digest, prompt("mnop"), seen_pages=2)
     assert plan is None
+    assert cache.stats.num_seen_once_pages == num_before + 2
     assert not cache.copies_at_once
 
 
