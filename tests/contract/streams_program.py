@@ -404,8 +404,13 @@ def broken(backend: str) -> dict[str, Any]:
     out: dict[str, Any] = {"published": int(sizes - size), "held_by_launch": bench.held}
     bench.go_on()
     out["failed"] = [req.rid for req in bench.tree.end_passes(batch)]
-    out["kept_out"] = req.skip_radix_cache_insert
-    out["reason"] = req.discard_output_reason.message
+    out["reason"] = req.tiered_load_failed
+    # Nor is anything published before it is taken out of its batches.
+    bench.tree.lost.append((req, 0))
+    bench.tree.checkpoint_into_tree(req, up_to=PROMPT_PAGES * PAGE)
+    bench.tree.lost.clear()
+    sizes = bench.tree.tree_core.evictable_size() + bench.tree.protected_size()
+    out["published_later"] = int(sizes - size)
     bench.tree._forget("r0")
     return {**out, **bench.end()}
 

@@ -67,7 +67,7 @@ def test_no_token_leaves_on_a_load_that_the_device_failed_at(seen):
     assert not story["held_by_launch"]
     assert story["published"] == 0
     assert story["failed"] == ["r0"]
-    assert story["kept_out"]
+    assert story["published_later"] == 0
     assert "told to fail" in story["reason"]
 
 
