@@ -26,12 +26,12 @@ from attention import HEAD_DIM, KV_HEADS, LAYERS, PAGE_TOKENS, Bench, Case
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
+from sgl_tiered.engines.device.pools import CpuDevicePool, page_layout
 from sgl_tiered.engines.sglang import cpu_attention
-from sgl_tiered.engines.sglang.layer_counter import LayerCounter
-from sgl_tiered.engines.sglang.pools import CpuDevicePool, page_layout
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
+from sgl_tiered.serving.layer_counter import LayerCounter
 
 sys.path.append(str(Path(__file__).parents[1] / "baselines"))
 from hicache_cpu.copies import LAYOUTS, load_layer

@@ -32,16 +32,16 @@ from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
-from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.tiers.base import TierIO
 from sgl_tiered.tiers.disk import DiskTier

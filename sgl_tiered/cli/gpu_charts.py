@@ -7,7 +7,7 @@ from typing import Any
 from sgl_tiered_workloads.harness.plots import COLOURS, new_figure, tidy, to_png
 
 from sgl_tiered.cli.gpu_copies import DIRECTIONS, HICACHE, PLAIN, Rate, widest
-from sgl_tiered.cli.gpu_report import Page
+from sgl_tiered.cli.gpu_page import Page
 
 __all__ = ["draw"]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_tiered_workloads.harness.page import Section, markdown
@@ -24,6 +23,7 @@ from sgl_tiered.cli.gpu_copies import (
     copy_sections,
     plain_rate,
 )
+from sgl_tiered.cli.gpu_page import Page
 from sgl_tiered.cli.gpu_sections import (
     Found,
     Rows,
@@ -35,7 +35,7 @@ from sgl_tiered.cli.gpu_sections import (
 )
 from sgl_tiered.cli.gpu_session import Record, Session, read_session
 
-__all__ = ["Page", "make_page", "write_page"]
+__all__ = ["make_page", "write_page"]
 
 _PAGE = "report.md"
 _LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -44,27 +44,6 @@ _MS = 1e3
 _MATMUL = "8192^3 product"
 _BROKEN = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError)
 """What a section ends with whose records lack something."""
-
-
-@dataclass(slots=True)
-class Page:
-    """The page, and what its pictures show.
-
-    Attributes:
-        text: Markdown.
-        copies: cases, for the picture of copies.
-        link_gb_per_s: of the PCIe link; None if unknown.
-        shares: figures as shares of their roofs.
-        is_dry_run: whether all of it is of a dry run.
-        num_stages: of the session.
-    """
-
-    text: str
-    copies: list[Case]
-    link_gb_per_s: float | None
-    shares: dict[str, float]
-    is_dry_run: bool
-    num_stages: int
 
 
 def write_page(folder: Path) -> tuple[list[Path], Page]:

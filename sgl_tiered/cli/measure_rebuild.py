@@ -76,7 +76,7 @@ def _sampled(projection: Mapping[str, Any], model: ModelFacts) -> TokensFit:
     """Return T_kv_gen, sampled with the threads that the server has."""
     import torch
 
-    from sgl_tiered.engines.sglang.rebuild_probe import probe_kv_gen
+    from sgl_tiered.engines.device.rebuild_probe import probe_kv_gen
 
     num_before = torch.get_num_threads()
     torch.set_num_threads(int(projection["num_threads"]))

@@ -41,8 +41,8 @@ class Bench:
         from sgl_tiered.cost.links import LinkCost
         from sgl_tiered.cost.model import CostModel
         from sgl_tiered.cost.prefill import PrefillCost
+        from sgl_tiered.engines.device.pools import make_device_pool, page_layout
         from sgl_tiered.engines.sglang.cache import TieredRadixCache
-        from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
         from sgl_tiered.metrics.registry import MetricsRegistry
         from sgl_tiered.pipelines.completions import CompletionQueue, OffloadFinished
         from sgl_tiered.pipelines.offload import OffloadWorker

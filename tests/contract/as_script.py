@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from sgl_tiered.engines.sglang import probe
+from sgl_tiered.engines.device import probe
 
 __all__: list[str] = []
 

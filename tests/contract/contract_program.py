@@ -148,8 +148,8 @@ def symbols() -> dict[str, Any]:
     from sgl_tiered.engines.sglang import seams
     from sgl_tiered.engines.sglang.cache import TieredRadixCache
     from sgl_tiered.engines.sglang.factory import refuse_unsupported
-    from sgl_tiered.engines.sglang.layer_counter import LayerCounter
     from sgl_tiered.errors import EngineCompatibilityError
+    from sgl_tiered.serving.layer_counter import LayerCounter
 
     overridden = {
         name: [parameters(getattr(UnifiedRadixCache, name)), parameters(ours)]

@@ -75,8 +75,8 @@ class Server:
         from sglang.srt.platforms.cuda import CudaSRTPlatform
 
         from sgl_tiered.core.clock import SystemClock
-        from sgl_tiered.engines.sglang.agreement import Agreement
         from sgl_tiered.engines.sglang.layered import build, capacity, cuda
+        from sgl_tiered.serving.agreement import Agreement
         from sgl_tiered.tiers.emulator import Emulator
 
         torch.manual_seed(seed)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from sgl_tiered_kernels.page_copy.dma import CopyEngines
 
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps
+from sgl_tiered.engines.device.cuda_ops import CudaOps
 from sgl_tiered.engines.sglang.layered.activations.cuda import CudaActOps
 from sgl_tiered.engines.sglang.layered.cuda import CudaLayerOps
 from sgl_tiered.testing.fake_streams import FakeDevice, FakeEvent, FakeStream

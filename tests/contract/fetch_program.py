@@ -44,8 +44,8 @@ class FetchBench(Bench):
         from sgl_tiered.cache.device_prefetcher import DevicePrefetcher
         from sgl_tiered.core.clock import SystemClock
         from sgl_tiered.core.ids import TierId
+        from sgl_tiered.engines.device.pools import make_device_pool
         from sgl_tiered.engines.sglang.fetching import DeviceFetcher
-        from sgl_tiered.engines.sglang.pools import make_device_pool
         from sgl_tiered.pipelines.completions import CompletionQueue
         from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
         from sgl_tiered.policies.prefetch.car import CarPrefetch

@@ -36,9 +36,10 @@ from sglang.srt.disaggregation.mooncake import conn as mooncake
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sgl_tiered.core.clock import ManualClock, SystemClock
-from sgl_tiered.engines.sglang.disagg import conn, speaking
-from sgl_tiered.engines.sglang.disagg.engine import RawEngine
-from sgl_tiered.engines.sglang.disagg.figures import PrefillTold
+from sgl_tiered.engines.sglang.disagg import conn
+from sgl_tiered.serving.disagg import speaking
+from sgl_tiered.serving.disagg.engine import RawEngine
+from sgl_tiered.serving.disagg.figures import PrefillTold
 from sgl_tiered.testing.scripted_library import ADDRESS, ScriptedLibrary
 from sgl_tiered.transport.batched import BatchedTransport
 from sgl_tiered.transport.incidents import Incidents

@@ -92,14 +92,14 @@ class Bench:
         from sgl_tiered.cost.links import LinkCost
         from sgl_tiered.cost.model import CostModel
         from sgl_tiered.cost.prefill import PrefillCost
-        from sgl_tiered.engines.sglang.coordinator import LoadCoordinator
         from sgl_tiered.engines.sglang.layered.cache import (
             LayeredRadixCache,
             LayeredRuntime,
         )
         from sgl_tiered.engines.sglang.layered.driver import LayerDriver
-        from sgl_tiered.engines.sglang.namespaces import NamedSpaces
         from sgl_tiered.policies.eviction.lru import LRUPolicy
+        from sgl_tiered.serving.coordinator import LoadCoordinator
+        from sgl_tiered.serving.namespaces import NamedSpaces
         from sgl_tiered.tiers.breaker import CircuitBreaker
         from sgl_tiered.tiers.host import HostTier
 

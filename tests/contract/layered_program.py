@@ -409,9 +409,9 @@ def napping() -> dict[str, Any]:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sgl_tiered.core.clock import ManualClock
-    from sgl_tiered.engines.sglang.agreement import Agreement
     from sgl_tiered.engines.sglang.config import TieredConfig
     from sgl_tiered.engines.sglang.layered import build
+    from sgl_tiered.serving.agreement import Agreement
 
     chosen, waits = [[0, 1], [], [0], [0], [0]], [True, False]
     turns = SimpleNamespace(

@@ -82,13 +82,13 @@ def keys(default: str) -> dict[str, Any]:
 def story(backend: str) -> dict[str, Any]:
     """Send a prompt down and up through encoded pages, and look who may see it."""
     from sgl_tiered.core.ids import Encoding
-    from sgl_tiered.engines.sglang import pools
-    from sgl_tiered.engines.sglang.config import TieredConfig
-    from sgl_tiered.engines.sglang.encoded_pools import (
+    from sgl_tiered.engines.device import pools
+    from sgl_tiered.engines.device.encoded_pools import (
         EncodedCpuPool,
         encoded_pool_layout,
     )
-    from sgl_tiered.engines.sglang.lossy import marked_key
+    from sgl_tiered.engines.sglang.config import TieredConfig
+    from sgl_tiered.serving.lossy import marked_key
 
     read_layout, make_pool = pools.page_layout, pools.make_device_pool
     pools.page_layout = lambda kv, tokens: encoded_pool_layout(
@@ -152,7 +152,7 @@ class LossyBench(FetchBench):
         return RadixKey(array("q", tokens.astype(np.int64).tobytes()), extra_key)
 
     def key(self, tokens: Any) -> Any:
-        from sgl_tiered.engines.sglang.lossy import marked_key
+        from sgl_tiered.serving.lossy import marked_key
 
         return self.key_of(tokens, marked_key(None, allows=True))
 

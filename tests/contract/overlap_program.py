@@ -471,8 +471,8 @@ class Stories:
 
     def nobody_waits_for_layers(self) -> dict[str, Any]:
         """Negative control: forwards read layers that have not come."""
-        from sgl_tiered.engines.sglang.layer_counter import LayerCounter
         from sgl_tiered.pipelines.layerwise_load import LoadTicket
+        from sgl_tiered.serving.layer_counter import LayerCounter
 
         real = LayerCounter.wait_until, LoadTicket.wait_last_layer
         counter: Any = LayerCounter

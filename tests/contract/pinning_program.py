@@ -32,11 +32,11 @@ class OnCuda(torch.Tensor):
 
 def build(layered: bool) -> dict[str, Any]:
     """Build the tiers; return what was refused and what was counted."""
+    from sgl_tiered.engines.device.pools import CpuDevicePool
     from sgl_tiered.engines.sglang import factory
     from sgl_tiered.engines.sglang.config import read_config
     from sgl_tiered.engines.sglang.layered import build as layers
     from sgl_tiered.engines.sglang.layered import cache as layered_cache
-    from sgl_tiered.engines.sglang.pools import CpuDevicePool
     from sgl_tiered.engines.sglang.runtime import TieredRuntime
     from sgl_tiered.errors import ConfigError
 
@@ -92,9 +92,9 @@ def build(layered: bool) -> dict[str, Any]:
 def build_in_parts() -> dict[str, Any]:
     """Build memory tiers of four parts each, of which the first one is pinned."""
     from sgl_tiered.core.ids import TierId
+    from sgl_tiered.engines.device.pools import CpuDevicePool
     from sgl_tiered.engines.sglang import factory
     from sgl_tiered.engines.sglang.config import read_config
-    from sgl_tiered.engines.sglang.pools import CpuDevicePool
     from sgl_tiered.tiers import pinning
 
     facts = context()

@@ -188,7 +188,7 @@ class Plain:
     def __init__(self, seed: int, kernels: Any, group: int) -> None:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        from sgl_tiered.engines.sglang.pools import page_layout
+        from sgl_tiered.engines.device.pools import page_layout
         from sgl_tiered.pipelines.stream_pool import StreamPool
 
         torch.manual_seed(seed)

@@ -59,10 +59,10 @@ class Bench:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         from sgl_tiered.core.layout import PageLayout
+        from sgl_tiered.engines.device.sparse_parts import SparseParts
         from sgl_tiered.engines.sglang.sparse.allocator import SparseAllocator
         from sgl_tiered.engines.sglang.sparse.cache import SparseRadixCache
         from sgl_tiered.engines.sglang.sparse.capacity import RowPlan, SparseSizes
-        from sgl_tiered.engines.sglang.sparse.parts import SparseParts
         from sgl_tiered.engines.sglang.sparse.pool import SparsePool
         from sgl_tiered.policies.sparsity.car import CarSelection
         from sgl_tiered.sparse.gauge import MassGauge
@@ -465,7 +465,7 @@ class Broken:
     """One request whose load is under way, and may break."""
 
     def __init__(self) -> None:
-        from sgl_tiered.engines.sglang.sparse.report import SparseLoad
+        from sgl_tiered.serving.sparse_report import SparseLoad
 
         self.bench = bench = Bench("python", 0)
         tree, rows = bench.tree, bench.rows
@@ -516,7 +516,7 @@ class Broken:
 
     def run(self) -> bool:
         """Run the pass of the load, in which queries read what lies in its slots."""
-        from sgl_tiered.engines.sglang.loading_pass import Load, LoadingPass
+        from sgl_tiered.serving.loading_pass import Load, LoadingPass
 
         tree, book = self.bench.tree, self.bench.pool.gauge.every
         tree._chosen["r"] = self.load

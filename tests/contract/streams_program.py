@@ -58,18 +58,18 @@ class Bench:
         from sgl_tiered.cost.links import LinkCost
         from sgl_tiered.cost.model import CostModel
         from sgl_tiered.cost.prefill import PrefillCost
-        from sgl_tiered.engines.sglang.agreement import Agreement
+        from sgl_tiered.engines.device.pools import page_layout
         from sgl_tiered.engines.sglang.cache import TieredRadixCache
         from sgl_tiered.engines.sglang.config import TieredConfig
-        from sgl_tiered.engines.sglang.pools import page_layout
         from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
-        from sgl_tiered.engines.sglang.weights import WeightsHash, WeightsIdentity
         from sgl_tiered.metrics.registry import MetricsRegistry
         from sgl_tiered.pipelines.completions import CompletionQueue
         from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
         from sgl_tiered.pipelines.offload import OffloadWorker
         from sgl_tiered.pipelines.stream_pool import StreamPool
         from sgl_tiered.policies.eviction.lru import LRUPolicy
+        from sgl_tiered.serving.agreement import Agreement
+        from sgl_tiered.serving.weights import WeightsHash, WeightsIdentity
         from sgl_tiered.tiers.emulator import Emulator
         from sgl_tiered.tiers.host import HostTier
 

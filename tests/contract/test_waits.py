@@ -27,8 +27,8 @@ NAP = "idle: pipelines/completions.py:wait"
 LAYERWISE = {
     "cpu engines/sglang/layered/cache.py:_take_slots",
     "cpu engines/sglang/layered/pool.py:forget",
-    "cpu engines/sglang/tokens.py:page_numbers",
-    "index of the host engines/sglang/tokens.py:device_pages",
+    "cpu engines/device/tokens.py:page_numbers",
+    "index of the host engines/device/tokens.py:device_pages",
 }
 LAYERWISE_CUDA = {
     "cpu engines/sglang/layered/flashinfer.py:_pages_of",
@@ -39,8 +39,8 @@ SPARSE = {
     "cpu engines/sglang/sparse/allocator.py:_release_page_ids",
     "cpu engines/sglang/sparse/cache.py:_hold",
     "cpu engines/sglang/sparse/cache.py:_take_slots",
-    "cpu engines/sglang/tokens.py:page_numbers",
-    "index of the host engines/sglang/tokens.py:device_pages",
+    "cpu engines/device/tokens.py:page_numbers",
+    "index of the host engines/device/tokens.py:device_pages",
 }
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     from sgl_tiered.core.ids import TierId
     from sgl_tiered.engines.sglang.config import read_config
     from sgl_tiered.engines.sglang.factory import _build_runtime
-    from sgl_tiered.engines.sglang.prometheus import PrometheusSink
+    from sgl_tiered.serving.prometheus import PrometheusSink
     from tests.unit.engines.scheduler_thread_support import Scheduler, ThreadGuard
 
     settings = {

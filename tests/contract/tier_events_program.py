@@ -55,7 +55,7 @@ class Runtime:
     """As much of a runtime as the events ask for."""
 
     def __init__(self) -> None:
-        from sgl_tiered.engines.sglang.namespaces import NamedSpaces
+        from sgl_tiered.serving.namespaces import NamedSpaces
 
         self.cache = cache()
         self.namespaces = NamedSpaces(self.cache.has_pages)

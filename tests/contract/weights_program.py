@@ -633,7 +633,7 @@ class Program:
     def of_other_instances(self) -> Any:
         """A decode server gets KV of a prefill server, and its own back from memory."""
         from sgl_tiered.engines.sglang.disagg.decode import DecodeRadixCache
-        from sgl_tiered.engines.sglang.disagg.figures import PrefillTold
+        from sgl_tiered.serving.disagg.figures import PrefillTold
 
         server = self.start(1.0)
         weights = server.runtime.weights
@@ -671,7 +671,7 @@ def main() -> None:
     from sglang.srt.managers.scheduler_components import weight_updater
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sgl_tiered.engines.sglang.weights import _CHANGES, weight_hooks
+    from sgl_tiered.engines.sglang.weight_hooks import _CHANGES, weight_hooks
 
     folder = Path(sys.argv[1])
     torch.distributed.init_process_group(

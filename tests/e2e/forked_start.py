@@ -12,7 +12,7 @@ from types import FunctionType
 
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sgl_tiered.engines.sglang import probe
+from sgl_tiered.engines.device import probe
 
 __all__: list[str] = []
 

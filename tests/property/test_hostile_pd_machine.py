@@ -31,14 +31,14 @@ from hypothesis.stateful import (
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.disagg import engine as engine_module
-from sgl_tiered.engines.sglang.disagg import figures as figures_module
-from sgl_tiered.engines.sglang.disagg import speaking
-from sgl_tiered.engines.sglang.disagg.engine import RawEngine
-from sgl_tiered.engines.sglang.disagg.figures import PrefillTold, read_told
-from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
-from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns, Ended
-from sgl_tiered.engines.sglang.disagg.speaking import Asked, Asking, StrangerError
+from sgl_tiered.serving.disagg import engine as engine_module
+from sgl_tiered.serving.disagg import figures as figures_module
+from sgl_tiered.serving.disagg import speaking
+from sgl_tiered.serving.disagg.engine import RawEngine
+from sgl_tiered.serving.disagg.figures import PrefillTold, read_told
+from sgl_tiered.serving.disagg.judging import ReturnJudge
+from sgl_tiered.serving.disagg.returning import AnswerReturns, Ended
+from sgl_tiered.serving.disagg.speaking import Asked, Asking, StrangerError
 from sgl_tiered.transport.base import PeerAddress, Region, TransferStatus
 from sgl_tiered.transport.batched import BatchedTransport
 from tests.property.pool_world import Strict

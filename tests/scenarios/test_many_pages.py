@@ -14,7 +14,7 @@ from benchmarks.disk.bench_restart import (
 from benchmarks.disk.bench_restart import fill as fill_tier
 from sgl_tiered.cache.adoption import arrange
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.namespaces import NamedSpaces
+from sgl_tiered.serving.namespaces import NamedSpaces
 from sgl_tiered.tiers.disk_format import META_NAME, DiskMeta, record_dtype
 from tests.draining import give_back
 from tests.e2e.e2e_support import (

@@ -38,9 +38,8 @@ from sgl_tiered.core.plans import LoadPlan, OffloadPlan
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang.layer_counter import LayerCounter
-from sgl_tiered.engines.sglang.pools import page_layout
-from sgl_tiered.engines.sglang.tokens import device_pages, page_numbers
+from sgl_tiered.engines.device.pools import page_layout
+from sgl_tiered.engines.device.tokens import device_pages, page_numbers
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue, OffloadFinished
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
@@ -48,6 +47,7 @@ from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.pipelines.stream_pool import LoadWay
 from sgl_tiered.policies.eviction.base import EvictionFacts
 from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.serving.layer_counter import LayerCounter
 from sgl_tiered.tiers.host import HostTier
 
 __all__ = ["CONTROLS", "Engine", "Request", "Sizes"]

@@ -107,14 +107,14 @@ class CudaMachine:
 
     def pool(self, buffers: Any, layout: PageLayout, *, way: LoadWay) -> StreamPool:
         """Return a pool on the product's copies."""
-        from sgl_tiered.engines.sglang.cuda_ops import CudaOps
+        from sgl_tiered.engines.device.cuda_ops import CudaOps
 
         ops = CudaOps(buffers, layout, self.forward)
         return StreamPool(ops, staging=ops, way=way)
 
     def register(self, setting: str) -> Register:
         """Pin as the tiers do."""
-        from sgl_tiered.engines.sglang.cuda_ops import cuda_register
+        from sgl_tiered.engines.device.cuda_ops import cuda_register
 
         return cuda_register(setting, "cuda")
 

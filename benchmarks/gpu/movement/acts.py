@@ -21,10 +21,10 @@ from sgl_tiered_kernels.kv_gen import KVProjection, Rotary
 from sgl_tiered_kernels.kv_gen.reference import rebuild_reference
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.cuda_ops import as_byte_pages
+from sgl_tiered.engines.device.cuda_ops import as_byte_pages
+from sgl_tiered.engines.device.layer_copier import CpuLayerCopier
 from sgl_tiered.engines.sglang.layered.activations.copier import CpuActCopier
 from sgl_tiered.engines.sglang.layered.activations.cuda import act_layout
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
 from sgl_tiered.engines.sglang.layered.cuda import cuda_copies
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.layered.units import ActPart, Unit

@@ -19,13 +19,9 @@ from movement.place import Place
 from movement.stack import Stack, StackShape
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
+from sgl_tiered.engines.device.indices import fill_slots, page_positions, page_starts
+from sgl_tiered.engines.device.layer_copier import CpuLayerCopier
 from sgl_tiered.engines.sglang.layered.cuda import cuda_copies
-from sgl_tiered.engines.sglang.layered.indices import (
-    fill_slots,
-    page_positions,
-    page_starts,
-)
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.layered.units import Unit
 

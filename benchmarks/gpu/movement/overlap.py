@@ -20,7 +20,7 @@ from movement.stack import Stack, StackShape
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
-from sgl_tiered.engines.sglang.cuda_ops import as_byte_pages
+from sgl_tiered.engines.device.cuda_ops import as_byte_pages
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment

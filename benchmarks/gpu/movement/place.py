@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register
-from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
+from sgl_tiered.engines.device.cuda_ops import CudaOps, cuda_register
+from sgl_tiered.engines.device.pools import make_device_pool, page_layout
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.stream_pool import LoadWay, StreamPool
 from sgl_tiered.tiers.memory import MemoryRegion

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_tiered.engines.sglang.cuda_ops import cuda_register
+from sgl_tiered.engines.device.cuda_ops import cuda_register
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = ["Device", "Pinned"]

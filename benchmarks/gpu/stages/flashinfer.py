@@ -28,7 +28,7 @@ import torch
 from stages.clocks import Device
 from stages.stage import Stage
 
-from sgl_tiered.engines.sglang.layered.indices import fill_slots, page_positions
+from sgl_tiered.engines.device.indices import fill_slots, page_positions
 
 __all__ = ["run"]
 

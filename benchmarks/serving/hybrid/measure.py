@@ -304,7 +304,7 @@ def measure_kv_gen() -> TokensFit:
     """Return T_kv_gen of the model's shape as servers run it: on one thread."""
     import torch
 
-    from sgl_tiered.engines.sglang.rebuild_probe import probe_kv_gen
+    from sgl_tiered.engines.device.rebuild_probe import probe_kv_gen
 
     torch.set_num_threads(1)
     return probe_kv_gen(

@@ -25,9 +25,9 @@ from typing import Any
 
 import xxhash
 
-from sgl_tiered.engines.sglang.agreement import Agreement
-from sgl_tiered.engines.sglang.lossy import has_no_adapter
 from sgl_tiered.metrics.registry import MetricsRegistry
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.lossy import has_no_adapter
 
 __all__ = ["Adapters"]
 
@@ -157,7 +157,7 @@ class Adapters:
         adapter = self._loaded.get(lora_id)
         if adapter is None:
             return []
-        from sgl_tiered.engines.sglang.fingerprint import adapter_tensors, hash_tensors
+        from sgl_tiered.engines.device.fingerprint import adapter_tensors, hash_tensors
 
         try:
             settings, tensors = adapter_tensors(adapter)

@@ -19,8 +19,8 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_tiered.cache.deferred import Deferred, DeferredOffloads
 from sgl_tiered.core.plans import Int32s
+from sgl_tiered.engines.device.tokens import page_numbers
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
-from sgl_tiered.engines.sglang.tokens import page_numbers
 from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
 
 __all__ = ["OffloadAhead"]

@@ -562,7 +562,7 @@ def _refuse_on_cuda(server_args: Any) -> None:
 
 
 def _refuse_for_one_rank(config: TieredConfig) -> None:
-    """Refuse what several ranks do not agree on yet; see TP.md."""
+    """Refuse what several ranks do not agree on yet; see serving/TP.md."""
     for flag, is_given in {
         "--tiered-prefetch-to device": config.prefetch_to == "device",
         "--tiered-length-predictor llm": config.length_predictor == "llm",

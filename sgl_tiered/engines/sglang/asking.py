@@ -31,19 +31,14 @@ from typing import Any
 from weakref import WeakSet
 
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.engines.sglang.lossy import (
-    ALLOW,
-    REFUSE,
-    is_lossy_key,
-    unmarked_key,
-)
-from sgl_tiered.engines.sglang.targets import PARAMS_KEY
 from sgl_tiered.policies.length.llm import (
     MAX_REPLY_TOKENS,
     QUESTION,
     AskingBill,
     Reply,
 )
+from sgl_tiered.serving.lossy import ALLOW, REFUSE, is_lossy_key, unmarked_key
+from sgl_tiered.serving.targets import PARAMS_KEY
 
 __all__ = [
     "LEAST_ALLOWED_TOKENS",

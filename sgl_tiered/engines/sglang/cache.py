@@ -25,20 +25,20 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import OffloadPlan
+from sgl_tiered.engines.device.tokens import device_pages, page_numbers, plain_tokens
 from sgl_tiered.engines.sglang.ahead import OffloadAhead
-from sgl_tiered.engines.sglang.attribution import cached_by_tier, note_load
-from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.device_eviction import DeviceStrategy
 from sgl_tiered.engines.sglang.fetching import LendingRadixCache, make_fetcher
-from sgl_tiered.engines.sglang.loading_pass import Load, LoadingPass
-from sgl_tiered.engines.sglang.lossy import kept_exact
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.repair import compute_missing
 from sgl_tiered.engines.sglang.requeue import begins_anew, end
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
-from sgl_tiered.engines.sglang.tokens import device_pages, page_numbers, plain_tokens
 from sgl_tiered.pipelines.layerwise_load import LoadJob
 from sgl_tiered.pipelines.page_numbers import PageNumbers
+from sgl_tiered.serving.attribution import cached_by_tier, note_load
+from sgl_tiered.serving.coordinator import RequestState
+from sgl_tiered.serving.loading_pass import Load, LoadingPass
+from sgl_tiered.serving.lossy import kept_exact
 
 __all__ = ["TieredRadixCache"]
 
@@ -539,7 +539,7 @@ class TieredRadixCache(LendingRadixCache):
             self._tiered.reset()
         super().reset()
 
-    # -- Changes of the weights, see ``weights.py`` -----------------------------
+    # -- Changes of the weights, see ``serving/weights.py`` ----------------------------
 
     def weights_changing(self) -> None:
         """Note that SGLang is about to touch the weights.

@@ -27,7 +27,6 @@ from sgl_tiered.engines.sglang.layered.settings import (
     LayerKvSettings,
     read_layerkv,
 )
-from sgl_tiered.engines.sglang.lossy import LOSSY_DEFAULTS, REFUSE
 from sgl_tiered.engines.sglang.pooled.settings import (
     POOL_CHOICES,
     POOL_FAULT,
@@ -50,6 +49,7 @@ from sgl_tiered.policies.prefetch.registry import (
     PREFETCH_TARGETS,
     check_prefetch_to,
 )
+from sgl_tiered.serving.lossy import LOSSY_DEFAULTS, REFUSE
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
 from sgl_tiered.tiers.emulation import Emulation, parse_emulation

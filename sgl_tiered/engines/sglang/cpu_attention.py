@@ -21,11 +21,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_tiered.engines.sglang.layer_counter import LayerCounter
-from sgl_tiered.engines.sglang.pools import CpuDevicePool
+from sgl_tiered.engines.device.pools import CpuDevicePool
+from sgl_tiered.engines.device.read_rows import ReadRows, rows_needed
 from sgl_tiered.engines.sglang.profiling import AttentionSums
-from sgl_tiered.engines.sglang.read_rows import ReadRows, rows_needed
 from sgl_tiered.errors import EngineCompatibilityError
+from sgl_tiered.serving.layer_counter import LayerCounter
 
 __all__ = ["TieredCpuAttention", "create_cpu_attention"]
 

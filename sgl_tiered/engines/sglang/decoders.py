@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.prefetching import allowed_tokens
-from sgl_tiered.engines.sglang.targets import Targets, request_targets
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.targets import Targets, request_targets
 
 __all__ = ["Decoders"]
 

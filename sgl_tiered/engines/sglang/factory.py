@@ -22,33 +22,32 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibrated import read_fitting
-from sgl_tiered.engines.sglang.adapters import Adapters
-from sgl_tiered.engines.sglang.agreement import Agreement, group_ranks
-from sgl_tiered.engines.sglang.args import tiered_config
-from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
-from sgl_tiered.engines.sglang.cuda_ops import (
+from sgl_tiered.engines.device.cuda_ops import (
     cuda_register,
     numa_node,
     pin_if_possible,
     use_device_in_threads,
 )
+from sgl_tiered.engines.device.encoded_pools import EncodedCpuPool
+from sgl_tiered.engines.device.fingerprint import weights_reader
+from sgl_tiered.engines.device.pools import make_device_pool, page_layout
+from sgl_tiered.engines.device.probe import common_costs, measure_costs
+from sgl_tiered.engines.device.ranks import group_ranks
+from sgl_tiered.engines.device.tokens import plain_tokens
+from sgl_tiered.engines.sglang.adapters import Adapters
+from sgl_tiered.engines.sglang.args import tiered_config
+from sgl_tiered.engines.sglang.cache import TieredRadixCache
+from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
 )
-from sgl_tiered.engines.sglang.encoded_pools import EncodedCpuPool
-from sgl_tiered.engines.sglang.fingerprint import weights_reader
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.page_forms import page_form
-from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout
-from sgl_tiered.engines.sglang.probe import common_costs, measure_costs
 from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
-from sgl_tiered.engines.sglang.tokens import plain_tokens
-from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
@@ -64,6 +63,8 @@ from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.tiers.base import MemoryTier
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.emulator import Emulator

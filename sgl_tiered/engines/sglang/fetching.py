@@ -23,9 +23,9 @@ from sgl_tiered.cache.device_prefetcher import DevicePrefetcher, Waiting
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
+from sgl_tiered.engines.device.tokens import page_numbers
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.engines.sglang.tier_events import AnnouncingRadixCache
-from sgl_tiered.engines.sglang.tokens import page_numbers
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.fetch import FetchTicket

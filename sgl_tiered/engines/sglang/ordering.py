@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.cache.foresight import foresee
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.policies.order.base import Location
 from sgl_tiered.policies.order.queue import Outlook, QueueOrder
 from sgl_tiered.policies.order.registry import make_order
+from sgl_tiered.serving.agreement import Agreement
 
 __all__ = ["EngineFacts", "schedule_policy"]
 

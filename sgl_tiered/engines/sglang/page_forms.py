@@ -9,11 +9,11 @@ from typing import Any
 from sgl_tiered.core.encoded import EncodedLayout
 from sgl_tiered.core.kept import KeptLayout
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.encoded_pools import (
+from sgl_tiered.engines.device.encoded_pools import (
     LEAST_PAGE_TOKENS,
     encoded_pool_layout,
 )
+from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.sparse.keep import SINKS
 

@@ -63,7 +63,7 @@ def _attach() -> None:
     if _SCHEDULER_MODULE in sys.modules:
         from sgl_tiered.engines.sglang.disagg.backend import disagg_hooks
         from sgl_tiered.engines.sglang.reporting import scheduler_hooks
-        from sgl_tiered.engines.sglang.weights import weight_hooks
+        from sgl_tiered.engines.sglang.weight_hooks import weight_hooks
 
         require_seams(http=False)
         hooks += scheduler_hooks()
@@ -123,7 +123,7 @@ def _device_hooks() -> list[tuple[str, Any, Any]]:
     """Return the hooks that only a CUDA device needs, or only a CPU."""
     from sglang.srt.platforms import current_platform
 
-    from sgl_tiered.engines.sglang.disagg.opening import has_accelerator
+    from sgl_tiered.engines.device.accelerator import has_accelerator
 
     if not has_accelerator() and _SCHEDULER_MODULE in sys.modules:
         from sgl_tiered.engines.sglang.disagg.cpu_repairs import cpu_hooks

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sgl_tiered.cache.prefetcher import Prefetcher, measured_tpot_s
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.policies.prefetch.base import Decoding
+from sgl_tiered.serving.coordinator import LoadCoordinator, RequestState
 
 if TYPE_CHECKING:
     from sgl_tiered.engines.sglang.fetching import DeviceFetcher

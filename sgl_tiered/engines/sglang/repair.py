@@ -11,26 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["MissingSpan", "compute_missing"]
+from sgl_tiered.serving.loading_pass import MissingSpan
 
-
-@dataclass(frozen=True, slots=True)
-class MissingSpan:
-    """Tokens of a batch's request whose keys and values are not in their slots.
-
-    Attributes:
-        index: of the request in the batch.
-        begin, end: positions in its prompt; everything before ``begin`` is there.
-    """
-
-    index: int
-    begin: int
-    end: int
+__all__ = ["compute_missing"]
 
 
 def compute_missing(runner: Any, batch: Any, spans: Iterable[MissingSpan]) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.admin import admin_hooks
-from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.disagg.backend import pd_state
 from sgl_tiered.engines.sglang.http import (
     DROP_KNOBS,
@@ -21,14 +20,12 @@ from sgl_tiered.engines.sglang.http import (
     PROFILE_KNOB,
 )
 from sgl_tiered.engines.sglang.layered.capacity import sized
-from sgl_tiered.engines.sglang.lossy import is_lossy_key, mark_generation
 from sgl_tiered.engines.sglang.ordering import schedule_policy
 from sgl_tiered.engines.sglang.profiling import (
     profile_state,
     refused_profile,
     switch_profile,
 )
-from sgl_tiered.engines.sglang.prometheus import PrometheusSink
 from sgl_tiered.engines.sglang.requeue import (
     drop_results,
     requeue,
@@ -36,6 +33,9 @@ from sgl_tiered.engines.sglang.requeue import (
 )
 from sgl_tiered.engines.sglang.seams import tiered_runtime as _tiered
 from sgl_tiered.engines.sglang.slo_admission import adder_class
+from sgl_tiered.serving.attribution import cached_by_tier
+from sgl_tiered.serving.lossy import is_lossy_key, mark_generation
+from sgl_tiered.serving.prometheus import PrometheusSink
 
 __all__ = ["scheduler_hooks"]
 

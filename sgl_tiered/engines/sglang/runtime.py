@@ -30,23 +30,11 @@ from sgl_tiered.core.plans import (
 )
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.adapters import Adapters
-from sgl_tiered.engines.sglang.agreement import ARRIVED, Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.coordinator import LoadCoordinator, RequestState
-from sgl_tiered.engines.sglang.explain import Explainer
-from sgl_tiered.engines.sglang.layer_counter import LayerCounter
 from sgl_tiered.engines.sglang.lengths import LengthReader
-from sgl_tiered.engines.sglang.namespaces import (
-    MAX_NAME_BYTES,
-    NamedSpaces,
-    is_too_long,
-)
 from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, disk_fingerprint
-from sgl_tiered.engines.sglang.shutdown import close_in_time
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.step_times import PassTimes
-from sgl_tiered.engines.sglang.transfers import make_transfers
-from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.ledger import RequestLedger, WaitReason
 from sgl_tiered.metrics.registry import MetricsRegistry
@@ -67,6 +55,14 @@ from sgl_tiered.pipelines.page_numbers import PageNumbers
 from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
+from sgl_tiered.serving.agreement import ARRIVED, Agreement
+from sgl_tiered.serving.coordinator import LoadCoordinator, RequestState
+from sgl_tiered.serving.explain import Explainer
+from sgl_tiered.serving.layer_counter import LayerCounter
+from sgl_tiered.serving.namespaces import MAX_NAME_BYTES, NamedSpaces, is_too_long
+from sgl_tiered.serving.shutdown import close_in_time
+from sgl_tiered.serving.transfers import make_transfers
+from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.tiers.base import KeptTier, MemoryTier, Tier
 from sgl_tiered.tiers.breaker import CircuitBreaker
 from sgl_tiered.tiers.emulator import Emulator

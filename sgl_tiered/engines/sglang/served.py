@@ -12,12 +12,12 @@ import torch
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibration import MachineFacts, ModelFacts
+from sgl_tiered.engines.device.probe import num_params
 
 __all__ = [
     "attention_width",
     "machine_facts",
     "model_facts",
-    "num_params",
     "projection_facts",
     "report",
 ]
@@ -104,16 +104,6 @@ def projection_facts(ctx: Any) -> dict[str, Any] | None:
         ),
         "num_threads": torch.get_num_threads(),
     }
-
-
-def num_params(model: torch.nn.Module) -> int:
-    """Count the parameters that every token is multiplied with.
-
-    The embedding is looked up, not multiplied with.
-    """
-    sizes = [(int(p.numel()), p.dim()) for p in model.parameters()]
-    embedding = max((size for size, dims in sizes if dims == 2), default=0)
-    return max(sum(size for size, _ in sizes) - embedding, 1)
 
 
 def attention_width(model_config: Any) -> int:

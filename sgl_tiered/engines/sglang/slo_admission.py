@@ -19,7 +19,6 @@ from typing import Any
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.cost.decode import DecodeCost
-from sgl_tiered.engines.sglang.agreement import ARRIVED, Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.lengths import LengthReader
@@ -34,6 +33,7 @@ from sgl_tiered.metrics.ledger import WaitReason
 from sgl_tiered.policies.admission.control import AdmissionControl, Waiter
 from sgl_tiered.policies.admission.pieces import LEAST_PIECE_SHARE
 from sgl_tiered.policies.admission.registry import NO_ADMISSION, make_admission
+from sgl_tiered.serving.agreement import ARRIVED, Agreement
 
 __all__ = ["ServedAdmission", "adder_class"]
 

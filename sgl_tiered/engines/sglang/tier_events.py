@@ -11,7 +11,7 @@ bounded number of pages, more where nothing runs; the rest waits for the next.
 
 Pages under an ``extra_key`` are told only if it belongs to an adapter with a public
 name: events cannot say such a key, and a router would think them anybody's. That leaves
-out the KV that was altered (``lossy.py``), which is kept under such a key.
+out the KV that was altered (``serving/lossy.py``), which is kept under such a key.
 """
 
 from __future__ import annotations

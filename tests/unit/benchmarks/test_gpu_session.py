@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from sgl_tiered.cli.gpu_report import write_page
-from sgl_tiered.engines.sglang.pools import CpuDevicePool
+from sgl_tiered.engines.device.pools import CpuDevicePool
 from sgl_tiered.pipelines.stream_pool import LoadWay
 
 FOLDER = Path(__file__).parents[3] / "benchmarks/gpu"

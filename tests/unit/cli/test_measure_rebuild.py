@@ -45,7 +45,7 @@ def asked(monkeypatch):
         calls.append((sizes, wishes, torch.get_num_threads()))
         return KV_GEN
 
-    monkeypatch.setattr("sgl_tiered.engines.sglang.rebuild_probe.probe_kv_gen", probe)
+    monkeypatch.setattr("sgl_tiered.engines.device.rebuild_probe.probe_kv_gen", probe)
     return calls
 
 

@@ -18,7 +18,6 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.streaming import StreamingCost
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
@@ -26,7 +25,6 @@ from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.ranks import SharedMover
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
@@ -39,6 +37,8 @@ from sgl_tiered.layered.outage import Outage
 from sgl_tiered.policies.layers.turns import PauseTurns
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.layered.ranks import SharedMover
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 from tests.unit.engines.ranks_support import in_threads
 

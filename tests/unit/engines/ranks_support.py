@@ -27,14 +27,12 @@ from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang.agreement import ARRIVED, Agreement
+from sgl_tiered.engines.device.probe import common_costs
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
-from sgl_tiered.engines.sglang.probe import common_costs
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
-from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import (
@@ -54,6 +52,8 @@ from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.policies.order.base import Location
 from sgl_tiered.policies.order.queue import Outlook, QueueOrder
 from sgl_tiered.policies.order.registry import make_order
+from sgl_tiered.serving.agreement import ARRIVED, Agreement
+from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.sim.device_tree import DeviceTree
 from sgl_tiered.testing.fakes import FakeDevicePool, FakeTier
 from sgl_tiered.tiers.emulator import Emulator

@@ -7,7 +7,6 @@ import pytest
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.config import read_config
-from sgl_tiered.engines.sglang.layered.activations.batches import Packing
 from sgl_tiered.engines.sglang.layered.activations.choosing import Links, page_chooser
 from sgl_tiered.engines.sglang.layered.activations.reports import (
     activation_report,
@@ -25,6 +24,7 @@ from sgl_tiered.engines.sglang.layered.settings import read_layerkv
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.layered.base import LayerReport
 from sgl_tiered.policies.activations.base import PageLine
+from sgl_tiered.serving.layered.batches import Packing
 
 ON = {"layerkv": "on"}
 LAYOUT = PageLayout(num_layers=12, page_tokens=16, token_bytes=512)

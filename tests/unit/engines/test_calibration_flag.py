@@ -20,8 +20,8 @@ from sgl_tiered.cost.calibration import (
     TokensFit,
     write_calibration,
 )
+from sgl_tiered.engines.device.probe import measure_costs
 from sgl_tiered.engines.sglang.config import read_config
-from sgl_tiered.engines.sglang.probe import measure_costs
 from sgl_tiered.engines.sglang.served import (
     machine_facts,
     model_facts,

@@ -17,6 +17,7 @@ from sgl_tiered_kernels.kv_gen.reference import rebuild_reference  # noqa: E402
 from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
 
 from sgl_tiered.core.layout import PageLayout  # noqa: E402
+from sgl_tiered.engines.device.device_rows import DeviceRows  # noqa: E402
 from sgl_tiered.engines.sglang.layered.activations.capture import (  # noqa: E402
     hook_captures,
     rows_of_pages,
@@ -24,9 +25,6 @@ from sgl_tiered.engines.sglang.layered.activations.capture import (  # noqa: E40
 from sgl_tiered.engines.sglang.layered.activations.cuda import (  # noqa: E402
     CudaActOps,
     act_layout,
-)
-from sgl_tiered.engines.sglang.layered.activations.device_rows import (  # noqa: E402
-    DeviceRows,
 )
 from sgl_tiered.engines.sglang.layered.cuda import cuda_copies  # noqa: E402
 from sgl_tiered.errors import EngineCompatibilityError  # noqa: E402

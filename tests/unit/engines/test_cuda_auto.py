@@ -12,20 +12,20 @@ torch = pytest.importorskip("torch")
 from sgl_tiered.core.clock import ManualClock  # noqa: E402
 from sgl_tiered.core.layout import PageLayout  # noqa: E402
 from sgl_tiered.cost.calibration import FitQuality, TokensFit  # noqa: E402
-from sgl_tiered.engines.sglang import config, rebuild_probe  # noqa: E402
-from sgl_tiered.engines.sglang.layered.activations import (  # noqa: E402
-    choosing,
+from sgl_tiered.engines.device import (  # noqa: E402
     device_figures,
-    projections,
+    rebuild_probe,
 )
-from sgl_tiered.engines.sglang.layered.activations.choosing import (  # noqa: E402
-    Links,
-    choose,
-)
-from sgl_tiered.engines.sglang.layered.activations.device_figures import (  # noqa: E402
+from sgl_tiered.engines.device.device_figures import (  # noqa: E402
     DeviceFigures,
     TorchWork,
     sample_work,
+)
+from sgl_tiered.engines.sglang import config  # noqa: E402
+from sgl_tiered.engines.sglang.layered.activations import choosing, projections  # noqa: E402
+from sgl_tiered.engines.sglang.layered.activations.choosing import (  # noqa: E402
+    Links,
+    choose,
 )
 from sgl_tiered.errors import EngineCompatibilityError  # noqa: E402
 from sgl_tiered.policies.activations.base import LayerFacts, PageLine  # noqa: E402

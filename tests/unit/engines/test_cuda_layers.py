@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
 
 from sgl_tiered.core.layout import PageLayout  # noqa: E402
-from sgl_tiered.engines.sglang.cuda_ops import as_byte_pages  # noqa: E402
+from sgl_tiered.engines.device.cuda_ops import as_byte_pages  # noqa: E402
 from sgl_tiered.engines.sglang.layered import cuda  # noqa: E402
 from sgl_tiered.engines.sglang.layered.cuda import (  # noqa: E402
     CudaLayerOps,

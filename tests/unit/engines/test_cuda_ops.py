@@ -25,8 +25,8 @@ pytest.importorskip("triton")
 from sgl_tiered_kernels.page_copy.dma import CopyEngines  # noqa: E402
 
 from sgl_tiered.core.clock import SystemClock  # noqa: E402
-from sgl_tiered.engines.sglang import cuda_ops  # noqa: E402
-from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
+from sgl_tiered.engines.device import cuda_ops  # noqa: E402
+from sgl_tiered.engines.device.cuda_ops import (  # noqa: E402
     CudaOps,
     CudaStreams,
     as_byte_pages,
@@ -36,8 +36,8 @@ from sgl_tiered.engines.sglang.cuda_ops import (  # noqa: E402
     pinned_if_possible,
     use_device_in_threads,
 )
-from sgl_tiered.engines.sglang.pools import make_device_pool, page_layout  # noqa: E402
-from sgl_tiered.engines.sglang.tokens import page_numbers  # noqa: E402
+from sgl_tiered.engines.device.pools import make_device_pool, page_layout  # noqa: E402
+from sgl_tiered.engines.device.tokens import page_numbers  # noqa: E402
 from sgl_tiered.errors import ConfigError  # noqa: E402
 from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
 from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402

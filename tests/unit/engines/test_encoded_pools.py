@@ -10,18 +10,12 @@ torch = pytest.importorskip("torch")
 from sgl_tiered.cache.table import CacheTable  # noqa: E402
 from sgl_tiered.core.encoded import EncodedLayout  # noqa: E402
 from sgl_tiered.core.ids import Encoding, TierId  # noqa: E402
+from sgl_tiered.engines.device.encoded_pools import EncodedCpuPool, encoded_pool_layout  # noqa: E402
+from sgl_tiered.engines.device.pools import page_layout  # noqa: E402
 from sgl_tiered.engines.sglang.config import TieredConfig, read_config  # noqa: E402
-from sgl_tiered.engines.sglang.encoded_pools import (  # noqa: E402
-    EncodedCpuPool,
-    encoded_pool_layout,
-)
-from sgl_tiered.engines.sglang.lossy import (  # noqa: E402
-    kept_exact,
-    marked_key,
-)
 from sgl_tiered.engines.sglang.page_forms import page_form  # noqa: E402
-from sgl_tiered.engines.sglang.pools import page_layout  # noqa: E402
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError  # noqa: E402
+from sgl_tiered.serving.lossy import kept_exact, marked_key  # noqa: E402
 
 NUM_LAYERS, HEADS, HEAD_DIM, NUM_PAGES, PAGE = 3, 2, 32, 8, 16
 ENCODINGS = [Encoding.FP8, Encoding.INT8, Encoding.INT4]

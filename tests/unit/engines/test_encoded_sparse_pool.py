@@ -19,11 +19,9 @@ from sgl_tiered.core.encoded import encoded_layout, kept_bytes  # noqa: E402
 from sgl_tiered.core.ids import Encoding  # noqa: E402
 from sgl_tiered.core.kept import KeptLayout  # noqa: E402
 from sgl_tiered.core.layout import PageLayout  # noqa: E402
-from sgl_tiered.engines.sglang.encoded_pools import EncodedCpuPool  # noqa: E402
-from sgl_tiered.engines.sglang.encoding_errors import SAMPLE_EVERY  # noqa: E402
-from sgl_tiered.engines.sglang.sparse.encoded_device_pool import (  # noqa: E402
-    EncodedSparsePool,
-)
+from sgl_tiered.engines.device.encoded_pools import EncodedCpuPool  # noqa: E402
+from sgl_tiered.engines.device.encoded_sparse_pool import EncodedSparsePool  # noqa: E402
+from sgl_tiered.engines.device.encoding_errors import SAMPLE_EVERY  # noqa: E402
 from sgl_tiered.sparse.rows import RowBinding  # noqa: E402
 
 LAYERS, TOKENS, HEADS, DIM, PAGES, GROUP = 2, 16, 2, 16, 6, 8

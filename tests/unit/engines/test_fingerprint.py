@@ -7,13 +7,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sgl_tiered.engines.sglang import fingerprint  # noqa: E402
-from sgl_tiered.engines.sglang.fingerprint import (  # noqa: E402
+from sgl_tiered.engines.device import fingerprint  # noqa: E402
+from sgl_tiered.engines.device.fingerprint import (  # noqa: E402
     adapter_tensors,
     hash_tensors,
     weights_reader,
 )
-from sgl_tiered.engines.sglang.weights import HashStopped  # noqa: E402
+from sgl_tiered.serving.weights import HashStopped  # noqa: E402
 
 
 class Config:

@@ -13,7 +13,6 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.streaming import StreamingCost
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.admission import (
     LayerAdmission,
@@ -35,6 +34,7 @@ from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.policies.layers.turns import TurnPlan
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
+from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 
 LAYERS, PAGE, LENGTH = 4, 4, 31

@@ -12,9 +12,9 @@ from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import OffloadPlan
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
+from sgl_tiered.engines.device.act_transfers import ActTransfers
+from sgl_tiered.engines.device.layer_copier import CpuLayerCopier
 from sgl_tiered.engines.sglang.layered.device_pool import ActBytes, LayeredDevicePool
-from sgl_tiered.engines.sglang.layered.driver import ActTransfers
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.layered.copier import FaultyCopier
+from sgl_tiered.engines.device.layer_copier import FaultyCopier
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 from sgl_tiered.tiers.emulation import parse_emulation
 from sgl_tiered.tiers.emulator import Emulator

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from sgl_tiered.engines.sglang.layered.indices import (  # noqa: E402
+from sgl_tiered.engines.device.indices import (  # noqa: E402
     fill_slots,
     leading_pages,
     new_token_pages,

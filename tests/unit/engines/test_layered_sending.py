@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.disagg.layers import send_layers
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.layered.base import PassRequest
+from sgl_tiered.serving.disagg.layers import send_layers
 from tests.unit.layered.layered_support import Pool
 
 LAYERS = Pool.LAYERS

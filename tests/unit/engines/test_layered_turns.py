@@ -11,12 +11,10 @@ import pytest
 
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.pauses import PauseLog
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
@@ -27,6 +25,8 @@ from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.policies.length.base import LengthPrediction
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.layered.pauses import PauseLog
 
 LAYERS, PAGE, LENGTH = 4, 16, 101
 LAYOUT = PageLayout(LAYERS, PAGE, token_bytes=8)

@@ -13,11 +13,11 @@ import pytest
 from sgl_tiered.core.encoded import EncodedLayout
 from sgl_tiered.core.ids import Encoding, TierId
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.attribution import cached_by_tier
 from sgl_tiered.engines.sglang.pooled.hints import add_hints, hints_of, parse_holders
-from sgl_tiered.engines.sglang.pooled.shape import pool_shape
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.pool.peers import Hint
+from sgl_tiered.serving.attribution import cached_by_tier
+from sgl_tiered.serving.pool_shape import pool_shape
 
 HEADER = "X-Tiered-Holders"
 GOOD = "a=http://127.0.0.1:3000/;tokens=512;tier=host, b=;tokens=16"

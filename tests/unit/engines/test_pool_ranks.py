@@ -11,10 +11,10 @@ import pytest
 from sgl_tiered.core.addresses import slots_of
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.plans import TransferResult
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.pooled.server import join_pool
 from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
 from sgl_tiered.errors import ConfigError, TransportUnavailableError
+from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.transport.loopback import open_loopback
 from tests.unit.engines.ranks_support import PAGE, Meeting, Rank, on_two_ranks
 

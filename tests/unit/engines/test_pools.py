@@ -7,11 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sgl_tiered.engines.sglang.pools import (  # noqa: E402
-    CpuDevicePool,
-    make_device_pool,
-    page_layout,
-)
+from sgl_tiered.engines.device.pools import CpuDevicePool, make_device_pool, page_layout  # noqa: E402
 from sgl_tiered.errors import EngineCompatibilityError  # noqa: E402
 
 NUM_LAYERS, HEADS, HEAD_DIM = 3, 2, 8

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from sgl_tiered.core.clock import ManualClock  # noqa: E402
 from sgl_tiered.core.ids import TierId  # noqa: E402
 from sgl_tiered.core.layout import PageLayout  # noqa: E402
-from sgl_tiered.engines.sglang import probe  # noqa: E402
+from sgl_tiered.engines.device import probe  # noqa: E402
 from sgl_tiered.pipelines.stream_pool import StreamPool  # noqa: E402
 from sgl_tiered.testing.fake_streams import FakeCopyOps, FakeDevice  # noqa: E402
 from sgl_tiered.tiers.host import HostTier  # noqa: E402

@@ -20,7 +20,6 @@ from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.sglang import rank_disk
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.rank_disk import (
     _IDLE_S,
@@ -30,6 +29,7 @@ from sgl_tiered.engines.sglang.rank_disk import (
 )
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
+from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.tiers.emulator import Emulator
 from tests.draining import give_back
 from tests.unit.engines.ranks_support import on_two_ranks, parting

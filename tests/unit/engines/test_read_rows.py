@@ -16,8 +16,7 @@ pytestmark = pytest.mark.sglang
 torch = pytest.importorskip("torch")
 
 from sgl_tiered.core.clock import SystemClock  # noqa: E402
-from sgl_tiered.engines.sglang.layer_counter import LayerCounter  # noqa: E402
-from sgl_tiered.engines.sglang.pools import CpuDevicePool, page_layout  # noqa: E402
+from sgl_tiered.engines.device.pools import CpuDevicePool, page_layout  # noqa: E402
 from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
 from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402
 from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
@@ -26,6 +25,7 @@ from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
     LoadTicket,
     Segment,
 )
+from sgl_tiered.serving.layer_counter import LayerCounter  # noqa: E402
 from tests.unit.pipelines.pipeline_support import PATIENCE_S, load_plan  # noqa: E402
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE, PAGES, FIRST = 3, 4, 2, 64, 16, 64, 5
@@ -285,7 +285,7 @@ def test_rows_of_the_layer_before_are_not_there_any_more(module):
     """Also where a load brought less of this layer than of that."""
     from sgl_tiered_kernels.paged_attention import RequestRows
 
-    from sgl_tiered.engines.sglang.read_rows import ReadRows, rows_needed
+    from sgl_tiered.engines.device.read_rows import ReadRows, rows_needed
 
     request = RequestRows.from_table(0, 1, torch.arange(3 * PAGE, 5 * PAGE + 1))
     assert rows_needed([request], PAGE) == 4

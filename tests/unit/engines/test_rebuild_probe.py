@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sgl_tiered.engines.sglang import rebuild_probe  # noqa: E402
-from sgl_tiered.engines.sglang.rebuild_probe import (  # noqa: E402
+from sgl_tiered.engines.device import rebuild_probe  # noqa: E402
+from sgl_tiered.engines.device.rebuild_probe import (  # noqa: E402
     PROBED_TOKENS,
     probe_kv_gen,
     sample_kv_gen,

@@ -13,20 +13,20 @@ from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import (
     STORE_PATIENCE_S,
     Parts,
     TieredRuntime,
 )
-from sgl_tiered.engines.sglang.weights import WeightsIdentity
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import CHUNK_PAGES, OffloadWorker
 from sgl_tiered.policies.eviction.lru import LRUPolicy
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.strategies import spell
 from sgl_tiered.tiers.cxl import CxlTier

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from sgl_tiered.core.layout import PageLayout  # noqa: E402
-from sgl_tiered.engines.sglang.sparse.device_pool import SparseDevicePool  # noqa: E402
+from sgl_tiered.engines.device.sparse_pool import SparseDevicePool  # noqa: E402
 from sgl_tiered.sparse.rows import RowBinding  # noqa: E402
 
 LAYERS, TOKENS, PAGES = 3, 4, 6

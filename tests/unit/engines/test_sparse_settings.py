@@ -8,7 +8,6 @@ import pytest
 
 from sgl_tiered.core.ids import Encoding
 from sgl_tiered.engines.sglang.config import FAULT_ENV, read_config
-from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
 from sgl_tiered.engines.sglang.sparse.settings import (
     SparsitySettings,
     refuse_device,
@@ -18,6 +17,7 @@ from sgl_tiered.engines.sglang.sparse.settings import (
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.sparsity.profile import FRACTIONS, SparsityProfile
 from sgl_tiered.policies.sparsity.registry import SELECTIONS
+from sgl_tiered.serving.sparse_report import SparseLoad, shares_by_layer
 
 HOST = {"host_size": "1MB"}
 

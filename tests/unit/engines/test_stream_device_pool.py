@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_tiered.engines.sglang.layered.stream_device_pool import LayeredStreamPool
+from sgl_tiered.engines.device.layer_stream_pool import LayeredStreamPool
 from sgl_tiered.testing.fake_streams import FakeDevice, FakeLayerOps
 from tests.unit.pipelines.pipeline_support import LAYOUT, SLOT
 

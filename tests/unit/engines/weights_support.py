@@ -2,7 +2,7 @@
 
 import threading
 
-from sgl_tiered.engines.sglang.weights import HashStopped, WeightsHash
+from sgl_tiered.serving.weights import HashStopped, WeightsHash
 
 PATIENCE_S = 20.0
 """Upper bound of every wait: only a defect makes a test wait so long."""

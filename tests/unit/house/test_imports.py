@@ -23,6 +23,7 @@ ROOMS = (
     "sgl_tiered.policies",
     "sgl_tiered.pool",
     "sgl_tiered.router",
+    "sgl_tiered.serving",
     "sgl_tiered.sim",
     "sgl_tiered.testing",
     "sgl_tiered.tiers",

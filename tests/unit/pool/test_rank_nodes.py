@@ -18,7 +18,6 @@ import pytest
 from sgl_tiered.core.addresses import slots_of
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.errors import TransportUnavailableError
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.pool.base import BlockStore, BlockType
@@ -29,6 +28,7 @@ from sgl_tiered.pool.node import NodeConfig, NodeMemory, PoolNode
 from sgl_tiered.pool.rank_node import RankNode
 from sgl_tiered.pool.registry_url import open_registry
 from sgl_tiered.pool.table_store import TableStore
+from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.tiers.region import RegionTier
 from sgl_tiered.transport.base import TransferStatus
 from sgl_tiered.transport.loopback import open_loopback

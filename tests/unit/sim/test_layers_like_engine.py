@@ -13,7 +13,6 @@ import pytest
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang import layered
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts, _Turn
@@ -28,6 +27,7 @@ from sgl_tiered.policies.layers.retention import retained_layers
 from sgl_tiered.policies.length.base import LengthFacts
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
+from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.sim import layers
 from sgl_tiered.sim.config import LayerSetup, ServerConfig
 from sgl_tiered.sim.events import EventQueue

@@ -124,12 +124,12 @@ def _after_init(result: Any, scheduler: Any) -> None:
         return
     node = runtime.pool.node
     if queue is None:
-        from sgl_tiered.engines.sglang.disagg.figures import teller
+        from sgl_tiered.serving.disagg.figures import teller
 
         manager.tell = teller(runtime, lambda: (node.instance, node.incarnation))
         return
-    from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
-    from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns
+    from sgl_tiered.serving.disagg.judging import ReturnJudge
+    from sgl_tiered.serving.disagg.returning import AnswerReturns
 
     def is_there(instance: int, incarnation: int) -> bool:
         return bool(node.view.has(instance, incarnation))
@@ -185,7 +185,7 @@ def _send_early(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
     With tiers a part of the prefix may still be loading. And without an accelerator
     SGLang's overlap schedule waits for an event of CUDA's here.
     """
-    from sgl_tiered.engines.sglang.disagg.opening import has_accelerator
+    from sgl_tiered.engines.device.accelerator import has_accelerator
 
     if tiered_runtime(scheduler.tree_cache) is not None:
         return

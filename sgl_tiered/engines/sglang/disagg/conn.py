@@ -34,23 +34,18 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
 from sgl_tiered.core.clock import Clock, SystemClock
-from sgl_tiered.engines.sglang.disagg.engine import FIRST_BYTES_PER_S, RawEngine
-from sgl_tiered.engines.sglang.disagg.figures import (
-    PrefillFigures,
-    PrefillTold,
-    read_told,
-)
+from sgl_tiered.engines.device.accelerator import has_accelerator
 from sgl_tiered.engines.sglang.disagg.incoming import (
     refusal_on_decode,
     refusal_on_prefill,
 )
-from sgl_tiered.engines.sglang.disagg.layers import send_layers
-from sgl_tiered.engines.sglang.disagg.opening import (
-    has_accelerator,
-    open_kv_transport,
-)
 from sgl_tiered.engines.sglang.disagg.sockets import Ear, Mouth, tcp
-from sgl_tiered.engines.sglang.disagg.speaking import (
+from sgl_tiered.engines.sglang.layered.sending import LayerSources
+from sgl_tiered.serving.disagg.engine import FIRST_BYTES_PER_S, RawEngine
+from sgl_tiered.serving.disagg.figures import PrefillFigures, PrefillTold, read_told
+from sgl_tiered.serving.disagg.layers import send_layers
+from sgl_tiered.serving.disagg.opening import open_kv_transport
+from sgl_tiered.serving.disagg.speaking import (
     Asked,
     Asking,
     StrangerError,
@@ -58,14 +53,13 @@ from sgl_tiered.engines.sglang.disagg.speaking import (
     proved,
     room_of,
 )
-from sgl_tiered.engines.sglang.disagg.starts import (
+from sgl_tiered.serving.disagg.starts import (
     MUTE,
     PROVES,
     START_ROUTE,
     new_start,
     start_of,
 )
-from sgl_tiered.engines.sglang.layered.sending import LayerSources
 from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place
 from sgl_tiered.transport.release import ReleaseWatch

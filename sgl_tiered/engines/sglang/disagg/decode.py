@@ -1,10 +1,11 @@
 """The tiered cache of a decode instance.
 
 Prompts arrive from a prefill instance. What the device has of one is reused, what the
-tiers below hold in memory is brought there before it is matched (``loading.py``), and
-the rest is sent. The tiers keep what ended, also for the instances that ask for it and
-for the one that computed the prompt (``returning.py``).
-A request is offloaded once, when it has ended: its decode steps pay for no copy.
+tiers below hold in memory is brought there before it is matched
+(``serving/disagg/loading.py``), and the rest is sent. The tiers keep what ended, also
+for the instances that ask for it and for the one that computed the prompt
+(``serving/disagg/returning.py``). A request is offloaded once, when it has ended: its
+decode steps pay for no copy.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sgl_tiered.engines.device.tokens import plain_tokens
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.coordinator import RequestState
-from sgl_tiered.engines.sglang.disagg.figures import PrefillFigures, PrefillTold
-from sgl_tiered.engines.sglang.disagg.judging import ReturnJudge
-from sgl_tiered.engines.sglang.disagg.loading import Arriving, OwnLoads
-from sgl_tiered.engines.sglang.disagg.returning import AnswerReturns, Ended
 from sgl_tiered.engines.sglang.fetching import LendingRadixCache, make_fetcher
-from sgl_tiered.engines.sglang.tokens import plain_tokens
+from sgl_tiered.serving.coordinator import RequestState
+from sgl_tiered.serving.disagg.figures import PrefillFigures, PrefillTold
+from sgl_tiered.serving.disagg.judging import ReturnJudge
+from sgl_tiered.serving.disagg.loading import Arriving, OwnLoads
+from sgl_tiered.serving.disagg.returning import AnswerReturns, Ended
 
 __all__ = ["DecodeRadixCache"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.utils.network import NetworkAddress
 
-from sgl_tiered.engines.sglang.disagg.speaking import StrangerError
+from sgl_tiered.serving.disagg.speaking import StrangerError
 from sgl_tiered.transport.incidents import Incidents
 
 __all__ = ["Ear", "Mouth", "tcp"]

@@ -12,7 +12,7 @@ import numpy as np
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.streaming import StreamingCost
-from sgl_tiered.engines.sglang.agreement import Agreement
+from sgl_tiered.engines.device.layer_copier import FaultyCopier
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.activations.build import (
@@ -29,13 +29,11 @@ from sgl_tiered.engines.sglang.layered.collectives import (
     hook_collectives,
     make_guard,
 )
-from sgl_tiered.engines.sglang.layered.copier import FaultyCopier
 from sgl_tiered.engines.sglang.layered.copies import layer_copies
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
 from sgl_tiered.engines.sglang.layered.pausing import PausingDecode
-from sgl_tiered.engines.sglang.layered.ranks import SharedMover
 from sgl_tiered.engines.sglang.layered.recovery import RepeatedForward
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.step_times import StepTimes, first_decode_cost
@@ -47,6 +45,8 @@ from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
 from sgl_tiered.pipelines.base import DevicePool
 from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
 from sgl_tiered.policies.layers.registry import make_turns
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.layered.ranks import SharedMover
 from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.fault_switch import FaultSwitch
 from sgl_tiered.tiers.throttled import Pace

@@ -13,17 +13,17 @@ import torch
 
 from sgl_tiered.core.ids import Representation
 from sgl_tiered.core.plans import Bools, Int64s, OffloadPlan, UInt8s
+from sgl_tiered.engines.device.tokens import device_pages
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
-from sgl_tiered.engines.sglang.loading_pass import LoadingPass
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.step_times import StepTimes
-from sgl_tiered.engines.sglang.tokens import device_pages
 from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
+from sgl_tiered.serving.coordinator import RequestState
+from sgl_tiered.serving.loading_pass import LoadingPass
 
 __all__ = ["LayeredRadixCache", "LayeredRuntime", "driver_of"]
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibration import TokensFit
-from sgl_tiered.engines.sglang.agreement import Ranks, group_ranks
+from sgl_tiered.engines.device.ranks import group_ranks
 from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen, choose
 from sgl_tiered.engines.sglang.layered.activations.sizes import Demand, share_bytes
 from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.sparse.capacity import plan_rows
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.layered.base import ActPlan
+from sgl_tiered.serving.agreement import Ranks
 from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = ["LayerPlan", "allocator_class", "plan_layers", "pool_class", "sized"]

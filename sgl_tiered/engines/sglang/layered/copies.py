@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
-from sgl_tiered.engines.sglang.layered.device_pool import ActBytes, LayeredDevicePool
-from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.engines.device.layer_copier import CpuLayerCopier
+from sgl_tiered.engines.sglang.layered.device_pool import (
+    ActBytes,
+    LayerCopies,
+    LayeredDevicePool,
+)
 from sgl_tiered.errors import EngineCompatibilityError
-from sgl_tiered.layered.base import ActCopier, LayerCopier
-from sgl_tiered.pipelines.base import DevicePool
-from sgl_tiered.pipelines.stream_weights import WeightSlots
+from sgl_tiered.layered.base import ActCopier
 
-__all__ = ["LayerCopies", "layer_copies"]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCopies:
-    """Copies of one pool.
-
-    Attributes:
-        copier: between its tensor and its host region.
-        device_pool: returns, for the driver, what the tiers below copy with.
-        close: ends threads of its own.
-        acts: copies and rebuilds activations; None where there are none.
-    """
-
-    copier: LayerCopier
-    device_pool: Callable[[LayerDriver], DevicePool]
-    close: Callable[[], None]
-    acts: ActCopier | None = None
-    weights: WeightSlots | None = None
+__all__ = ["layer_copies"]
 
 
 def layer_copies(

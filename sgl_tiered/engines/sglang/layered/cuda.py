@@ -22,18 +22,18 @@ import torch
 from sgl_tiered_kernels.page_copy.dma import CopyEngines, part_addresses
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.cuda_ops import CudaOps, cuda_register, pin_if_possible
+from sgl_tiered.engines.device.cuda_ops import CudaOps, cuda_register, pin_if_possible
+from sgl_tiered.engines.device.layer_stream_pool import (
+    LayeredStreamPool,
+    StreamActBytes,
+)
 from sgl_tiered.engines.sglang.layered.activations.cuda import (
     NOT_VALIDATED,
     CudaActOps,
 )
 from sgl_tiered.engines.sglang.layered.capacity import allocator_class, pool_class
-from sgl_tiered.engines.sglang.layered.copies import LayerCopies
+from sgl_tiered.engines.sglang.layered.device_pool import LayerCopies
 from sgl_tiered.engines.sglang.layered.settings import CUDA_ATTENTION, names_attention
-from sgl_tiered.engines.sglang.layered.stream_device_pool import (
-    LayeredStreamPool,
-    StreamActBytes,
-)
 from sgl_tiered.pipelines.stream_acts import StreamActCopier
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
 from sgl_tiered.pipelines.stream_pool import StreamPool, scattered

@@ -9,6 +9,8 @@ they lie one after the other from the first byte of its slot.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,14 @@ import torch
 from sgl_tiered_kernels import page_copy
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.layered.copier import CpuLayerCopier
-from sgl_tiered.engines.sglang.layered.driver import ActTransfers, LayerDriver
+from sgl_tiered.engines.device.act_transfers import ActTransfers
+from sgl_tiered.engines.device.layer_copier import CpuLayerCopier
+from sgl_tiered.engines.sglang.layered.driver import LayerDriver
+from sgl_tiered.layered.base import ActCopier, LayerCopier
+from sgl_tiered.pipelines.base import DevicePool
+from sgl_tiered.pipelines.stream_weights import WeightSlots
 
-__all__ = ["ActBytes", "LayeredDevicePool"]
+__all__ = ["ActBytes", "LayerCopies", "LayeredDevicePool"]
 
 Bytes = npt.NDArray[np.uint8]
 Int64s = npt.NDArray[np.int64]
@@ -179,3 +185,21 @@ class LayeredDevicePool:
         noted = self._driver.act_transfers
         assert noted is not None, "activations without a binding that knows of them"
         return noted
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCopies:
+    """Copies of one pool.
+
+    Attributes:
+        copier: between its tensor and its host region.
+        device_pool: returns, for the driver, what the tiers below copy with.
+        close: ends threads of its own.
+        acts: copies and rebuilds activations; None where there are none.
+    """
+
+    copier: LayerCopier
+    device_pool: Callable[[LayerDriver], DevicePool]
+    close: Callable[[], None]
+    acts: ActCopier | None = None
+    weights: WeightSlots | None = None

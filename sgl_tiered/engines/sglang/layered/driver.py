@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sgl_tiered.engines.sglang.layered.activations.batches import Packing
+from sgl_tiered.engines.device.act_transfers import ActTransfers
+from sgl_tiered.engines.device.device_rows import DeviceRows
 from sgl_tiered.engines.sglang.layered.activations.capture import rows_of_pages
-from sgl_tiered.engines.sglang.layered.activations.device_rows import DeviceRows
 from sgl_tiered.engines.sglang.layered.activations.reports import (
     COUNTERS,
     activation_report,
@@ -24,13 +24,14 @@ from sgl_tiered.engines.sglang.layered.activations.reports import (
 )
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.collectives import guard_counters
-from sgl_tiered.engines.sglang.layered.pauses import PauseLog
 from sgl_tiered.errors import TieredError
 from sgl_tiered.layered.base import LayerReport, PassPlan, PassRequest
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.pipelines.contention import ContentionGuard
+from sgl_tiered.serving.layered.batches import Packing
+from sgl_tiered.serving.layered.pauses import PauseLog
 
-__all__ = ["ActTransfers", "LayerDriver", "NoRoomError"]
+__all__ = ["LayerDriver", "NoRoomError"]
 
 Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
@@ -38,33 +39,6 @@ Int32s = npt.NDArray[np.int32]
 UInt8s = npt.NDArray[np.uint8]
 _MAX_REPORTS = 1024
 """Of requests that ended and were not asked for."""
-
-
-class ActTransfers:
-    """Where the activations of pages lie that a transfer reads or writes.
-
-    Args:
-        num_layers, num_pages: of the pool, that of padding included.
-        num_kv_rows: of the host region; a pool is probed before any page has one.
-
-    Attributes:
-        is_act: bool [num_pages], whether activations are moved and not KV.
-        places: int32 [num_layers, num_pages], in the act area, or -1 for the host row.
-        rows: int64 [num_pages], of the host region of what is moved.
-    """
-
-    def __init__(self, num_layers: int, num_pages: int, num_kv_rows: int) -> None:
-        self.is_act: Bools = np.zeros(num_pages, np.bool_)
-        self.places: Int32s = np.full((num_layers, num_pages), -1, np.int32)
-        self.rows: Int64s = np.arange(num_pages) % num_kv_rows
-
-    def note(
-        self, pages: Int64s, is_act: Bools | None, places: Int32s, rows: Int64s
-    ) -> None:
-        """Note the places and rows that pages have now."""
-        self.is_act[pages] = False if is_act is None else is_act
-        self.places[:, pages] = places[:, pages]
-        self.rows[pages] = rows[pages]
 
 
 class NoRoomError(TieredError, RuntimeError):

@@ -9,14 +9,14 @@ Where not all pages that a layer needs fit one half of the staging memory, the l
 manager cuts the batch into groups; each has a plan of its own, and its attention is
 queued once its pages have come. A group's prefill then reads its new tokens from the
 pool too (SGLang's paged form), which may round differently from the form for a whole
-batch, as may a plan for fewer requests. Mini-batches (``activations/batches.py``) give
-groups requests that do not lie side by side: their rows are gathered, and their answers
-go back to where SGLang has these rows.
+batch, as may a plan for fewer requests. Mini-batches (``serving/layered/batches.py``)
+give groups requests that do not lie side by side: their rows are gathered, and their
+answers go back to where SGLang has these rows.
 
 Not validated on a GPU; the log says so at the start. What is tested on a CPU: the
-arithmetic (``indices.py``), both passes with a stand-in for the kernels, and both again
-on FlashInfer's own planner and wrappers, over kernels that do what a plan says. CUDA
-graphs replay fixed copies, and are refused.
+arithmetic (``engines/device/indices.py``), both passes with a stand-in for the kernels,
+and both again on FlashInfer's own planner and wrappers, over kernels that do what a
+plan says. CUDA graphs replay fixed copies, and are refused.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from sglang.srt.layers.attention.flashinfer_backend import (
 )
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sgl_tiered.engines.sglang.cuda_ops import pinned_buffer
-from sgl_tiered.engines.sglang.layered.activations.device_rows import DeviceRows
-from sgl_tiered.engines.sglang.layered.indices import (
+from sgl_tiered.engines.device.cuda_ops import pinned_buffer
+from sgl_tiered.engines.device.device_rows import DeviceRows
+from sgl_tiered.engines.device.indices import (
     fill_slots,
     leading_pages,
     new_token_pages,

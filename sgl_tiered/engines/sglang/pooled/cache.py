@@ -8,10 +8,10 @@ import numpy as np
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.coordinator import RequestState
 from sgl_tiered.engines.sglang.pooled.hints import hints_of
 from sgl_tiered.engines.sglang.pooled.server import ServedPool, peer_tokens
 from sgl_tiered.pool.peers import Hint
+from sgl_tiered.serving.coordinator import RequestState
 
 __all__ = ["PooledTree", "pooled"]
 

@@ -21,10 +21,8 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
-from sgl_tiered.engines.sglang.agreement import Agreement
 from sgl_tiered.engines.sglang.pooled.endpoints import endpoints_of
 from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
-from sgl_tiered.engines.sglang.pooled.shape import pool_shape
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.completions import CompletionQueue, PromoteFinished
 from sgl_tiered.pool.base import BlockStore
@@ -37,6 +35,8 @@ from sgl_tiered.pool.node import NodeConfig, NodeMemory, PoolNode, store_memorie
 from sgl_tiered.pool.node_peers import NodePeers
 from sgl_tiered.pool.pulls import PeerPulls
 from sgl_tiered.pool.rank_node import RankNode
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.pool_shape import pool_shape
 from sgl_tiered.transport.by_name import open_transport
 
 __all__ = [

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from sgl_tiered.core.encoded import EncodedLayout
+from sgl_tiered.engines.device.encoded_sparse_pool import EncodedSparsePool
+from sgl_tiered.engines.device.sparse_parts import SparseParts
+from sgl_tiered.engines.device.sparse_pool import SparseDevicePool
 from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.page_forms import PageForm
-from sgl_tiered.engines.sglang.sparse.device_pool import SparseDevicePool
-from sgl_tiered.engines.sglang.sparse.encoded_device_pool import EncodedSparsePool
-from sgl_tiered.engines.sglang.sparse.parts import SparseParts
 from sgl_tiered.engines.sglang.sparse.settings import refuse_other_model
 from sgl_tiered.errors import EngineCompatibilityError
 from sgl_tiered.policies.sparsity.registry import make_selection

@@ -16,15 +16,15 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_tiered.core.plans import OffloadPlan
+from sgl_tiered.engines.device.sparse_parts import SparseParts
+from sgl_tiered.engines.device.tokens import device_pages, plain_tokens
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.coordinator import RequestState
-from sgl_tiered.engines.sglang.loading_pass import LoadingPass
-from sgl_tiered.engines.sglang.lossy import is_lossy_key
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
-from sgl_tiered.engines.sglang.sparse.parts import SparseParts
-from sgl_tiered.engines.sglang.sparse.report import SparseLoad, shares_by_layer
-from sgl_tiered.engines.sglang.tokens import device_pages, plain_tokens
 from sgl_tiered.pipelines.page_numbers import PageNumbers, host_numbers
+from sgl_tiered.serving.coordinator import RequestState
+from sgl_tiered.serving.loading_pass import LoadingPass
+from sgl_tiered.serving.lossy import is_lossy_key
+from sgl_tiered.serving.sparse_report import SparseLoad, shares_by_layer
 
 __all__ = ["SparseRadixCache", "SparseRuntime"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_tiered.cost.model import CostModel
-from sgl_tiered.engines.sglang.agreement import Agreement
-from sgl_tiered.engines.sglang.layered.activations.batches import Packing
 from sgl_tiered.engines.sglang.layered.activations.capture import hook_captures
 from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen
 from sgl_tiered.engines.sglang.layered.activations.offloaded import hook_offloaded
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.pipelines.stream_weights import WeightSlots
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.layered.batches import Packing
 
 __all__ = ["attach_activations", "learn_lines"]
 

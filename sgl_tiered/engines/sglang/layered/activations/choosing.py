@@ -32,17 +32,15 @@ from sgl_tiered.policies.activations.refusal import refusal_of_model
 
 if TYPE_CHECKING:
     # One needs SGLang, and the other us.
-    from sgl_tiered.engines.sglang.agreement import Ranks
+    from sgl_tiered.engines.device.device_figures import DeviceFigures
     from sgl_tiered.engines.sglang.config import TieredConfig
-    from sgl_tiered.engines.sglang.layered.activations.device_figures import (
-        DeviceFigures,
-    )
     from sgl_tiered.engines.sglang.layered.activations.offloaded import (
         OffloadedWeights,
     )
     from sgl_tiered.engines.sglang.layered.activations.projections import (
         LayerProjections,
     )
+    from sgl_tiered.serving.agreement import Ranks
 
 __all__ = ["Chosen", "Links", "choose", "page_chooser"]
 
@@ -265,7 +263,7 @@ def _first(ranks: Ranks | None, told: list[Any]) -> list[Any]:
 def _kv_gen(
     found: LayerProjections, page_tokens: int, calibration: Calibration | None
 ) -> TokensFit:
-    from sgl_tiered.engines.sglang.rebuild_probe import probe_kv_gen
+    from sgl_tiered.engines.device.rebuild_probe import probe_kv_gen
 
     if calibration is not None and calibration.rebuild is not None:
         return calibration.rebuild.kv_gen
@@ -312,9 +310,7 @@ def _best(
 
 def _device_figures(found: LayerProjections) -> DeviceFigures:
     """Return what the device takes; a test has its own."""
-    from sgl_tiered.engines.sglang.layered.activations.device_figures import (
-        sample_device,
-    )
+    from sgl_tiered.engines.device.device_figures import sample_device
 
     weights = [linear.weight for linear in found.linears]
     return sample_device(found.device, weights, _DECODERS)

@@ -11,8 +11,8 @@ from sgl_tiered_kernels import page_copy
 from sgl_tiered_kernels.kv_gen import rebuild_kv
 from sgl_tiered_kernels.tensors import page_rows
 
+from sgl_tiered.engines.device.layer_copier import strike
 from sgl_tiered.engines.sglang.layered.activations.projections import LayerProjections
-from sgl_tiered.engines.sglang.layered.copier import strike
 from sgl_tiered.layered.base import ActCopier
 from sgl_tiered.pipelines.base import Arrival
 from sgl_tiered.tiers.fault_switch import FaultSwitch

@@ -20,7 +20,7 @@ from sgl_tiered_kernels.page_copy.dma import (
 )
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.cuda_ops import CudaStreams
+from sgl_tiered.engines.device.cuda_ops import CudaStreams
 from sgl_tiered.engines.sglang.layered.activations.offloaded import OffloadedWeights
 from sgl_tiered.engines.sglang.layered.activations.projections import LayerProjections
 from sgl_tiered.pipelines.stream_acts import act_layout_token_bytes

@@ -1,0 +1,1 @@
+"""The device as the tiers see it: see README.md."""

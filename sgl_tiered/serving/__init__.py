@@ -1,0 +1,1 @@
+"""One rank of a server, whatever the engine is: see README.md."""

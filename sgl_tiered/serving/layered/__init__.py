@@ -1,0 +1,1 @@
+"""Layer-wise KV, as a rank sees it: see README.md."""
