@@ -34,10 +34,7 @@ def register(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script; returns the exit code."""
-    # Only here: the parser of all subcommands is made of this one, too.
-    from sgl_tiered.cli.main import make_parser
-
-    print(script(arguments.shell, make_parser()))
+    print(script(arguments.shell, arguments.of_all))
     return 0
 
 

@@ -89,6 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         command.register(subparsers)
+    # For completions, which are made of all subcommands' flags.
+    parser.set_defaults(of_all=parser)
     return parser
 
 
