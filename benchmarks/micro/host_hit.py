@@ -88,9 +88,9 @@ class HostHits:
 
     def load_to_pool(self) -> torch.Tensor:
         """Do as ``load``, without rows for attention beside the pool."""
-        most, cpu_attention._MAX_READ_TOKENS = cpu_attention._MAX_READ_TOKENS, 0
+        most, cpu_attention._MAX_READ_BYTES = cpu_attention._MAX_READ_BYTES, 0
         out = self.load()
-        cpu_attention._MAX_READ_TOKENS = most
+        cpu_attention._MAX_READ_BYTES = most
         return out
 
     def hicache(self, layout: str) -> Callable[[], torch.Tensor]:

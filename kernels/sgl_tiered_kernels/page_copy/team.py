@@ -187,7 +187,8 @@ def _copy_share(pointer: Any) -> None:
         )
 
 
-@numba.cfunc(types.void(types.CPointer(types.int64)), cache=True)
+# Not cached: numba does not see when a function of another file has changed.
+@numba.cfunc(types.void(types.CPointer(types.int64)))
 def _copy_share_twice(pointer: Any) -> None:
     """Copy one thread's share of the pages to both places."""
     field = numba.carray(pointer, _NUM_FIELDS_TWICE)

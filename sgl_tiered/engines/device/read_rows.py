@@ -31,7 +31,7 @@ class ReadRows:
 
     Args:
         room: ``[2, num_rows * page_tokens, num_kv_heads, head_dim]``, keys first;
-            requests that do not fit any more have no rows.
+            a request that finds no room has no rows.
         requests: of the forward, in the order in which they are attended.
         page_tokens: tokens in a page.
         num_pages: of the pool.
@@ -52,8 +52,8 @@ class ReadRows:
         num_rows = room.shape[1] // page_tokens
         self.keys, self.values = room.view(torch.uint8).view(2, num_rows, -1).numpy()
         self._row_of: Int64s = np.full(num_pages, -1, np.int64)
-        # First row and tokens of each request.
-        self._places: list[tuple[int, int]] = []
+        # First row and tokens of each request; None for one without rows.
+        self._places: list[tuple[int, int] | None] = []
         # Which rows hold pages of which layer.
         self._filled: Bools = np.zeros(num_rows, np.bool_)
         self._layer = -1
@@ -63,7 +63,8 @@ class ReadRows:
         row = 0
         for request in requests:
             if row + _num_rows(request, page_tokens) > num_rows:
-                break
+                self._places.append(None)
+                continue
             self._add(row, request)
             self._places.append((row, request.slots.numel()))
             row += _num_rows(request, page_tokens)
@@ -98,10 +99,13 @@ class ReadRows:
             layer: counted from the first of the pool.
             index: of the request.
         """
-        if layer != self._layer or index >= len(self._places):
+        place = self._places[index]
+        if layer != self._layer or place is None:
             return None
-        row, kv_len = self._places[index]
+        row, kv_len = place
         filled = self._filled[row : row - (-kv_len // self._page_tokens)]
+        if not filled.any():
+            return None
         key = (index, filled.tobytes())
         if key not in self._gathered:
             ends = np.flatnonzero(np.diff(filled, prepend=True, append=True))

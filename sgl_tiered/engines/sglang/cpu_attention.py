@@ -29,9 +29,9 @@ from sgl_tiered.serving.layer_counter import LayerCounter
 
 __all__ = ["TieredCpuAttention", "create_cpu_attention"]
 
-_MAX_READ_TOKENS = 32768
-"""Of a batch with loads, of whose pages loads fill what attention reads as well: 128 MB
-at 4 kB a token and layer."""
+_MAX_READ_BYTES = 128 << 20
+"""Of the keys and values of one layer of a batch with loads, which loads fill for
+attention to read, beside the pool."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -135,7 +135,7 @@ class TieredCpuAttention(AttentionBackend):
         if not isinstance(device, CpuDevicePool):
             return
         page_tokens = device.layout.page_tokens
-        most = _MAX_READ_TOKENS // page_tokens
+        most = _MAX_READ_BYTES // device.layout.layer_page_bytes
         num_rows = min(rows_needed(requests, page_tokens), most)
         if not num_rows:
             return
