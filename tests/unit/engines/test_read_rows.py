@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 from sgl_tiered.core.clock import SystemClock  # noqa: E402
 from sgl_tiered.engines.device.pools import CpuDevicePool, page_layout  # noqa: E402
 from sgl_tiered.metrics.registry import MetricsRegistry  # noqa: E402
+from sgl_tiered.pipelines import layerwise_load  # noqa: E402
 from sgl_tiered.pipelines.completions import CompletionQueue  # noqa: E402
 from sgl_tiered.pipelines.layerwise_load import (  # noqa: E402
     LayerwiseLoader,
@@ -328,6 +329,8 @@ def test_a_failure_that_comes_after_its_copies_meets_these_loads(
     server = Server(module, ONE)
     expected = server.forward()
     monkeypatch.setattr(CpuDevicePool, "load_layer", load_layer)
+    # On a busy machine the loader would take layers over that are left to the model.
+    monkeypatch.setattr(layerwise_load, "_LEFT_TO_WAITER_S", PATIENCE_S)
     loader = LayerwiseLoader(
         server.device, CompletionQueue(), SystemClock(), MetricsRegistry()
     )
