@@ -643,7 +643,7 @@ def unread() -> dict[str, int]:
 
 
 def full() -> dict[str, Any]:
-    """Where there is no room, data fails; the last status is said when there is some."""
+    """Where there is no room, data fails; the last status is said when there is."""
     made = manager(is_prefill=True)
     heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
 
@@ -653,9 +653,7 @@ def full() -> dict[str, Any]:
     common.CommonKVManager._send_multipart_locked = refuse
     there = [("10.0.0.1", 5000)]
     for status in (KVPoll.Transferring, KVPoll.Failed):
-        made.send_kv_status_message(
-            targets=there, bootstrap_room=ROOM, status=status
-        )
+        made.send_kv_status_message(targets=there, bootstrap_room=ROOM, status=status)
     raised = []
     for send in (
         lambda: made.send_aux_data_to_endpoint("10.0.0.1", 5000, ROOM, 0, 0, b"aux"),

@@ -94,7 +94,7 @@ def test_an_abort_before_its_request_leaves_no_room(told: dict[str, Any]) -> Non
 
 
 def test_a_status_without_room_is_said_later(told: dict[str, Any]) -> None:
-    """The last one, unless another took its place; data that is not sent is an error."""
+    """The last one, unless another took its place; data not sent is an error."""
     assert isinstance(told["full"], dict), told["full"]
     # Each status, and each word with data, of which two were made.
     counted = told["full"].pop("unsaid")
