@@ -102,8 +102,8 @@ class TieredKVManager(MooncakeKVManager):
         self._told: OrderedDict[str, bytes] = OrderedDict()
         self._unsettled: dict[int, set[str]] = {}
         self._settling: threading.Thread | None = None
-        # By room, and place: the last status that there was no room for, and whether the
-        # place is one of IPv6.
+        # By room, and place: the last status that there was no room for, and whether
+        # the place is one of IPv6.
         self._unsaid: OrderedDict[tuple[int, str], tuple[list[bytes], bool]] = (
             OrderedDict()
         )
