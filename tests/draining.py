@@ -8,7 +8,9 @@ def drain(runtime):
     """Wait until no transfer of a runtime runs, of the disk's either."""
     runtime.drain_device()
     parts = runtime.parts
-    for worker in (parts.stager, parts.promoter, *parts.demoters.values()):
+    # Also a store that was given up.
+    ahead = (parts.offloader, parts.stager, parts.promoter)
+    for worker in (*ahead, *parts.demoters.values()):
         assert worker is None or worker.drain(PATIENCE_S), "a transfer does not end"
 
 

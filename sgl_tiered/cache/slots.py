@@ -22,11 +22,18 @@ class SlotAllocator:
     does, the longest ones, whole. A disk reads neighbours in one I/O.
 
     O(runs + n log n): a tier that evicts what was written together has few runs.
+
+    Args:
+        capacity: slots at first, which ``grow`` adds to.
+        most: slots for which there is memory from the start: up to them growth copies
+            nothing. ``capacity`` if that is more.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._is_free = np.ones(capacity, np.bool_)
-        self._num_free = capacity
+    def __init__(self, capacity: int, most: int = 0) -> None:
+        # Slots that are not there yet are not free.
+        self._is_free = np.zeros(max(capacity, most), np.bool_)
+        self._is_free[:capacity] = True
+        self._capacity = self._num_free = capacity
         # Runs of free slots, ascending; none touches the next.
         self._starts = np.zeros(min(capacity, 1), np.int64)
         self._lengths = np.full(min(capacity, 1), capacity, np.int64)
@@ -34,6 +41,11 @@ class SlotAllocator:
     @property
     def capacity(self) -> int:
         """Slots in all."""
+        return self._capacity
+
+    @property
+    def most(self) -> int:
+        """Slots for which there is memory."""
         return len(self._is_free)
 
     @property
@@ -44,7 +56,7 @@ class SlotAllocator:
     @property
     def used_slots(self) -> int:
         """Slots handed out and not yet freed."""
-        return len(self._is_free) - self._num_free
+        return self._capacity - self._num_free
 
     @property
     def longest_run(self) -> int:
@@ -133,7 +145,10 @@ class SlotAllocator:
         """Add slots so that there are ``capacity``."""
         more = capacity - self.capacity
         assert more >= 0, f"{self.capacity} slots cannot become {capacity}"
-        self._is_free = np.concatenate([self._is_free, np.ones(more, np.bool_)])
+        if capacity > self.most:
+            self._is_free = np.pad(self._is_free, (0, capacity - self.most))
+        self._is_free[self._capacity : capacity] = True
+        self._capacity = capacity
         self._num_free += more
         ends = self._starts[-1:] + self._lengths[-1:]
         if more and len(ends) and int(ends[0]) == capacity - more:

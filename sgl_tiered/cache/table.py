@@ -90,7 +90,10 @@ class CacheTable:
         self.version = 0
         self.on_rows_freed: list[Callable[[Int32s], None]] = []
         self.on_copies: Callable[[Int32s], None] = _ignore
-        self.slots = [SlotAllocator(n) for n in num_open or num_slots]
+        self.slots = [
+            SlotAllocator(now, most)
+            for now, most in zip(num_open or num_slots, num_slots, strict=True)
+        ]
         # Bounded by the capacity, unlike a list that nobody may ever take.
         self._forgotten = [np.zeros(n, np.bool_) for n in num_slots]
         self._num_forgotten = [0] * len(tiers)

@@ -96,6 +96,11 @@ class BlockStore(Protocol):
         """The media, fastest first."""
         ...
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all media by now: memory that a device pins is added in parts."""
+        ...
+
     def usage(self, medium: TierId) -> MediumUsage:
         """Return who has the blocks of a medium: O(capacity)."""
         ...

@@ -47,8 +47,8 @@ class RunSlots(SlotAllocator):
     The open run counts as free, and goes back whenever it does not suffice.
     """
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
+    def __init__(self, capacity: int, most: int = 0) -> None:
+        super().__init__(capacity, most)
         # Slots that nobody has, from _next on.
         self._open: Int64s = _NO_SLOTS
         self._next = 0
@@ -115,19 +115,26 @@ class BlockSlots(RunSlots):
         medium: which medium, part of every address.
         incarnation: of the instance; the next one counts from another generation on,
             so that addresses of this one do not fit there by chance.
+        most: blocks for which there is memory from the start: up to them growth copies
+            nothing. ``num_blocks`` if that is more.
 
     Attributes:
-        names: uint64 [num_blocks], the address of each slot as it is now.
-        entry_at: int32 [num_blocks], the table's entry of each slot, -1 for none.
-        holds: uint16 [num_blocks], how often each slot is held.
-        dying: bool [num_blocks], freed while held.
+        names: uint64 [most], the address of each slot as it is now.
+        entry_at: int32 [most], the table's entry of each slot, -1 for none.
+        holds: uint16 [most], how often each slot is held.
+        dying: bool [most], freed while held.
         num_holds, num_dying: sums of these two.
     """
 
     def __init__(
-        self, num_blocks: int, instance: int, medium: TierId, incarnation: int = 1
+        self,
+        num_blocks: int,
+        instance: int,
+        medium: TierId,
+        incarnation: int = 1,
+        most: int = 0,
     ) -> None:
-        super().__init__(0)
+        super().__init__(num_blocks, most)
         self._name = partial(
             pack, instance, medium, incarnation * _STRIDE & MAX_GENERATION
         )
@@ -139,7 +146,7 @@ class BlockSlots(RunSlots):
         self.num_holds = 0
         self.num_dying = 0
         self._open_addresses = NO_ADDRESSES
-        self.grow(num_blocks)
+        self._make_room()
 
     def alloc_addresses(self, num_blocks: int) -> UInt64s | None:
         """Return addresses of ``num_blocks`` new blocks, or None and change nothing.
@@ -167,13 +174,8 @@ class BlockSlots(RunSlots):
 
     def grow(self, capacity: int) -> None:
         """Add slots so that there are ``capacity``, with the memory behind them."""
-        assert capacity <= MAX_SLOT + 1, f"{capacity} slots have no 32 bits"
-        more = np.arange(self.capacity, capacity)
         super().grow(capacity)
-        self.names = np.concatenate([self.names, self._name(more)])
-        self.entry_at = np.pad(self.entry_at, (0, len(more)), constant_values=-1)
-        self.holds = np.pad(self.holds, (0, len(more)))
-        self.dying = np.pad(self.dying, (0, len(more)))
+        self._make_room()
 
     def addresses_of(self, slots: Int64s) -> UInt64s:
         """Return the addresses of slots as they are now."""
@@ -195,6 +197,17 @@ class BlockSlots(RunSlots):
             return not self.is_free(slots).any()
         # None is in the open run.
         return not SlotAllocator.is_free(self, slots).any()
+
+    def _make_room(self) -> None:
+        """Have as many of everything as there may be slots without growth."""
+        assert self.most <= MAX_SLOT + 1, f"{self.most} slots have no 32 bits"
+        more = np.arange(len(self.names), self.most)
+        if not len(more):
+            return
+        self.names = np.concatenate([self.names, self._name(more)])
+        self.entry_at = np.pad(self.entry_at, (0, len(more)), constant_values=-1)
+        self.holds = np.pad(self.holds, (0, len(more)))
+        self.dying = np.pad(self.dying, (0, len(more)))
 
     def _open_run(self, num_slots: int) -> bool:
         if not super()._open_run(num_slots):

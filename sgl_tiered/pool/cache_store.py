@@ -284,8 +284,9 @@ class CacheStore(TableStore):
         """Put slots with generations in the place of a tier's."""
         table = self._table
         former = table.slots[number]
+        medium = self._media[number]
         slots = CacheSlots(
-            former.capacity, self._instance, self._media[number], incarnation
+            former.capacity, self._instance, medium, incarnation, former.most
         )
         everywhere = np.arange(former.capacity)
         slots.reserve(everywhere[~former.is_free(everywhere)])

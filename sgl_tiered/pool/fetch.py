@@ -192,7 +192,6 @@ class Fetches:
         self._loans: list[_Loan] = []
         # By block: the instance that may write to it.
         self._lent: dict[int, int] = {}
-        self._most_lent = sum(store.usage(each).capacity for each in store.media) // 2
 
     @property
     def num_running(self) -> int:
@@ -216,7 +215,7 @@ class Fetches:
             return "a block lies where no bytes can arrive"
         if any(loan.peer[0] == holder and loan.is_open for loan in self._loans):
             num_lent = sum(each == holder for each in self._lent.values())
-            if num_lent + len(addresses) > self._most_lent:
+            if num_lent + len(addresses) > self._store.num_blocks // 2:
                 return f"instance {holder} does not end what it was lent before"
         return self._store.refusal(addresses)
 

@@ -29,7 +29,6 @@ class Guests:
     def __init__(self, store: BlockStore, fences: Fences) -> None:
         self._store = store
         self._fences = fences
-        self._num_blocks = self._all_blocks()
         self._blocks: dict[Incarnation, set[int]] = {}
         self._quarantine: list[tuple[Fence, UInt64s]] = []
 
@@ -47,9 +46,6 @@ class Guests:
     def peers(self) -> tuple[Incarnation, ...]:
         """Incarnations that have blocks here."""
         return tuple(self._blocks)
-
-    def _all_blocks(self) -> int:
-        return sum(self._store.usage(each).capacity for each in self._store.media)
 
     def lend(self, peer: Incarnation, addresses: UInt64s) -> None:
         """Give active blocks to a peer."""
@@ -74,10 +70,7 @@ class Guests:
     def free(self, peer: Incarnation, addresses: UInt64s) -> int:
         """Free those of these blocks that belong to the peer; return how many."""
         blocks = self._blocks.get(peer)
-        if len(addresses) > self._num_blocks:
-            # Memory that a device pins is added to a medium part by part.
-            self._num_blocks = self._all_blocks()
-        if not blocks or len(addresses) > self._num_blocks:
+        if not blocks or len(addresses) > self._store.num_blocks:
             # Who has any names none twice, and so no more than there are.
             return 0
         own = np.array([a for a in addresses.tolist() if a in blocks], np.uint64)

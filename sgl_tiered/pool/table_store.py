@@ -108,6 +108,11 @@ class TableStore:
         """The media, fastest first."""
         return self._media
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all media by now."""
+        return sum(slots.capacity for slots in self._slots)
+
     def usage(self, medium: TierId) -> MediumUsage:
         """Return who has the blocks of a medium: O(capacity)."""
         slots = self._by_medium[medium]

@@ -25,13 +25,20 @@ from limits_program import NUM_PAGES, PAGE, PATIENCE_S, Bench
 TOKENS = np.arange(PAGE * NUM_PAGES, dtype=np.int32)
 
 
-def hold_offloads(bench: Bench) -> threading.Event:
-    """Hold the copies of pages up until the event that is returned is set."""
+def hold_offloads(
+    bench: Bench, is_held: threading.Event | None = None
+) -> threading.Event:
+    """Hold the copies of pages up until the event that is returned is set.
+
+    The other one is set when the first is held.
+    """
     may_go = threading.Event()
     device = bench.runtime.parts.device
     store = device.store_pages
 
     def held(*args: Any, **kwargs: Any) -> Any:
+        if is_held is not None:
+            is_held.set()
         assert may_go.wait(PATIENCE_S)
         return store(*args, **kwargs)
 
@@ -218,6 +225,62 @@ def released_while_offloading(backend: str) -> dict[str, Any]:
     return out
 
 
+def released_under_a_store_given_up(backend: str) -> dict[str, Any]:
+    """Give the device's memory back under a copy that was given up; flush there."""
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager,
+    )
+
+    bench = Bench(backend, None)
+    asked_s: list[float | None] = []
+    offloader = bench.runtime.parts.offloader
+    drain, offloader.stuck_s = offloader.drain, lambda: 1e6
+
+    def noted(timeout_s: float | None = None) -> bool:
+        asked_s.append(timeout_s)
+        return drain(timeout_s)
+
+    offloader.drain = noted
+    taken: list[str] = []
+    scheduler = scheduler_of(bench)
+    scheduler._engine_paused, scheduler.disaggregation_mode = False, None
+    manager = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
+    manager.scheduler = scheduler
+    manager.is_fully_idle = lambda **asked: is_idle(bench)
+    manager.flush_cache = bench.tree.reset
+    manager.memory_saver_adapter = SimpleNamespace(
+        pause=taken.append, resume=lambda tag: taken.append(f"{tag} again")
+    )
+    manager.offload_tags = set()
+    device_module, torch.get_device_module = torch.get_device_module, lambda: torch.cpu
+    may_go = hold_offloads(bench, is_held := threading.Event())
+    bench.offload(TOKENS)
+    assert is_held.wait(PATIENCE_S)
+    bench.tree.take_ends()
+    offloader.stuck_s = lambda: 0.0
+    out: dict[str, Any] = {"idle": is_idle(bench)}
+    asked = SimpleNamespace(tags=["kv_cache"])
+    try:
+        manager.release_memory_occupation(asked)
+        manager.resume_memory_occupation(asked)
+        out["taken_under_it"] = list(taken)
+        bench.tree.finish_offloads()
+        bench.tree.reset()
+        out["drains"] = len(asked_s)
+        may_go.set()
+        bench.settle()
+        manager.release_memory_occupation(SimpleNamespace(tags=["kv_cache"]))
+        manager.resume_memory_occupation(SimpleNamespace(tags=["kv_cache"]))
+        out["taken"] = taken
+    finally:
+        may_go.set()
+        torch.get_device_module = device_module
+    counters = bench.runtime.metrics_snapshot()["counters"]
+    out["refused"] = int(counters.get("refused_memory_release", 0))
+    bench.close()
+    return out
+
+
 def paused_while_offloading(backend: str) -> dict[str, Any]:
     """Turn SGLang's loop over while generation is paused and a copy ends."""
     from sglang.srt.managers.scheduler import Scheduler
@@ -304,6 +367,7 @@ def story(backend: str) -> dict[str, Any]:
         forgotten_while_the_disk_is_held,
         cleared_without_a_disk,
         released_while_offloading,
+        released_under_a_store_given_up,
         paused_while_offloading,
         slept_while_demoting,
         beams,

@@ -150,6 +150,8 @@ def manager(*, is_prefill: bool) -> Any:
     made.defer_decode_allocation = made.enable_trace = False
     made.sources = made.weights = None
     made._starts, made.claimed = {}, set()
+    made._unsaid = conn.OrderedDict()
+    made._settling_lock, made._settling = threading.Lock(), None
     made._asked_at_s, made._clock = conn.OrderedDict(), ManualClock()
     made.attn_tp_size = made.dcp_size = made.state_tp_size = made.pp_size = 1
     made.attn_cp_size, made.bootstrap_port = 1, 1
@@ -640,6 +642,52 @@ def unread() -> dict[str, int]:
     return counts
 
 
+def full() -> dict[str, Any]:
+    """Where there is no room, data fails; the last status is said when there is."""
+    made = manager(is_prefill=True)
+    heard(made, [*registered(), RIGHT.say(ROOM, HERE, METADATA)])
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise zmq.Again
+
+    common.CommonKVManager._send_multipart_locked = refuse
+    there = [("10.0.0.1", 5000)]
+    for status in (KVPoll.Transferring, KVPoll.Failed):
+        made.send_kv_status_message(targets=there, bootstrap_room=ROOM, status=status)
+    raised = []
+    for send in (
+        lambda: made.send_aux_data_to_endpoint("10.0.0.1", 5000, ROOM, 0, 0, b"aux"),
+        lambda: made.send_chunk_ready(
+            room=ROOM,
+            chunk_idx=0,
+            page_start=0,
+            num_pages=1,
+            writer_id="w",
+            targets=there,
+        ),
+    ):
+        try:
+            send()
+        except zmq.Again:
+            raised.append(True)
+    common.CommonKVManager._send_multipart_locked = keep
+    if made._settling is not None:
+        made._settling.join(20.0)
+    told = {"raised": len(raised), "last": answers(made, RIGHT) == FAILED}
+    # What is said in the place of a status ends it.
+    common.CommonKVManager._send_multipart_locked = refuse
+    made.send_kv_status_message(
+        targets=there, bootstrap_room=ROOM, status=KVPoll.Transferring
+    )
+    common.CommonKVManager._send_multipart_locked = keep
+    made.conclude_failure(bootstrap_room=ROOM, failure_reason="its own")
+    if made._settling is not None:
+        made._settling.join(20.0)
+    told["left"] = len(made._unsaid)
+    told["final"] = [word[1] for word in answers(made, RIGHT)][-1:] == [FAILED[0][1]]
+    return {**told, **made.incidents.counts}
+
+
 def unclaimed() -> dict[str, int]:
     """A room whose request never comes is forgotten, when nobody waits for it any more.
 
@@ -658,6 +706,11 @@ def unclaimed() -> dict[str, int]:
     rooms = {ROOM, 9, 10}
     assert set(made.transfer_infos) == set(made.asked._rooms) == rooms
     assert set(made.request_status) == set(made.req_to_decode_prefix_len) == rooms
+    # One that cannot be made has no room.
+    del made.is_dummy_cp_rank
+    with contextlib.suppress(AttributeError):
+        conn.TieredKVSender(mgr=made, bootstrap_addr="a:1", bootstrap_room=9)
+    assert made.claimed == {ROOM}, made.claimed
     return made.incidents.counts
 
 

@@ -67,6 +67,17 @@ def test_memory_is_released_when_copies_have_ended(seen):
     assert told == {"running": 0, "resumed": "kv_cache", "kept": NUM_PAGES}
 
 
+def test_no_memory_is_released_under_a_store_that_was_given_up(seen):
+    """It is when the copy has ended; a flush waits for nothing."""
+    assert seen["released_under_a_store_given_up"] == {
+        "idle": True,
+        "taken_under_it": [],
+        "drains": 0,
+        "taken": ["kv_cache", "kv_cache again"],
+        "refused": 1,
+    }
+
+
 def test_a_paused_server_becomes_idle(seen):
     """Its loop does not look after the cache, and yet offloads end."""
     assert seen["paused_while_offloading"] == {"told_idle": [True]}

@@ -14,7 +14,7 @@ STRANGERS = ("strangers_to_prefill", "strangers_to_decode")
 FACTS = (
     *("late_aborts", "names", "floods", "forgotten"),
     *("registers_again", "unreadable", "unasked", "ends", "forgets"),
-    *("unclaimed", "unread"),
+    *("unclaimed", "unread", "full"),
 )
 
 
@@ -91,6 +91,15 @@ def test_why_a_registration_cannot_be_read_is_told(told: dict[str, Any]) -> None
 def test_an_abort_before_its_request_leaves_no_room(told: dict[str, Any]) -> None:
     """Only that of who says it."""
     assert told["unasked"] == {}
+
+
+def test_a_status_without_room_is_said_later(told: dict[str, Any]) -> None:
+    """The last one, unless another took its place; data not sent is an error."""
+    assert isinstance(told["full"], dict), told["full"]
+    # Each status, and each word with data, of which two were made.
+    counted = told["full"].pop("unsaid")
+    assert counted >= 5
+    assert told["full"] == {"raised": 2, "last": True, "left": 0, "final": True}
 
 
 def test_no_word_is_lost_where_a_request_ends(told: dict[str, Any]) -> None:

@@ -9,7 +9,10 @@ open some of their calls as well. None of them may end or hold the scheduler:
   SGLang.
 - ``POST /flush_cache`` and ``/release_memory_occupation`` want a server that is idle,
   and the copies of the last answer belong to nobody who could be waited for: they are
-  ended first.
+  ended first. Where one does not end, a flush goes on as soon as it is given up, but no
+  memory is released under it, which a line in the log says and
+  ``refused_memory_release`` counts: SGLang's answer has no word for it. What was not
+  released is then not resumed.
 - While generation is paused, or the server sleeps, the loop that takes the ends of
   transfers does not turn: they are taken, or the sleep put off.
 - A beam search is refused: SGLang refuses it for its own caches with storage.
@@ -41,7 +44,8 @@ def admin_hooks() -> list[tuple[str, Any, Any]]:
     return [
         (_SCHEDULER + "clear_hicache_storage_wrapped", _clear, HookType.AROUND),
         (_SCHEDULER + "flush_cache", _finish_offloads, HookType.BEFORE),
-        (_WEIGHTS + "release_memory_occupation", _leave_device, HookType.BEFORE),
+        (_WEIGHTS + "release_memory_occupation", _release, HookType.AROUND),
+        (_WEIGHTS + "resume_memory_occupation", _resume, HookType.AROUND),
         (
             _SCHEDULER + "_record_scheduler_state_for_paused_engine",
             _take_ends,
@@ -69,12 +73,39 @@ def _finish_offloads(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.tree_cache.finish_offloads()
 
 
-def _leave_device(manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Let copies from and to the device end: its memory is about to be taken away."""
-    del args, kwargs
+def _release(original: Any, manager: Any, recv_req: Any) -> Any:
+    """Let copies from and to the device end before its memory is taken away.
+
+    Where one does not, nothing is: it would read memory that is no longer there.
+    """
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
+
     scheduler = manager.scheduler
-    if scheduler is not None and _tiered(scheduler.tree_cache) is not None:
-        scheduler.tree_cache.leave_device()
+    runtime = None if scheduler is None else _tiered(scheduler.tree_cache)
+    if runtime is None or scheduler.tree_cache.leave_device():
+        return original(manager, recv_req)
+    runtime.metrics.add("refused_memory_release")
+    logger.error(
+        "sgl-tiered: the device's memory is not released, as a copy from it has not "
+        "ended: ask again when it has, or start the server anew"
+    )
+    return ReleaseMemoryOccupationReqOutput()
+
+
+def _resume(original: Any, manager: Any, recv_req: Any) -> Any:
+    """Resume what was released, which may be less than what is asked for."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
+
+    scheduler = manager.scheduler
+    if scheduler is None or _tiered(scheduler.tree_cache) is None:
+        return original(manager, recv_req)
+    asked = recv_req.tags or GPU_MEMORY_ALL_TYPES
+    tags = [tag for tag in asked if tag in manager.offload_tags]
+    if not tags:
+        return ResumeMemoryOccupationReqOutput()
+    recv_req.tags = tags
+    return original(manager, recv_req)
 
 
 def _take_ends(scheduler: Any) -> None:

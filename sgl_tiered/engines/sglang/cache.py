@@ -490,7 +490,12 @@ class TieredRadixCache(LendingRadixCache):
         return False
 
     def has_pending_cache_operations(self) -> bool:
-        """Say whether pages of the tree are still being read by an offload."""
+        """Say whether pages of the tree are kept for offloads that read them.
+
+        Not for those given up: they may still read the device, and what is flushed or
+        written there meanwhile does them no harm. Memory must not be taken away then:
+        see ``leave_device``.
+        """
         if not self.tiered.agreement.is_shared:
             self.take_ends()
         return bool(self._locks)
@@ -500,11 +505,12 @@ class TieredRadixCache(LendingRadixCache):
         self.tiered.drain_offloads()
         self.take_ends()
 
-    def leave_device(self) -> None:
-        """Let every copy from and to the device end."""
+    def leave_device(self) -> bool:
+        """Let every copy from and to the device end; False if one does not in time."""
         self.end_fetches()
         self.tiered.parts.loader.drain()
         self.finish_offloads()
+        return not self.tiered.is_storing
 
     # -- Events ----------------------------------------------------------------
 

@@ -261,6 +261,14 @@ class TieredRuntime:
         return bool(self._num_demoting) or is_scanning or self.is_reading
 
     @property
+    def is_storing(self) -> bool:
+        """Whether a copy from the device may still read it, one given up included.
+
+        On all ranks alike, as of the last ``pump``.
+        """
+        return bool(self._storing or self._given_up)
+
+    @property
     def is_adopting(self) -> bool:
         """Whether the next look between two passes has pages to adopt."""
         adoption = self.parts.adoption
@@ -525,8 +533,11 @@ class TieredRuntime:
     def drain_offloads(self) -> bool:
         """Wait until no copy from the device runs, in bounded time; False if one does.
 
-        Its pages stay locked until it ends.
+        Its pages stay locked until it ends or is given up. One that was given up is not
+        waited for: it may still read the device, see ``is_storing``.
         """
+        if self._given_up:
+            return False
         if self.parts.offloader.drain(_DRAIN_TIMEOUT_S):
             return True
         self.metrics.add("drains_given_up")
@@ -766,8 +777,8 @@ class TieredRuntime:
         self.metrics.add("offloads_given_up", len(given_up))
         logger.warning(
             "sgl-tiered: %d store(s) into the %s tier are given up, as the first has "
-            "moved no byte for %.1f s; their pages stay on the device, and nothing is "
-            "stored until it ends",
+            "moved no byte for %.1f s; their pages may leave the device without being "
+            "stored, and nothing is stored until it ends",
             len(given_up),
             tier.label,
             stuck_s,

@@ -20,7 +20,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Asked", "Asking", "StrangerError", "gives_key", "proved", "room_of"]
+__all__ = [
+    "Asked",
+    "Asking",
+    "StrangerError",
+    "gives_key",
+    "has_tag",
+    "proved",
+    "room_of",
+]
 
 Message = Sequence[bytes]
 
@@ -65,7 +73,7 @@ class Asking:
         """
         self._note(room, place)
         said, key = list(message), self._key(place)
-        if said[0] == _REGISTRATION or not _has_tag(said):
+        if said[0] == _REGISTRATION or not has_tag(said):
             said[_SESSION_PART] = _name(key).encode()
         return [*said, key]
 
@@ -130,7 +138,7 @@ class Asked:
         """
         is_registration = message[0] == _REGISTRATION
         named = None
-        if is_registration or not _has_tag(message):
+        if is_registration or not has_tag(message):
             named = message[_SESSION_PART].decode("ascii")
             if not gives_key(named):
                 return b"", list(message)
@@ -210,7 +218,7 @@ class Asked:
 
     def _place_in(self, message: Message) -> str:
         """Return where its sender says that it listens."""
-        at = 2 if _has_tag(message) else 1
+        at = 2 if has_tag(message) else 1
         try:
             host, port = message[at : at + 2]
         except ValueError:
@@ -235,7 +243,7 @@ def room_of(message: Message) -> int:
         ValueError: it names none.
     """
     try:
-        return int(message[1 if _has_tag(message) else 0].decode("ascii"))
+        return int(message[1 if has_tag(message) else 0].decode("ascii"))
     except IndexError:
         raise ValueError("it names no room") from None
 
@@ -258,11 +266,11 @@ def _name(key: bytes) -> str:
     return f"{_OURS}{name[:16].hex()}:{port}"
 
 
-def _has_tag(message: Message) -> bool:
+def has_tag(message: Message) -> bool:
     """Return whether its first part says what it is; else that is its room."""
     return message[0][:1].isalpha()
 
 
 def _kind(message: Message) -> str:
     """Return what a message is, for a sentence."""
-    return repr(message[0][:40]) if _has_tag(message) else "a word"
+    return repr(message[0][:40]) if has_tag(message) else "a word"

@@ -354,10 +354,12 @@ def test_a_store_that_does_not_end_is_given_up(slow_rig, clock, caplog):
     clock.advance(60.0)
     runtime.pump()
     assert not offload("ef")[1]
+    assert runtime.is_storing
     # What it reads from now on belongs to somebody else.
     rig.pool.fill(np.random.default_rng(4))
     rig.pool.store_gate.set()
     rig.settle()
+    assert not runtime.is_storing
     assert ended == [first.plan_id, second.plan_id]
     assert [found(rig, word) for word in ("ab", "cd", "ef")] == [0, 0, 0]
     assert cache.occupancy(TierId.HOST).used_slots == 0

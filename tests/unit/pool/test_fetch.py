@@ -257,3 +257,22 @@ def test_who_does_not_answer_is_lent_half_of_the_blocks(world: World) -> None:
     assert "was lent before" in refused.error
     assert receiver.pool.usage().num_lent_blocks == 4
     assert not receiver.pool.free_mem(blocks)
+
+
+def test_half_of_the_blocks_is_half_of_what_there_are_by_now() -> None:
+    """Memory that a device pins is added part by part."""
+    world = World(in_cache=True, num_open=4)
+    for n in range(2):
+        world.start(n, {TierId.HOST: 8})
+    world.see()
+    receiver = world.nodes[1]
+    fetch = begin(world, 2)
+    world.clock.advance(CONFIG.timeout_s)
+    receiver.poll()
+    assert fetch.status is TransferStatus.TIMED_OUT
+    assert not receiver.pool.free_mem(fetch.addresses)
+    assert "was lent before" in begin(world, 2).error
+    assert receiver.cache is not None
+    receiver.cache.open_slots(TierId.HOST, 8)
+    assert begin(world, 2).status is TransferStatus.RUNNING
+    assert "was lent before" in begin(world, 1).error

@@ -50,6 +50,7 @@ from sgl_tiered.serving.disagg.speaking import (
     Asking,
     StrangerError,
     gives_key,
+    has_tag,
     proved,
     room_of,
 )
@@ -101,7 +102,13 @@ class TieredKVManager(MooncakeKVManager):
         self._told: OrderedDict[str, bytes] = OrderedDict()
         self._unsettled: dict[int, set[str]] = {}
         self._settling: threading.Thread | None = None
-        self._unsettled_lock = threading.Lock()
+        # By room, and place: the last status that there was no room for, and whether
+        # the place is one of IPv6.
+        self._unsaid: OrderedDict[tuple[int, str], tuple[list[bytes], bool]] = (
+            OrderedDict()
+        )
+        # Of both, and of the thread that looks after them.
+        self._settling_lock = threading.Lock()
         self._counts = dict.fromkeys(
             (
                 "requests",
@@ -222,7 +229,9 @@ class TieredKVManager(MooncakeKVManager):
         """Note that a room is asked for; forget those whose request has not come.
 
         SGLang notes whoever asks, and forgets it with the request. After the longest
-        waits the decode instance has given such a room up.
+        waits, as they are set for this process, a decode instance is taken to have
+        given such a room up. One of which ``SGLANG_DISAGGREGATION_WAITING_TIMEOUT`` is
+        set longer still waits: it is told nothing, and gives up at its own time.
         """
         now_s, asked_at_s = self._clock.now(), self._asked_at_s
         asked_at_s[room] = now_s
@@ -281,22 +290,41 @@ class TieredKVManager(MooncakeKVManager):
         )
         # Not by what is known of the room: that may be of others.
         said = proved(failed, key)
-        say = partial(self._say, place.to_tcp(), said, is_ipv6=place.is_ipv6)
+        say = partial(self._is_said, place.to_tcp(), said, is_ipv6=place.is_ipv6)
         self.incidents.guard("an answer", say)
 
     def _send_multipart_locked(
         self, endpoint: str, parts: list[bytes], is_ipv6: bool = False
     ) -> None:
-        """Send to a decode instance, with the key of the pair."""
+        """Send to a decode instance, with the key of the pair; wait for nothing.
+
+        A status that there is no room for is sent when there is, if it is still the
+        last one: the decode instance waits for it.
+
+        Raises:
+            zmq.Again: there is no room for another word. One with data fails its
+                transfer; that an abort is over is asked for again.
+        """
         try:
             said = self.asked.say(endpoint, parts)
         except StrangerError as error:
             self.incidents.note("unsaid", str(error))
             return
-        self._say(endpoint, said, is_ipv6=is_ipv6)
+        if has_tag(parts):
+            if not self._is_said(endpoint, said, is_ipv6=is_ipv6):
+                raise zmq.Again
+            return
+        at = room_of(parts), endpoint
+        with self._settling_lock:
+            self._unsaid.pop(at, None)
+            if not self._is_said(endpoint, said, is_ipv6=is_ipv6):
+                self._unsaid[at] = said, is_ipv6
+                if len(self._unsaid) > _MOST_ROOMS:
+                    self._unsaid.popitem(last=False)
+                self._start_settling()
 
-    def _say(self, endpoint: str, said: list[bytes], *, is_ipv6: bool) -> None:
-        """Send where there is room for it, and wait for none.
+    def _is_said(self, endpoint: str, said: list[bytes], *, is_ipv6: bool) -> bool:
+        """Send where there is room for it; return whether there was, and count.
 
         SGLang's thread that hears all decode instances says this, and its scheduler.
         """
@@ -304,6 +332,23 @@ class TieredKVManager(MooncakeKVManager):
             super()._send_multipart_locked(endpoint, said, is_ipv6=is_ipv6)
         except zmq.Again:
             self.incidents.note("unsaid", f"{endpoint} reads nothing that is said")
+            return False
+        return True
+
+    def _say_again(self) -> None:
+        """Send statuses that there was no room for; the lock is held."""
+        full = set()
+        for at, (said, is_ipv6) in list(self._unsaid.items()):
+            if at[1] in full:
+                continue
+            try:
+                super()._send_multipart_locked(at[1], said, is_ipv6=is_ipv6)
+            except zmq.Again:
+                full.add(at[1])
+                continue
+            except (OSError, zmq.ZMQError) as error:
+                self.incidents.note("unsaid", f"{at[1]}: {error}")
+            del self._unsaid[at]
 
     def _connect(self, endpoint: str, is_ipv6: bool = False) -> Any:
         socket = super()._connect(endpoint, is_ipv6=is_ipv6)
@@ -466,22 +511,29 @@ class TieredKVManager(MooncakeKVManager):
 
     def _poison_unsettled_send(self, room: int) -> None:
         sessions = set(self.transfer_infos.get(room, ()))
-        with self._unsettled_lock:
+        with self._settling_lock:
             self._unsettled.setdefault(room, set()).update(sessions)
-            if self._settling is None:
-                self._settling = threading.Thread(
-                    target=self._settle, name="tiered-pd-settle", daemon=True
-                )
-                self._settling.start()
+            self._start_settling()
 
     def _maybe_ack_drained_abort(self, room: int) -> None:
         if room not in self._unsettled:
             super()._maybe_ack_drained_abort(room)
 
+    def _start_settling(self) -> None:
+        """Let a thread look after what is left to be said; the lock is held."""
+        if self._settling is None:
+            self._settling = threading.Thread(
+                target=self._settle, name="tiered-pd-settle", daemon=True
+            )
+            self._settling.start()
+
     def _settle(self) -> None:
-        """Send what ``_maybe_ack_drained_abort`` kept, once it is true."""
+        """Send what ``_maybe_ack_drained_abort`` kept, once it is true.
+
+        And statuses that there was no room for.
+        """
         while True:
-            with self._unsettled_lock:
+            with self._settling_lock:
                 done = [
                     room
                     for room, sessions in self._unsettled.items()
@@ -489,13 +541,15 @@ class TieredKVManager(MooncakeKVManager):
                 ]
                 for room in done:
                     del self._unsettled[room]
-                if not self._unsettled:
+                self._say_again()
+                is_over = not self._unsettled and not self._unsaid
+                if is_over:
                     self._settling = None
             for room in done:
                 self.incidents.guard(
                     "a word on a transfer", partial(self._maybe_ack_drained_abort, room)
                 )
-            if self._settling is None:
+            if is_over:
                 return
             threading.Event().wait(_SETTLE_S)
 
@@ -527,7 +581,12 @@ class TieredKVSender(MooncakeKVSender):
     ) -> None:
         # Before SGLang looks at what is known of the room.
         mgr.claimed.add(bootstrap_room)
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, *rest, **more)
+        try:
+            super().__init__(mgr, bootstrap_addr, bootstrap_room, *rest, **more)
+        except BaseException:
+            # Nobody else would: there is no sender that could end.
+            mgr.claimed.discard(bootstrap_room)
+            raise
         if self.kv_mgr.sources is not None:
             # Which pages these are is asked at once.
             self.supports_host_tensor_indices = False
