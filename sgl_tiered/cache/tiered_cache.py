@@ -375,8 +375,8 @@ class TieredCache:
             most, uses = note_uses(store, self._chain, *facts)
             if most is not None:
                 # Those of earlier calls were counted then.
-                left_out = min(num_new - most, len(known) + num_new - seen_pages)
-                store.counters.num_seen_once_pages += left_out
+                unseen = max(len(known) + num_new - seen_pages, 0)
+                store.counters.num_seen_once_pages += min(num_new - most, unseen)
                 num_new = most
         positions = lacking_copies(table, known, num_new, leave)[:max_pages]
         if not len(positions):

@@ -137,7 +137,7 @@ def test_a_page_seen_while_copies_had_stopped_is_told(make_story):
         story.keep(word)
     assert story.why("ijkl") == [("not admitted", None, 4)]
     spans = story.cache.misses.explain(story.digest, spell("ijkl", PAGE), 0, 4)
-    assert "nothing came again" in spans[0].text
+    assert "while nothing comes again" in spans[0].text
 
 
 def test_what_the_device_lost_is_told(make_story):
