@@ -620,12 +620,13 @@ class TieredCache:
         )
 
     def state_digest(self) -> bytes:
-        """Return 16 bytes that are equal where pages, copies and recency are.
+        """Return 16 bytes that are equal where pages, copies, recency and credit are.
 
         Two caches that were asked the same in the same order agree; a check for
         replays and between ranks. O(pages).
         """
-        return state_digest(self._store)
+        sightings = self._chain.sightings
+        return state_digest(self._store, 0 if sightings is None else sightings.credit)
 
     @property
     def copies_at_once(self) -> bool:
