@@ -118,7 +118,11 @@ class Chain:
         num_new = len(keys) - len(known)
         if self._write_policy == "on-evict" or self.copies_at_once:
             return num_new
-        once = np.flatnonzero(sightings.count(keys[len(known) :]) < 2)
+        new = keys[len(known) :]
+        if num_new and sightings.count(new[:1])[0] < 2:
+            # Mostly so; and again with each chunk of a long prompt.
+            return 0
+        once = np.flatnonzero(sightings.count(new) < 2)
         return int(once[0]) if len(once) else num_new
 
     def arrived(self, tier: int, rows: Int32s) -> None:

@@ -216,8 +216,13 @@ def _check_index(store: PageStore) -> None:
     assert all(map(store.removal.covers_row, idle.tolist())), "a row that nobody needs"
 
 
-def state_digest(store: PageStore) -> bytes:
-    """Return 16 bytes over pages, copies and recency, in an order of contents."""
+def state_digest(store: PageStore, credit: int) -> bytes:
+    """Return 16 bytes over pages, copies and recency, in an order of contents.
+
+    Args:
+        store: pages and copies.
+        credit: of the sightings, by which new pages are copied or not.
+    """
     table = store.table
     parts = []
     for node in store.index.nodes():
@@ -238,6 +243,7 @@ def state_digest(store: PageStore) -> bytes:
         place = node.digest + node.first_page.to_bytes(8, "little")
         parts.append(place + node.raw + copies + flags + repr(facts).encode())
     digest = hashlib.blake2b(digest_size=16)
+    digest.update(credit.to_bytes(8, "little"))
     for part in sorted(parts):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

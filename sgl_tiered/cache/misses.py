@@ -185,8 +185,8 @@ class MissReader:
             )
             if self._config.write_policy == "auto":
                 text = (
-                    "seen once before, when nothing came again and so nothing was "
-                    "copied (write policy auto); it is copied now that it has"
+                    "seen once before, and no copy is remembered: write policy auto "
+                    "copies nothing new while nothing comes again"
                 )
             return MissSpan(first, num, "not admitted", text)
         if code == 0:

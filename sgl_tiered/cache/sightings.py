@@ -7,9 +7,12 @@ capacity, and one page in ten thousand at most counts a sighting too many.
 
 It also tells whether prompts come again at all, for all those who would rather not copy
 what nobody asks for twice (write policy ``auto``, disk admission ``auto``). The law, in
-pages: there is a credit of ``trust_pages`` at the start, which it never exceeds. A page
-that is seen for the first time takes one off; a page that is seen for the second time,
-or that a tier has already, puts ``WORTH`` on. While anything is left, pages come again.
+pages: there is a credit of ``trust_pages`` at the start. A page that is seen for the
+first time takes one off; a page that is seen for the second time, or that a tier has at
+its first or second sight, puts ``WORTH`` on. What has been earned adds up to
+``trust_pages`` or to what one prompt has earned, whichever is more. While anything is
+left, pages come again. A prompt's own pages are counted before it is asked whether they
+are to be copied.
 
 - Traffic without reuse is copied for ``trust_pages`` and no longer: whoever asks gives
   the reuse distance that his tiers could have served.
@@ -22,8 +25,9 @@ or that a tier has already, puts ``WORTH`` on. While anything is left, pages com
 
 A third sight counts for nothing: a beginning that all prompts share says nothing of the
 rest of them. Copies that the device makes unnecessary do count as reuse: the distance
-grows with the load. Nothing here reads a clock or draws a number, so that ranks that
-are told of the same requests agree.
+grows with the load. So do the pages of a request that was retracted and runs again, and
+those of several answers to one prompt (``n`` > 1). Nothing here reads a clock or draws
+a number, so that ranks that are told of the same requests agree.
 """
 
 from __future__ import annotations
@@ -62,8 +66,7 @@ class Sightings:
         self._young: UInt8s = np.zeros(num_bytes, np.uint8)
         self._old: UInt8s = np.zeros(num_bytes, np.uint8)
         self._num_new = 0
-        self.trust_pages = trust_pages
-        self._credit = trust_pages
+        self.trust_pages = self.credit = trust_pages
         # By floor(log2(depth + 1)): pages seen, and those that were seen again.
         self._first: Int64s = np.zeros(_NUM_DEPTHS, np.int64)
         self._again: Int64s = np.zeros(_NUM_DEPTHS, np.int64)
@@ -107,7 +110,7 @@ class Sightings:
     @property
     def comes_again(self) -> bool:
         """Whether pages that are new may be expected to be asked for again."""
-        return self._credit > 0
+        return self.credit > 0
 
     def count(self, keys: UInt8s) -> UInt8s:
         """Return for each page 0, 1, or 2 for two or more sightings."""
@@ -124,7 +127,7 @@ class Sightings:
         for array in (self._young, self._old, self._first, self._again):
             array[:] = 0
         self._num_new = 0
-        self._credit = self.trust_pages
+        self.credit = self.trust_pages
 
     def _weigh(self, before: UInt8s, num_held: int) -> None:
         """Move the credit by one request's pages; ``before``: their sightings so far.
@@ -136,8 +139,12 @@ class Sightings:
         is_known[:num_held] = True
         num_known = len(before) if is_known.all() else int(is_known.argmin())
         num_again = int(np.count_nonzero(before[:num_known] < 2))
-        earned = min(self._credit + WORTH * num_again, self.trust_pages)
-        self._credit = max(earned - (len(before) - num_known), 0)
+        worth = WORTH * num_again
+        # Many small earnings are bounded, one of a long prompt is not: it pays for as
+        # much that is new as lies between two prompts like it.
+        most = max(self.trust_pages, self.credit, worth)
+        earned = min(self.credit + worth, most)
+        self.credit = max(earned - (len(before) - num_known), 0)
 
     def _cells(self, keys: UInt8s) -> npt.NDArray[np.intp]:
         """Return the cells of each key, [n, hashes]: double hashing of its halves."""

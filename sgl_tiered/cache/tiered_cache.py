@@ -375,8 +375,8 @@ class TieredCache:
             most, uses = note_uses(store, self._chain, *facts)
             if most is not None:
                 # Those of earlier calls were counted then.
-                left_out = min(num_new - most, len(known) + num_new - seen_pages)
-                store.counters.num_seen_once_pages += left_out
+                unseen = max(len(known) + num_new - seen_pages, 0)
+                store.counters.num_seen_once_pages += min(num_new - most, unseen)
                 num_new = most
         positions = lacking_copies(table, known, num_new, leave)[:max_pages]
         if not len(positions):
@@ -620,12 +620,13 @@ class TieredCache:
         )
 
     def state_digest(self) -> bytes:
-        """Return 16 bytes that are equal where pages, copies and recency are.
+        """Return 16 bytes that are equal where pages, copies, recency and credit are.
 
         Two caches that were asked the same in the same order agree; a check for
         replays and between ranks. O(pages).
         """
-        return state_digest(self._store)
+        sightings = self._chain.sightings
+        return state_digest(self._store, 0 if sightings is None else sightings.credit)
 
     @property
     def copies_at_once(self) -> bool:

@@ -27,8 +27,9 @@ class SimDeviceRoom:
         links: to the device, by the tier from which they lead.
         page_bytes: of a page.
         prefetcher: told of ends.
-        may_evict: whether what the tree would drop next may go for a fetch: only where
-            pages are offloaded when they come; asked each time.
+        may_evict: whether what the tree would drop next may go for a fetch: only while
+            pages are offloaded when they come, so not under ``on-evict``, nor while
+            ``auto`` or ``selective`` copies only what was seen twice; asked each time.
     """
 
     def __init__(

@@ -502,6 +502,7 @@ class Broken:
             kv=SimpleNamespace(req_pool_idx=0),
             full_untruncated_fill_ids=array("q", range(len(self.slots))),
             is_retracted=False,
+            to_finish=None,
             finished=lambda: False,
         )
         self.batch = SimpleNamespace(

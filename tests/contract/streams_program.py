@@ -116,7 +116,7 @@ class Bench:
         work = (completions, clock, metrics)
         self.runtime = TieredRuntime(
             Parts(
-                config=TieredConfig(host_bytes=1),
+                config=TieredConfig(host_bytes=1, write_policy="write-through"),
                 namespace=Namespace("m", "bfloat16", PAGE),
                 weights=WeightsIdentity(
                     lambda: lambda *_: WeightsHash("m", 0, 0), Agreement(clock), metrics

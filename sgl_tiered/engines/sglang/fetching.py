@@ -122,8 +122,9 @@ class DeviceFetcher:
         clock: times the copies.
         metrics: counts them.
         note_end: called with the tiers read and an error, empty for none.
-        may_evict: whether what the tree would drop next may go for a fetch: only where
-            pages are offloaded when they come; asked each time.
+        may_evict: whether what the tree would drop next may go for a fetch: only while
+            pages are offloaded when they come, so not under ``on-evict``, nor while
+            ``auto`` or ``selective`` copies only what was seen twice; asked each time.
     """
 
     def __init__(

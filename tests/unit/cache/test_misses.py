@@ -137,7 +137,15 @@ def test_a_page_seen_while_copies_had_stopped_is_told(make_story):
         story.keep(word)
     assert story.why("ijkl") == [("not admitted", None, 4)]
     spans = story.cache.misses.explain(story.digest, spell("ijkl", PAGE), 0, 4)
-    assert "nothing came again" in spans[0].text
+    assert "while nothing comes again" in spans[0].text
+
+
+def test_the_digest_tells_credits_apart(make_story):
+    """Ranks of one credit copy the same; of another they will not."""
+    story = make_story(host=8, write_policy="auto")
+    before = story.cache.state_digest()
+    story.cache.sight(story.digest, spell("a", PAGE))
+    assert story.cache.state_digest() != before
 
 
 def test_what_the_device_lost_is_told(make_story):

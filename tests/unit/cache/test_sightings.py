@@ -58,7 +58,8 @@ def test_reuse_rates_are_by_depth() -> None:
 
 
 def test_pages_come_again_until_as_many_as_were_asked_for_did_not() -> None:
-    """Then one page that does is worth fifty new ones, up to where it began."""
+    """Then one page that does is worth fifty new ones, up to where it began or to what
+    one prompt has earned."""
     sightings = Sightings(1000, trust_pages=100)
     sightings.see(keys(99, seed=0), 0)
     assert sightings.comes_again
@@ -71,9 +72,16 @@ def test_pages_come_again_until_as_many_as_were_asked_for_did_not() -> None:
     assert not sightings.comes_again
     for _ in range(2):
         sightings.see(keys(10, seed=4), 0)
-    sightings.see(keys(99, seed=5), 0)
+    sightings.see(keys(10 * WORTH - 1, seed=5), 0)
     assert sightings.comes_again
     sightings.see(keys(1, seed=6), 0)
+    assert not sightings.comes_again
+    for _ in range(2):
+        for seed in range(7, 12):
+            sightings.see(keys(1, seed=seed), 0)
+    sightings.see(keys(99, seed=12), 0)
+    assert sightings.comes_again
+    sightings.see(keys(1, seed=13), 0)
     assert not sightings.comes_again
 
 

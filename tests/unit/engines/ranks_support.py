@@ -64,6 +64,8 @@ LAYOUT = PageLayout(num_layers=2, page_tokens=2, token_bytes=96)
 PAGE = LAYOUT.page_tokens
 DEVICE_PAGES, HOST_SLOTS, DISK_SLOTS, STAGING_ROWS = 60, 40, 160, 16
 MAX_PER_PASS, MAX_RUNNING = 3, 6
+SERIES = 40
+"""Requests that do not come again, of more pages than are trusted; then of families."""
 BAD_SHARE = 0.02
 """Of transfers, or of pages read from disk: they fail on this rank alone."""
 MEETING_TIMEOUT_S = 20.0
@@ -258,13 +260,20 @@ class Stager:
 
 
 class Request:
-    """A request that all ranks get, as SGLang's; families share their beginnings."""
+    """A request that all ranks get, as SGLang's; families share their beginnings.
 
-    def __init__(self, number, common):
+    Args:
+        number: its own.
+        common: draws the same on all ranks.
+        is_unique: nobody else's beginning, instead of a family's.
+    """
+
+    def __init__(self, number, common, *, is_unique=False):
         family = int(common.integers(1, 14))
         num_shared = int(common.integers(4, 14))
         own = 1_000 + 64 * number + np.arange(int(common.integers(1, 3)))
-        shared = 100 * family + np.arange(num_shared)
+        start = 1_000_000 + 64 * number if is_unique else 100 * family
+        shared = start + np.arange(num_shared)
         self.pages = np.concatenate([shared, own]).astype(np.int32)
         self.tokens = np.repeat(self.pages, PAGE).astype(np.int32)
         self.num_out = int(common.integers(2, 16)) + 4 * (family % 3)
@@ -296,9 +305,11 @@ class Rank:
         seed: of the requests; with the number, of all that is its own.
         clock: its own.
         agreement: with the others; of a single rank where it is to be left out.
+        write_policy: and disk admission; under ``auto`` series of requests that do
+            not come again alternate with the families.
     """
 
-    def __init__(self, rank, seed, clock, agreement):
+    def __init__(self, rank, seed, clock, agreement, write_policy="write-through"):
         self.own = np.random.default_rng([seed, rank, 1])
         self.common = np.random.default_rng(seed)
         self.clock = clock
@@ -308,6 +319,9 @@ class Rank:
         self.queue, self.running = [], []
         self.pipes = Pipelines(self.own)
         self.counts = dict.fromkeys(("loads", "held", "waits", "reordered"), 0)
+        self.has_series = write_policy == "auto"
+        # Whether new pages were copied, each time that this changed.
+        self.copied = [True]
         decision_clock = agreement if agreement.is_shared else clock
         links = {
             tier: LinkCost(1e-4, LAYOUT.page_bytes / page_s * self.own.uniform(0.5, 2))
@@ -325,7 +339,8 @@ class Rank:
                     TierConfig(TierId.HOST, HOST_SLOTS),
                     TierConfig(TierId.DISK, DISK_SLOTS),
                 ),
-                disk_admission="all",
+                write_policy=write_policy,
+                disk_admission="auto" if write_policy == "auto" else "all",
             ),
             cost=cost,
             eviction={
@@ -462,7 +477,8 @@ class Rank:
         """Take what arrives in this pass, and what is aborted."""
         for _ in range(int(self.common.poisson(0.36))):
             self.number += 1
-            req = Request(self.number, self.common)
+            is_unique = self.has_series and self.number // SERIES % 2 == 0
+            req = Request(self.number, self.common, is_unique=is_unique)
             req.time_stats.scheduler_recv_time = self.clock.now()
             self.queue.append(req)
             self.runtime.lookahead.entered(req.rid, self.digest, req.tokens)
@@ -579,6 +595,8 @@ class Rank:
         req.node = end
         self.runtime.coordinator.published(state, len(req.pages))
         plan = self.cache.plan_offload(self.digest, req.tokens)
+        if self.cache.copies_at_once != self.copied[-1]:
+            self.copied.append(self.cache.copies_at_once)
         if plan is not None:
             self.log.append(("offload", plan.plan_id, len(plan.pages)))
             self.runtime.offload(plan, plan.positions.astype(np.int64))
@@ -629,7 +647,15 @@ def parting(call, *args):
     return ""
 
 
-def run_ranks(num_ranks, num_passes, seed, *, kind=Agreement, meets=True):
+def run_ranks(
+    num_ranks,
+    num_passes,
+    seed,
+    *,
+    kind=Agreement,
+    meets=True,
+    write_policy="write-through",
+):
     """Run ranks in threads; return them, what ended any, and the meeting.
 
     Args:
@@ -638,12 +664,14 @@ def run_ranks(num_ranks, num_passes, seed, *, kind=Agreement, meets=True):
         seed: of the requests, and of what each rank draws.
         kind: of the agreement.
         meets: False leaves each rank alone.
+        write_policy: of the ranks' caches.
     """
 
     def work(number, seat):
         # Clocks that began hundreds of seconds apart.
         clock = ManualClock(300.0 * number)
-        rank = Rank(number, seed, clock, kind(clock, seat if meets else None))
+        agreement = kind(clock, seat if meets else None)
+        rank = Rank(number, seed, clock, agreement, write_policy)
         try:
             rank.run(num_passes)
         finally:

@@ -89,6 +89,19 @@ def test_ranks_decide_alike(num_ranks: int, seed: int) -> None:
     assert meeting.num_messages <= num_passes + first.counts["loads"] + 3
 
 
+def test_ranks_stop_copying_and_begin_again_alike() -> None:
+    """Write policy and disk admission ``auto``, as served: with the same requests what
+    is copied is the same, while none come again and when some do."""
+    ranks, errors, _ = run_ranks(NUM_RANKS, 600, 3, write_policy="auto")
+    assert not errors
+    assert ranks[0].copied[:3] == [True, False, True]
+    assert ranks[0].counts["loads"] > 0
+    for rank in ranks:
+        assert rank.log == ranks[0].log
+        assert rank.copied == ranks[0].copied
+        rank.cache.check()
+
+
 def test_ranks_that_agree_on_nothing_part() -> None:
     """The negative control: the rigs do differ in what they see."""
     ranks, errors, _ = run_ranks(NUM_RANKS, 300, 3, meets=False)
