@@ -5,7 +5,7 @@
 A processor copies where a layer is needed, so what fails is known when the batch has
 run. Here some loads, the share ``LATE_FAILURES`` of them, do what only a device does:
 they count as queued when they have run, bring pages without their content, and are
-known to have failed when the results of their batch are taken. The scheduler's process
+known to have failed when the results of their batch are taken, and no sooner. The scheduler's process
 imports this file again, as every process does that Python spawns.
 """
 
@@ -15,6 +15,7 @@ import os
 import random
 import runpy
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ LATE_ENV = "LATE_FAILURES"
 LATE_SERVER = (sys.executable, __file__)
 """``ServerSpec.program``."""
 ERROR = "the device failed behind accepted work"
+PATIENCE_S = 5.0
 
 
 def _fail_late(share: float) -> None:
@@ -33,16 +35,18 @@ def _fail_late(share: float) -> None:
 
     kind: Any = layerwise_load.LoadTicket
     rng = random.Random(1)
-    make, copy, land, is_queued = (
+    make, copy, land, wait, is_queued = (
         kind.__init__,
         kind._copy_layers,
         kind._land,
+        kind.wait,
         kind.is_queued,
     )
 
     def made(ticket: Any, *args: Any, **kwargs: Any) -> None:
         make(ticket, *args, **kwargs)
         ticket.is_late = rng.random() < share
+        ticket.outcome_asked = threading.Event()
 
     def copy_layers(ticket: Any, first: int, stop: int, by_waiter: bool) -> None:
         copy(ticket, first, stop, by_waiter)
@@ -54,10 +58,18 @@ def _fail_late(share: float) -> None:
                     layer, nothing, rows, part.device_pages, by_waiter=by_waiter
                 )
 
+    def waited(ticket: Any, *args: Any, **kwargs: Any) -> bool:
+        ticket.outcome_asked.set()
+        return bool(wait(ticket, *args, **kwargs))
+
     def landed(ticket: Any) -> str:
+        if ticket.is_late:
+            # For good only where a request goes before its batch is launched.
+            ticket.outcome_asked.wait(PATIENCE_S)
         return land(ticket) or (ERROR if ticket.is_late else "")
 
-    kind.__init__, kind._copy_layers, kind._land = made, copy_layers, landed
+    kind.__init__, kind._copy_layers = made, copy_layers
+    kind._land, kind.wait = landed, waited
     kind.is_queued = property(
         lambda ticket: ticket.is_late or is_queued.__get__(ticket)
     )
