@@ -11,9 +11,11 @@ made of every byte of KV before it. The last line is one JSON object.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -329,6 +331,28 @@ class Stories:
         with envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.override(True):
             return self.fails_before_a_chunk()
 
+    def fails_where_none_begins_anew(self) -> dict[str, Any]:
+        """What cannot be taken out of its batch ends with an error, as is logged."""
+        from sgl_tiered.engines.sglang import requeue
+
+        module: Any = requeue
+        real, lines = module._refused, list[str]()
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = lambda record: lines.append(  # type: ignore[method-assign]
+            record.getMessage()
+        )
+        refused = real(SimpleNamespace(enable_overlap=False), None)
+        module._refused = lambda *args: refused
+        module.logger.addHandler(handler)
+        try:
+            self.begin()
+            asked = [self.ask(self.prompts[0]), self.ask(self.prompts[1])]
+            self.fails()
+        finally:
+            module._refused = real
+            module.logger.removeHandler(handler)
+        return {**self.ended(*asked), "refused": refused, "lines": lines}
+
     def fails_beside_logprobs(self) -> dict[str, Any]:
         """Requests of the batch, before it and behind it, want those of prompts."""
         self.begin()
@@ -538,8 +562,9 @@ NAMES = (
     *("fails_and_is_retracted", "fails_while_all_is_paused", "fails_in_a_mixed_batch"),
     *("fails_before_a_chunk_that_waits", "fails_beside_logprobs"),
     *("fails_before_a_chunk_with_logprobs", "fails_for_front_and_back"),
-    *("refused", "crowd", "mixed_crowd", "nobody_counts_what_is_dropped"),
-    *("nobody_asks_how_loads_ended", "nobody_waits_for_layers"),
+    *("fails_where_none_begins_anew", "refused", "crowd", "mixed_crowd"),
+    *("nobody_counts_what_is_dropped", "nobody_asks_how_loads_ended"),
+    "nobody_waits_for_layers",
 )
 
 

@@ -501,7 +501,7 @@ class Broken:
             extra_key="tiered-lossy|",
             kv=SimpleNamespace(req_pool_idx=0),
             full_untruncated_fill_ids=array("q", range(len(self.slots))),
-            is_retracted=False,
+            retraction_count=0,
             finished=lambda: False,
         )
         self.batch = SimpleNamespace(
@@ -529,7 +529,7 @@ class Broken:
             is_queued=False,
             wait=lambda: self.lands,
         )
-        loading = LoadingPass(ticket, [Load(self.req, state, PAGE, 3 * PAGE)])
+        loading = LoadingPass(ticket, [Load(self.req, state, PAGE, 3 * PAGE, 0)])
         tree._passes.append(loading)
         slots = self.slots.numpy()
         ones = np.ones(len(slots), np.float32)

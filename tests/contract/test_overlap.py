@@ -20,7 +20,7 @@ ENDED = (
     *("fails_and_is_retracted", "fails_while_all_is_paused", "fails_in_a_mixed_batch"),
     *("fails_before_a_chunk_that_waits", "fails_beside_logprobs"),
     *("fails_before_a_chunk_with_logprobs", "fails_for_front_and_back"),
-    *("refused", "crowd", "mixed_crowd"),
+    *("fails_where_none_begins_anew", "refused", "crowd", "mixed_crowd"),
 )
 ANSWERED = {
     "fails_alone": [4],
@@ -114,6 +114,17 @@ def test_what_is_known_to_fail_at_the_launch_is_computed(seen):
     story = seen["refused"]
     assert story["repaired"] == 2
     assert story["ends"] == ["length"] * 3
+
+
+def test_what_cannot_begin_anew_ends_with_an_error_that_is_logged(seen):
+    """One line says how many, and why."""
+    story = seen["fails_where_none_begins_anew"]
+    assert story["codes"] == [503, 503]
+    assert story["requeued"] == 0
+    (line,) = story["lines"]
+    assert "2 request(s) end with an error" in line
+    assert story["refused"] in line
+    assert "the copy was told to fail" in line
 
 
 def test_a_request_with_two_loads_that_fail_is_queued_again_once(seen):
