@@ -498,10 +498,11 @@ class Broken:
         tree.req_to_token_pool = SimpleNamespace(req_to_token=self.slots[None])
         self.req = SimpleNamespace(
             rid="r",
+            retraction_count=0,
             extra_key="tiered-lossy|",
             kv=SimpleNamespace(req_pool_idx=0),
             full_untruncated_fill_ids=array("q", range(len(self.slots))),
-            retraction_count=0,
+            is_retracted=False,
             finished=lambda: False,
         )
         self.batch = SimpleNamespace(
