@@ -40,12 +40,24 @@ class Load:
         state: what was known of it when the load began; the request may be forgotten
             and come anew while the load runs.
         begin, end: where in its prompt the load goes, in tokens.
+        num_retracted: how often SGLang had retracted the request by then.
     """
 
     req: Any
     state: RequestState
     begin: int
     end: int
+    num_retracted: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its request still rests on it.
+
+        Not if that has ended, or has been retracted or queued again since and begins
+        anew, even where it runs already.
+        """
+        is_same = self.req.retraction_count == self.num_retracted
+        return is_same and not self.req.finished()
 
 
 @dataclass(slots=True, eq=False)

@@ -11,9 +11,11 @@ made of every byte of KV before it. The last line is one JSON object.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -300,12 +302,56 @@ class Stories:
             self.server.engine.is_mixed_chunk = False
         return self.ended(decoder, *asked)
 
+    def fails_for_front_and_back(self) -> dict[str, Any]:
+        """A request has loads in two passes: it runs again as the second one fails."""
+        self.begin()
+        split = self.ask(self.prompts[0] + self.prompt(20 * PAGE))
+        asked: list[Asked] = []
+        loads: list[Any] = []
+        tree = self.server.tree
+
+        def more() -> None:
+            loads.extend(tree._passes[0].loads)
+            asked.append(self.ask(self.prompts[1]))
+
+        def add_back() -> None:
+            # As if the second pass had been launched with one of the prompt's back.
+            tree.tiered.coordinator.load_begins(loads[0].state)
+            tree._passes[0].loads.extend(loads)
+
+        self.let_loads_fail()
+        with self.server.stopped():
+            self.server.run((self.is_loading, more), (self.has_dropped, add_back))
+        return self.ended(split, *asked)
+
     def fails_before_a_chunk_that_waits(self) -> dict[str, Any]:
         """The next chunk is put together, and launched after the results are taken."""
         from sglang.srt.environ import envs
 
         with envs.SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP.override(True):
             return self.fails_before_a_chunk()
+
+    def fails_where_none_begins_anew(self) -> dict[str, Any]:
+        """What cannot be taken out of its batch ends with an error, as is logged."""
+        from sgl_tiered.engines.sglang import requeue
+
+        module: Any = requeue
+        real, lines = module._refused, list[str]()
+        handler = logging.Handler(logging.ERROR)
+        handler.emit = lambda record: lines.append(  # type: ignore[method-assign]
+            record.getMessage()
+        )
+        refused = real(SimpleNamespace(enable_overlap=False), None)
+        module._refused = lambda *args: refused
+        module.logger.addHandler(handler)
+        try:
+            self.begin()
+            asked = [self.ask(self.prompts[0]), self.ask(self.prompts[1])]
+            self.fails()
+        finally:
+            module._refused = real
+            module.logger.removeHandler(handler)
+        return {**self.ended(*asked), "refused": refused, "lines": lines}
 
     def fails_beside_logprobs(self) -> dict[str, Any]:
         """Requests of the batch, before it and behind it, want those of prompts."""
@@ -360,12 +406,25 @@ class Stories:
         self.server.run((lambda: len(decoder.tokens) > 2, go))
         return self.ended(decoder, *asked)
 
+    def mixed_crowd(self) -> dict[str, Any]:
+        """The same in batches that also decode."""
+        self.server.engine.is_mixed_chunk = True
+        try:
+            return self.crowd()
+        finally:
+            self.server.engine.is_mixed_chunk = False
+
     def crowd(self) -> dict[str, Any]:
         """Requests of chance come and go, and loads fail now and then."""
         self.begin(20)
         server, rng = self.server, self.rng
-        server.played.fails_on = ("load",)
-        asked: list[Asked] = []
+        # The first load fails behind its batch for certain; later ones as it comes.
+        asked = [self.ask(self.prompts[0], 8)]
+
+        def more() -> None:
+            asked.extend(self.ask(self.prompt(6 * PAGE), 8) for _ in range(3))
+
+        self.fails((self.is_loading, more))
         aborted: list[str] = []
 
         def turn() -> None:
@@ -502,9 +561,10 @@ NAMES = (
     *("fails_and_is_aborted_in_the_queue", "fails_where_the_queue_is_full"),
     *("fails_and_is_retracted", "fails_while_all_is_paused", "fails_in_a_mixed_batch"),
     *("fails_before_a_chunk_that_waits", "fails_beside_logprobs"),
-    *("fails_before_a_chunk_with_logprobs",),
-    *("refused", "crowd", "nobody_counts_what_is_dropped"),
-    *("nobody_asks_how_loads_ended", "nobody_waits_for_layers"),
+    *("fails_before_a_chunk_with_logprobs", "fails_for_front_and_back"),
+    *("fails_where_none_begins_anew", "refused", "crowd", "mixed_crowd"),
+    *("nobody_counts_what_is_dropped", "nobody_asks_how_loads_ended"),
+    "nobody_waits_for_layers",
 )
 
 

@@ -617,6 +617,9 @@ class PlayedModel:
         self.truth = Model(shape, torch.device("cpu"))
         # What each request's row will compute next; known to the device only.
         self._future: dict[int, int] = {}
+        # What the rows of a launch that decode were given: SGLang looks it up once, and
+        # a forward that runs again has the same, though the future has gone on.
+        self._launch, self._given = 0, dict[int, int]()
         self.num_forwards = 0
 
     @staticmethod
@@ -636,6 +639,9 @@ class PlayedModel:
         stream: Any = self._server.played.engine
         with self._server.waits.held():
             spans = self._spans(batch)
+        if self._launch != self._server.engine.forward_ct:
+            self._launch, self._given = self._server.engine.forward_ct, {}
+        given = self._given
         self._runner.shared_read_done_event = stream.record_event()
         states: list[Any] = [None] * len(spans)
 
@@ -643,7 +649,8 @@ class PlayedModel:
             for number, span in enumerate(spans):
                 ids = span.ids
                 if ids is None:
-                    ids = torch.tensor([self._future[span.row]], dtype=torch.int64)
+                    token = given.setdefault(span.row, self._future[span.row])
+                    ids = torch.tensor([token], dtype=torch.int64)
                 states[number] = self.truth.embed(ids)
 
         def layer_work(layer: int) -> None:
@@ -698,9 +705,12 @@ class PlayedModel:
             news = [1] * len(rows)
             begins = [int(length) - 1 for length in batch.seq_lens_cpu]
         spans, at = [], 0
-        # In a batch that does both, those that decode come last.
+        # In a batch that does both, those that decode come last. What a load did not
+        # bring is computed for one request of a batch at a time.
         launched = self._server.engine.cur_batch_for_debug
-        first_decoder = len(rows) - len(launched.decoding_reqs or ())
+        is_whole = len(rows) == len(launched.reqs)
+        decoders = launched.decoding_reqs if is_whole else None
+        first_decoder = len(rows) - len(decoders or ())
         for number, (row, begin, new) in enumerate(
             zip(rows, begins, news, strict=True)
         ):

@@ -498,6 +498,7 @@ class Broken:
         tree.req_to_token_pool = SimpleNamespace(req_to_token=self.slots[None])
         self.req = SimpleNamespace(
             rid="r",
+            retraction_count=0,
             extra_key="tiered-lossy|",
             kv=SimpleNamespace(req_pool_idx=0),
             full_untruncated_fill_ids=array("q", range(len(self.slots))),
@@ -530,7 +531,7 @@ class Broken:
             is_queued=False,
             wait=lambda: self.lands,
         )
-        loading = LoadingPass(ticket, [Load(self.req, state, PAGE, 3 * PAGE)])
+        loading = LoadingPass(ticket, [Load(self.req, state, PAGE, 3 * PAGE, 0)])
         tree._passes.append(loading)
         slots = self.slots.numpy()
         ones = np.ones(len(slots), np.float32)

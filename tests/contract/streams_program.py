@@ -189,7 +189,7 @@ class Bench:
             rid=rid,
             kv=SimpleNamespace(req_pool_idx=row),
             finished=lambda: False,
-            is_retracted=False,
+            retraction_count=0,
             full_untruncated_fill_ids=array("q", tokens.astype(np.int64).tobytes()),
             extra_key=None,
             cache_salt=None,
@@ -421,7 +421,7 @@ def retracted(backend: str) -> dict[str, Any]:
     bench.stop()
     batch = bench.admit(0)
     bench.launch(batch)
-    batch.reqs[0].is_retracted = True
+    batch.reqs[0].retraction_count += 1
     bench.tree._forget("r0")
     out: dict[str, Any] = {"pinned_while_it_runs": bench.pinned()}
     out["held_by_launch"] = bench.held

@@ -259,6 +259,7 @@ BAD = {
     "file key": ([*ON, "--tiered-config={tmp}/key.toml"], "--tiered-config"),
     "file syntax": ([*ON, "--tiered-config={tmp}/syntax.toml"], "--tiered-config"),
     "file value": ([*ON, "--tiered-config={tmp}/value.toml"], "--tiered-load-policy"),
+    "pdmux": ([*ON, "--enable-pdmux"], "--enable-pdmux"),
     "hicache": ([*ON, "--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
     "no radix cache": ([*ON, "--disable-radix-cache"], "--disable-radix-cache"),
     "two orders": (

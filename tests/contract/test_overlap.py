@@ -19,7 +19,8 @@ ENDED = (
     *("fails_and_is_aborted_in_the_queue", "fails_where_the_queue_is_full"),
     *("fails_and_is_retracted", "fails_while_all_is_paused", "fails_in_a_mixed_batch"),
     *("fails_before_a_chunk_that_waits", "fails_beside_logprobs"),
-    *("fails_before_a_chunk_with_logprobs", "refused", "crowd"),
+    *("fails_before_a_chunk_with_logprobs", "fails_for_front_and_back"),
+    *("fails_where_none_begins_anew", "refused", "crowd", "mixed_crowd"),
 )
 ANSWERED = {
     "fails_alone": [4],
@@ -37,6 +38,7 @@ ANSWERED = {
     "fails_before_a_chunk_that_waits": [4],
     "fails_beside_logprobs": [4, 4, 4, 4],
     "fails_before_a_chunk_with_logprobs": [4, 4, 4],
+    "fails_for_front_and_back": [4, 4],
 }
 """Tokens of each answer, all of which were asked for."""
 
@@ -114,11 +116,30 @@ def test_what_is_known_to_fail_at_the_launch_is_computed(seen):
     assert story["ends"] == ["length"] * 3
 
 
+def test_what_cannot_begin_anew_ends_with_an_error_that_is_logged(seen):
+    """One line says how many, and why."""
+    story = seen["fails_where_none_begins_anew"]
+    assert story["codes"] == [503, 503]
+    assert story["requeued"] == 0
+    (line,) = story["lines"]
+    assert "2 request(s) end with an error" in line
+    assert story["refused"] in line
+    assert "the copy was told to fail" in line
+
+
+def test_a_request_with_two_loads_that_fail_is_queued_again_once(seen):
+    """A pass from before does not take it out of the one in which it runs again."""
+    assert seen["fails_for_front_and_back"]["requeued"] == 2
+
+
 def test_a_crowd_was_served_while_loads_failed(seen):
-    """Who did not go was answered, and loads were repaired."""
-    assert seen["crowd"]["tokens"] > 0
-    assert seen["crowd"]["given_up"] == []
-    assert seen["crowd"]["repaired"] > seen["refused"]["repaired"]
+    """Who did not go was answered; loads were repaired, and requests queued again."""
+    crowd, mixed = seen["crowd"], seen["mixed_crowd"]
+    assert crowd["tokens"] > 0
+    assert mixed["tokens"] > 0
+    assert crowd["given_up"] == mixed["given_up"] == []
+    assert mixed["repaired"] > crowd["repaired"] > seen["refused"]["repaired"]
+    assert min(crowd["requeued"], mixed["requeued"]) > 0
 
 
 def test_a_wait_that_is_left_out_is_caught(seen):

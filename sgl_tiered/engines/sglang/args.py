@@ -606,6 +606,7 @@ _NEEDED: dict[str, object] = {
     "speculative_algorithm": None,
     "dllm_algorithm": None,
     "enable_pd_role_switch": False,
+    "enable_pdmux": False,
     "enable_dp_attention": False,
     "nnodes": 1,
     "pp_size": 1,

@@ -76,6 +76,8 @@ class TieredRadixCache(LendingRadixCache):
         # Requests whose loads failed that are to be queued again, each with how often
         # SGLang had retracted it: if that grows, it is queued already.
         self.lost: list[tuple[Any, int]] = []
+        # Whether there were such, in whose place others are in batches in flight.
+        self.has_stand_ins = False
         # Where in its prompt a request's load goes: begin and end, in tokens.
         self._spans: dict[str, tuple[int, int]] = {}
         self._locks: dict[int, tuple[Any, Any]] = {}
@@ -211,7 +213,7 @@ class TieredRadixCache(LendingRadixCache):
             assert span is not None
             assert state is not None
             self.tiered.coordinator.load_begins(state)
-            loading.loads.append(Load(req, state, *span))
+            loading.loads.append(Load(req, state, *span, req.retraction_count))
         self._passes.append(loading)
         self.tiered.counter.add(ticket)
         if self.tiered.wait_whole:
@@ -264,8 +266,8 @@ class TieredRadixCache(LendingRadixCache):
             self._private.pop(load.req.rid, None)
         self._has_come(loading, may_run=True)
         failed = [] if loading.may_run else self._end_pass(loading)
-        for req in failed:
-            end(req)
+        if failed:
+            end(failed)
         return failed
 
     def end_passes(self, batch: Any) -> list[Any]:
@@ -332,10 +334,9 @@ class TieredRadixCache(LendingRadixCache):
                 self.tiered.coordinator.landed(state)
             else:
                 self.tiered.coordinator.settle(state, landed=False)
-                failed.append(load.req)
+                if load.is_current:
+                    failed.append(load.req)
             self.tiered.coordinator.load_ended(state)
-        # A request that was retracted meanwhile begins anew.
-        failed = [req for req in failed if not (req.is_retracted or req.finished())]
         for req in failed:
             req.tiered_load_failed = ticket.failed or "it failed on another rank"
         return failed

@@ -13,7 +13,6 @@ __all__ = ["refuse_with_own_pool"]
 _UNTRIED = (
     "enable_mixed_chunk",
     "enable_dynamic_chunking",
-    "enable_pdmux",
     "enable_two_batch_overlap",
     "enable_memory_saver",
     "prefill_only_disable_kv_cache",

@@ -147,16 +147,8 @@ def _note_queued(result: Any, scheduler: Any, req: Any, *args: Any, **kw: Any) -
     del result, args, kw
     runtime = _tiered(scheduler.tree_cache)
     waiting = scheduler.waiting_queue
-    if runtime is None or _asks_itself(runtime, req):
-        return
-    if waiting and waiting[-1] is req:
+    if runtime is not None and waiting and waiting[-1] is req:
         runtime.note_queued(req)
-
-
-def _asks_itself(runtime: Any, req: Any) -> bool:
-    """Say whether a request is a question of ours to the model."""
-    asks = None if runtime.lengths is None else runtime.lengths.asks
-    return asks is not None and req.rid in asks
 
 
 def _note_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -210,7 +202,7 @@ def _streamer_class(original: Any, scheduler: Any) -> Any:
             """Send what clients wait for; nobody does for our own questions."""
             asks = None if runtime.lengths is None else runtime.lengths.asks
             theirs = reqs if asks is None else asks.without_ours(reqs)
-            theirs = without_stand_ins(theirs)
+            theirs = without_stand_ins(scheduler.tree_cache, theirs)
             super().stream_output(theirs, *args, **kwargs)
 
         def build_additional_customized_info(self, reqs: Any) -> dict[str, Any]:

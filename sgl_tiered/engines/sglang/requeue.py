@@ -4,11 +4,14 @@ Under SGLang's overlap schedule that is known when the results of the load's bat
 taken. The next batch has been launched by then and runs on a token of this one, so
 there is nothing to repair in place. What the batches bring for these requests is
 dropped; once nothing more is put into the batch in flight they are taken out of it,
-give back their slots, and wait in SGLang's queue like requests that it retracts. They
-load nothing from then on: a request meets such a failure once.
+give back their slots, and wait in SGLang's queue like requests that it retracts: at
+its front, which counts where SGLang does not order the queue. They load nothing of
+their own from then on: a request meets such a failure once.
 
 Nobody else can have found what the load should have brought, or what was computed on
-it: until a load is known to be good, nothing of its request is in the tree.
+it: until a load is known to be good, nothing of it or behind it is in the tree. What is
+before it may be, as the front of a split prompt is, which was computed: the request
+finds it again, and it counts as cached then.
 """
 
 from __future__ import annotations
@@ -36,18 +39,24 @@ def drop_results(scheduler: Any, batch: Any, failed: Sequence[Any]) -> None:
 
     Those that cannot begin anew end with an error.
 
+    It rests on ``requeue`` in the same turn, which the loop of the overlap schedule
+    calls, and no other does.
+
     Args:
         scheduler: SGLang's.
         batch: what was launched; the copy of it that comes with the results.
         failed: of its requests.
     """
     cache, lost = scheduler.tree_cache, []
+    ending: dict[str, list[Any]] = {}
     for req in failed:
         why = _refused(scheduler, req)
         if why or req.to_finish is not None:
-            end(req, why)
+            ending.setdefault(why, []).append(req)
         else:
             lost.append(req)
+    for why, reqs in ending.items():
+        end(reqs, why)
     if scheduler.chunked_req in failed and scheduler.chunked_req not in lost:
         # As SGLang does where a load fails: its next chunk never runs.
         scheduler._pending_chunked_abort_req = scheduler.chunked_req
@@ -63,6 +72,7 @@ def drop_results(scheduler: Any, batch: Any, failed: Sequence[Any]) -> None:
     for req in lost:
         _tell_nothing_cached(req)
     _put_stand_ins(batch, lost)
+    cache.has_stand_ins = True
     cache.lost += [(req, req.retraction_count) for req in lost]
 
 
@@ -95,7 +105,7 @@ def requeue(result: Any, scheduler: Any, batch_result: Any, launched: Any) -> No
     for req in lost:
         _release(scheduler, req)
     cache.lost.clear()
-    # They had been admitted before all that wait.
+    # They had been admitted before all that wait. An order of the queue sorts anew.
     scheduler.waiting_queue[:0] = lost
     running.batch_is_full = False
     for req in lost:
@@ -103,26 +113,37 @@ def requeue(result: Any, scheduler: Any, batch_result: Any, launched: Any) -> No
         cache.tiered.note_queued(req)
 
 
-def end(req: Any, why: str = "") -> None:
-    """Let SGLang end a request whose load failed, without this forward's output.
+def end(reqs: Sequence[Any], why: str = "") -> None:
+    """Let SGLang end requests whose load failed, without this forward's output.
 
     Args:
-        req: SGLang's request.
-        why: it cannot begin anew; empty where its forward knew of no other way.
+        reqs: SGLang's requests.
+        why: they cannot begin anew; empty where their forward knew of no other way.
     """
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    reason = req.tiered_load_failed
-    message = f"Cached KV could not be copied to the device: {reason}"
-    req.skip_radix_cache_insert = True
-    # One that the client has given up ends as such.
-    req.discard_output_reason = req.to_finish or FINISH_ABORT(
-        f"{message}; {why}" if why else message, HTTPStatus.SERVICE_UNAVAILABLE
-    )
+    num_told = 0
+    for req in reqs:
+        message = f"Cached KV could not be copied to the device: {_reason(req, why)}"
+        req.skip_radix_cache_insert = True
+        # One that the client has given up ends as such.
+        num_told += req.to_finish is None
+        req.discard_output_reason = req.to_finish or FINISH_ABORT(
+            message, HTTPStatus.SERVICE_UNAVAILABLE
+        )
+    if num_told:
+        logger.error(
+            "sgl-tiered: a load to the device broke (%s): %d request(s) end with an "
+            "error",
+            _reason(reqs[0], why),
+            num_told,
+        )
 
 
-def without_stand_ins(reqs: Sequence[Any]) -> Sequence[Any]:
+def without_stand_ins(cache: Any, reqs: Sequence[Any]) -> Sequence[Any]:
     """Return requests whose output may leave, of those of a batch."""
+    if not cache.has_stand_ins:
+        return reqs
     stand_ins = [req for req in reqs if _is_stand_in(req)]
     if not stand_ins:
         return reqs
@@ -132,6 +153,8 @@ def without_stand_ins(reqs: Sequence[Any]) -> Sequence[Any]:
 
 def _refused(scheduler: Any, req: Any) -> str:
     """Return why a request cannot begin anew; empty where it can."""
+    if not scheduler.enable_overlap:
+        return "only SGLang's overlap schedule takes requests out of its batches"
     if scheduler.disaggregation_mode.value != "null":
         return "an instance of a disaggregated pair computes no request again"
     if not scheduler.is_generation:
@@ -139,6 +162,11 @@ def _refused(scheduler: Any, req: Any) -> str:
     if req.beam_group is not None:
         return "SGLang takes no beams out of a batch"
     return ""
+
+
+def _reason(req: Any, why: str) -> str:
+    reason: str = req.tiered_load_failed
+    return f"{reason}; {why}" if why else reason
 
 
 def _release(scheduler: Any, req: Any) -> None:
@@ -165,7 +193,6 @@ def _tell_nothing_cached(req: Any) -> None:
     req.cached_tokens = req.cached_tokens_device = 0
     req.cached_tokens_host = req.cached_tokens_storage = 0
     req.storage_hit_length, req.storage_hit_start = 0, None
-    req.tiered_cxl_tokens = 0
 
 
 def _put_stand_ins(batch: Any, lost: Sequence[Any]) -> None:

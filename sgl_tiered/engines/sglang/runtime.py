@@ -436,7 +436,10 @@ class TieredRuntime:
         return self.cache.planner.pass_s(compute_s, load_s)
 
     def note_queued(self, req: Any) -> None:
-        """Note a request that SGLang has put into its queue."""
+        """Note a request that SGLang has put into its queue; no question of ours."""
+        asks = None if self.lengths is None else self.lengths.asks
+        if asks is not None and req.rid in asks:
+            return
         # For the admission, which asks later.
         self.agreement.moment_s(req.rid, ARRIVED, 0.0)
         self.explainer.queued(req, self.coordinator.state(req.rid))

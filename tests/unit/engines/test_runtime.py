@@ -1,5 +1,7 @@
 """The runtime over host and CXL: what moves where, and what is told of it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -134,6 +136,18 @@ def rig():
     rig = Rig()
     yield rig
     rig.runtime.close(rig.runtime.pump)
+
+
+def test_a_question_of_ours_is_not_followed_in_the_queue(rig, monkeypatch):
+    """Whoever puts it there: also where it is queued again."""
+    noted = []
+    explainer = SimpleNamespace(queued=lambda req, state: noted.append(req.rid))
+    monkeypatch.setattr(rig.runtime, "explainer", explainer)
+    lengths = SimpleNamespace(asks={"ours"})
+    monkeypatch.setattr(type(rig.runtime), "lengths", lengths)
+    for rid in ("ours", "theirs"):
+        rig.runtime.note_queued(SimpleNamespace(rid=rid))
+    assert noted == ["theirs"]
 
 
 def test_pages_reach_cxl_and_come_back_from_it(rig):
