@@ -5,8 +5,8 @@
 A processor copies where a layer is needed, so what fails is known when the batch has
 run. Here some loads, the share ``LATE_FAILURES`` of them, do what only a device does:
 they count as queued when they have run, bring pages without their content, and are
-known to have failed when the results of their batch are taken, and no sooner. The scheduler's process
-imports this file again, as every process does that Python spawns.
+known to have failed when the results of their batch are taken, and no sooner. The
+scheduler's process imports this file again, as every process does that Python spawns.
 """
 
 from __future__ import annotations
