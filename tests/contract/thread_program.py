@@ -33,6 +33,7 @@ def main() -> None:
         "host_size": str(16 * 8192),
         "disk_path": sys.argv[1],
         "disk_size": str(48 * 9000),
+        "write_policy": "write-through",
         "load_policy": "always",
         "prefetch": "car",
         "log_interval": 0.001,
