@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from reuse.results import Findings
 from reuse.schedules import PAGE_SIZE
@@ -83,12 +84,15 @@ class Reference:
     async def measure_rounding(self, server: SglangServer) -> None:
         """Compute some prompts of each schedule in parts, for the near-tie rule."""
         whole, parts = [], []
-        for records in self.answers.values():
+        for label, records in self.answers.items():
             for record in [r for r in records if not r.cached_tokens][:_IN_PARTS]:
                 await asyncio.to_thread(server.flush_cache)
                 async with StreamingClient(server.url) as client:
-                    parts.append(await answer_in_parts(client, record, PAGE_SIZE))
-                whole.append(record)
+                    part = await answer_in_parts(client, record, PAGE_SIZE)
+                # Working sets of different sizes have the same keys.
+                key = f"{label}: {record.key}"
+                parts.append(replace(part, key=key))
+                whole.append(replace(record, key=key))
         self._spread = measure_spread(whole, parts)
         self._say(
             "  plain against itself, computed in parts: top-5 logprobs move "

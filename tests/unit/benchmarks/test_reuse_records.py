@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from reuse.parts import HitRun
@@ -106,3 +109,42 @@ def test_a_series_of_hits_gives_both_ends_of_the_scale(load_script, monkeypatch)
     assert result["ttft_speedup_of_hits"] == pytest.approx(33.33)
     assert result["ttft_speedup_of_bound"] == pytest.approx(0.833)
     assert result["problems"] == []
+
+
+def test_rounding_is_measured_over_schedules_that_share_keys(monkeypatch):
+    """Working sets of two sizes do: a run ended here, after three minutes."""
+    from reuse import reference as module
+
+    class Client:
+        def __init__(self, url):
+            del url
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *error):
+            del error
+
+    async def in_parts(client, record, page_size):
+        del client, page_size
+        return record
+
+    monkeypatch.setattr(module, "StreamingClient", Client)
+    monkeypatch.setattr(module, "answer_in_parts", in_parts)
+    lines = []
+    reference = module.Reference(SimpleNamespace(), lines.append)
+    one = RequestRecord(
+        key="r0.p0",
+        order=0,
+        prompt=(1,) * 32,
+        targeted_s=0.0,
+        started_s=0.0,
+        token_times_s=(1.0,),
+        output=(5,),
+        logprobs=(-0.5,),
+        top_logprobs=(((-0.5, 5), (-1.5, 6)),),
+    )
+    reference.answers = {"4 pools": [one], "8 pools": [replace(one, prompt=(2,) * 32)]}
+    server = SimpleNamespace(url="", flush_cache=lambda: None)
+    asyncio.run(reference.measure_rounding(server))
+    assert "0.0000 at most" in lines[0]
