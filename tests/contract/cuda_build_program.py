@@ -310,6 +310,7 @@ def story(seed: int, prepare: Any = None, **how: Any) -> dict[str, Any]:
         "ahead": server.copier._ahead,
         "pool": type(server.pool).__name__,
         "device": type(server.device).__name__,
+        "served": _loads_by(server.device),
         "too_early": server.too_early,
         "warmed": server.warmed,
         "not_warmed": sorted(set(server.played.kernels) - set(server.warmed)),

@@ -10,6 +10,7 @@ import json
 
 import pytest
 
+from sgl_tiered.pipelines.stream_pool import LoadWay
 from tests.contract.count_waits import STORIES, places, summary
 from tests.contract.story_support import CORES, FOLDER, output_of
 
@@ -84,6 +85,13 @@ def test_no_host_wait_on_plain_tiers(plain, capsys):
     assert seen["in_sglang_for_ours"] == none
     # To pin memory may hold the thread until the device is idle.
     assert seen["pinned_allocations"] == none
+
+
+def test_stats_say_how_layers_are_loaded(plain):
+    """Of the ways that a device with streams has; on the CPU platform nothing does."""
+    _, seen = plain
+    assert seen["served"]["loads_by"] in list(LoadWay)
+    assert "loads_by" not in told("layerwise")["served"]
 
 
 def test_nobody_waits_for_a_device_that_stands_still(plain):
