@@ -298,6 +298,8 @@ def story(seed: int, prepare: Any = None, **how: Any) -> dict[str, Any]:
     server.decode("b", "d", "c")
     for rid in "bcd":
         server.free(rid)
+    from sgl_tiered.engines.sglang.factory import _loads_by
+
     offload = None
     if server.home:
         told = server.driver.stats()["activations"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sgl_tiered.pipelines.stream_pool import LoadWay
 from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang

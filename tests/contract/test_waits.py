@@ -90,7 +90,7 @@ def test_no_host_wait_on_plain_tiers(plain, capsys):
 def test_stats_say_how_layers_are_loaded(plain):
     """Of the ways that a device with streams has; on the CPU platform nothing does."""
     _, seen = plain
-    assert seen["served"]["loads_by"] in list(LoadWay)
+    assert seen["served"]["loads_by"] in {way.value for way in LoadWay}
     assert "loads_by" not in told("layerwise")["served"]
 
 
