@@ -83,6 +83,4 @@ class CxlTier(RegionTier):
 
     def health(self) -> TierHealth:
         """Return usable until closed, with where the memory lies or what stands in."""
-        return replace(
-            super().health(), detail=self._detail, emulated=self._emulated
-        )
+        return replace(super().health(), detail=self._detail, emulated=self._emulated)

@@ -96,8 +96,8 @@ def joins() -> dict[str, bool]:
     from sgl_tiered.engines.sglang import factory
 
     return {
-        f"{num_ranks} {device}": factory._joins_offloads(torch.device(device), num_ranks)
-        for num_ranks in (1, 2, 8)
+        f"{ranks} {device}": factory._joins_offloads(torch.device(device), ranks)
+        for ranks in (1, 2, 8)
         for device in ("cuda:0", "cuda:1", "cpu")
     }
 

@@ -2,8 +2,8 @@
 
 Pinning is the product's own (``tiers/pinning.py``): the first part by who asks, the
 rest by threads, parts of 1 GiB by 4 threads as a server's start does, and by fewer and
-more. Over memory that nothing has touched, which is what a start sees, and over populated
-memory; anywhere, and near the device.
+more. Over memory that nothing has touched, which is what a start sees, and over memory
+that is there; anywhere, and near the device.
 """
 
 from __future__ import annotations

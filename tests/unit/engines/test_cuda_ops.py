@@ -201,7 +201,7 @@ def lend(blocks, event, num_numbers=3):
 
 
 def test_numbers_are_copied_to_memory_that_is_there(monkeypatch):
-    """However many copies follow each other, none asks for memory; a burst does once."""
+    """Copies that follow each other ask for no memory; a burst does once."""
     asked = []
     real = cuda_ops.pinned_if_possible
 
@@ -224,7 +224,7 @@ def test_numbers_are_copied_to_memory_that_is_there(monkeypatch):
 
 
 def test_numbers_stay_while_they_are_read_or_written(monkeypatch):
-    """Neither a reader, of a part too, nor a copy that is under way loses its memory."""
+    """Neither a reader, of a part too, nor a copy under way loses its memory."""
     monkeypatch.setattr(cuda_ops, "_NUM_BLOCKS", 1)
     blocks, is_over = NumberBlocks(), [False]
     event = SimpleNamespace(query=lambda: is_over[0])

@@ -241,7 +241,7 @@ def test_no_line_says_all_where_it_is_not(driver, caplog):
 
 
 def test_a_region_is_placed_before_it_is_touched(monkeypatch):
-    """On the node that was asked for: pages that are there would stay where they are."""
+    """On the node that was asked for: pages that are there would stay."""
     calls = []
 
     def prefer(address, num_bytes, node):
