@@ -204,6 +204,11 @@ bench-gpu: install ## all that has to be seen on a GPU; ARGS=--dry-run on a CPU
 bench-llama: install ## plain SGLang, HiCache, LMCache and tiers on one GPU: MODEL=path
 	@exec $(BENCH) llama benchmarks/gpu/llama.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
+.PHONY: host-waits
+host-waits: install ## what would hold the scheduler on a CUDA device, counted on a CPU
+	@$(SAY) waits "SGLang's scheduler over a played device; last line is one JSON object"
+	@exec $(BENCH) host-waits tests/contract/count_waits.py $(ARGS)
+
 .PHONY: compile-kernels
 compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, without a GPU
 	@$(SAY) compile "every variant: registers and spills against benchmarks/gpu/kernels.json"

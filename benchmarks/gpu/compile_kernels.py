@@ -8,9 +8,9 @@
 ``ptxas`` comes with the triton wheel (one of its own for Blackwell). Registers and
 bytes of spills of each variant are compared with ``kernels.json`` beside this file. It
 fails where a variant does not compile, where a figure differs from the table (a worse
-one is a regression; a better one asks for ``--write``, so that it stays), and where a
-variant spills. Figures of another version of Triton are printed only. The last line is
-one JSON object.
+one is a regression; a better one asks for ``--write``, so that it stays), where a
+variant spills, and where Triton is not the version that made the table: its compiler
+allocates otherwise, so that nothing can be compared. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ def compare(
         is_whole: the rows are all there are, so what only the table has is gone.
     """
     problems: dict[str, list[str]] = {
+        "other_triton": [],
         "not_compiled": [],
         "spills": [],
         "regressions": [],
@@ -115,6 +116,11 @@ def compare(
     }
     wanted = table["kernels"]
     is_comparable = table["triton"] == version
+    if not is_comparable:
+        problems["other_triton"].append(
+            f"nothing is compared: the table is of Triton {table['triton']}, and this "
+            f"is {version}; install that one, or make the table anew (--write)"
+        )
     seen = set()
     for row in rows:
         where = f"{row['name']} sm_{row['sm']}"

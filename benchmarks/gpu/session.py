@@ -84,7 +84,7 @@ ENTRIES = (
     Entry("layerkv", 7, 75, ("layers", "acts")),
     Entry("sanitizer", 8, 100, ("sanitizer",)),
     # It imports FlashInfer's 800 modules, loads kernels or has nvcc compile them.
-    Entry("flashinfer", 14, 240, ("layers",)),
+    Entry("flashinfer", 14, 240, ("layers", "tiers", "acts")),
     Entry("servers", 8, 240, ("servers",)),
 )
 

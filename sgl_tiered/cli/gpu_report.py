@@ -252,6 +252,8 @@ def _roofs(
         if record.get("is_fresh") and "seconds" in record:
             rate = record["num_bytes"] / 2**30 / record["seconds"]
             name = f"pinning fresh memory, {record['threads']} threads"
+            if record.get("node") is not None:
+                name += f", on NUMA node {record['node']}"
             rows.append((name, f"{rate:.2f} GiB/s"))
     return [section("Roofs", ("roof, or cost", "measured"), rows)] if rows else []
 

@@ -51,6 +51,7 @@ class TierHealth:
         emulated: medium or speed are not those that the tier is named after.
         age_s: for how long nobody has looked, or the medium has not answered.
         errors: operations that failed so far, by name of the error, such as EMFILE.
+        pinned_bytes: of the slots, those that a device reaches in place by now.
     """
 
     usable: bool
@@ -58,6 +59,7 @@ class TierHealth:
     emulated: bool = False
     age_s: float = 0.0
     errors: Mapping[str, int] = field(default_factory=dict)
+    pinned_bytes: int = 0
 
 
 class Tier(Protocol):

@@ -7,6 +7,7 @@ every report.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from sgl_tiered.core.clock import Clock
@@ -82,6 +83,4 @@ class CxlTier(RegionTier):
 
     def health(self) -> TierHealth:
         """Return usable until closed, with where the memory lies or what stands in."""
-        return TierHealth(
-            usable=not self._closed, detail=self._detail, emulated=self._emulated
-        )
+        return replace(super().health(), detail=self._detail, emulated=self._emulated)

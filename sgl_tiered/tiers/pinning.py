@@ -85,7 +85,7 @@ class Pinning:
         in_steps: return when the first part is pinned; else with the last one.
         part_bytes: of a part; one row at least. ``PIN_BYTES`` if None.
         num_threads: that pin what follows the first part.
-        progress_s: seconds between two lines about it.
+        progress_s: seconds between two lines about it, whether or not it advances.
 
     Raises:
         ConfigError: the first part cannot be pinned.
@@ -109,7 +109,7 @@ class Pinning:
         self._part_rows = max((part_bytes or PIN_BYTES) // row_bytes, 1)
         self._in_steps = in_steps
         self._progress_s = progress_s
-        self._told_at_s = time.monotonic()
+        began_s = time.monotonic()
         # Held while somebody is told, so that steps are told in order.
         self._lock = threading.Lock()
         self._undo: dict[int, Callable[[], None]] = {}
@@ -133,6 +133,18 @@ class Pinning:
             threading.Thread(target=self._run, name=f"tiered-pin-{i}", daemon=True)
             for i in range(self._num_running)
         ]
+        self._over = threading.Event()
+        if self._threads:
+            logger.info(
+                "sgl-tiered: %.2f of %.2f GB of memory are pinned and in use; %d "
+                "threads pin the rest",
+                *self._gigabytes(),
+                self._num_running,
+            )
+            watch = threading.Thread(
+                target=self._report, args=(began_s,), name="tiered-pin", daemon=True
+            )
+            self._threads.append(watch)
         for thread in self._threads:
             thread.start()
         if not in_steps:
@@ -145,6 +157,11 @@ class Pinning:
     def num_ready(self) -> int:
         """Rows, from row 0 on, that may be used."""
         return self._num_ready
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of these rows; 0 where nothing is pinned."""
+        return 0 if self.is_refused else self._num_ready * self._row_bytes
 
     def watch(self, told: Callable[[int], None], since: int = 0) -> None:
         """Tell of each step of ``num_ready``, those that were made included.
@@ -180,6 +197,8 @@ class Pinning:
             pass
         with self._lock:
             self._num_running -= 1
+            if not self._num_running:
+                self._over.set()
             if self._num_running or self._end == self._num_rows or not self._in_steps:
                 return
             for first in [first for first in self._undo if first >= self._end]:
@@ -194,6 +213,33 @@ class Pinning:
                     self._num_ready * self._row_bytes,
                     self._num_rows * self._row_bytes,
                 )
+
+    def _report(self, began_s: float) -> None:
+        """Say now and then how far it is, and at last how long all of it took."""
+        advanced_s, before = began_s, self._num_ready
+        while not self._over.wait(self._progress_s):
+            now_s = time.monotonic()
+            if self._num_ready != before:
+                advanced_s, before = now_s, self._num_ready
+                text = ""
+            else:
+                text = f"; no more for {now_s - advanced_s:.0f} s"
+            logger.info(
+                "sgl-tiered: %.2f of %.2f GB of memory are pinned and in use%s",
+                *self._gigabytes(),
+                text,
+            )
+        if self._num_ready == self._num_rows:
+            logger.info(
+                "sgl-tiered: all %.2f GB of memory are pinned, in %.1f s",
+                self._gigabytes()[1],
+                time.monotonic() - began_s,
+            )
+
+    def _gigabytes(self) -> tuple[float, float]:
+        """Return how much is ready, and of how much."""
+        gigabytes = self._row_bytes / 1e9
+        return self._num_ready * gigabytes, self._num_rows * gigabytes
 
     def _pin_next(self) -> bool:
         """Pin a part; return False where nothing is left to do."""
@@ -224,20 +270,9 @@ class Pinning:
 
     def _advance(self) -> None:
         """Find what is ready now, and tell."""
-        before = self._num_ready
         while self._num_ready < self._end and self._num_ready in self._undo:
             following = self._num_ready + self._part_rows
             self._num_ready = min(following, self._end)
-        if self._num_ready == before:
-            return
-        now_s = time.monotonic()
-        if now_s - self._told_at_s >= self._progress_s:
-            self._told_at_s = now_s
-            logger.info(
-                "sgl-tiered: %.2f of %.2f GB of memory are pinned and in use",
-                self._num_ready * self._row_bytes / 1e9,
-                self._end * self._row_bytes / 1e9,
-            )
         self._tell()
 
     def _tell(self) -> None:

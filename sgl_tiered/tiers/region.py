@@ -176,7 +176,9 @@ class RegionTier:
 
     def health(self) -> TierHealth:
         """Return usable until closed."""
-        return TierHealth(usable=not self._closed)
+        pinning = self._memory.pinning
+        num_bytes = 0 if pinning is None else pinning.pinned_bytes
+        return TierHealth(usable=not self._closed, pinned_bytes=num_bytes)
 
     def close(self) -> None:
         """Close the region; views that others hold stay readable."""

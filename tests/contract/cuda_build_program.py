@@ -298,6 +298,8 @@ def story(seed: int, prepare: Any = None, **how: Any) -> dict[str, Any]:
     server.decode("b", "d", "c")
     for rid in "bcd":
         server.free(rid)
+    from sgl_tiered.engines.sglang.factory import _loads_by
+
     offload = None
     if server.home:
         told = server.driver.stats()["activations"]
@@ -310,6 +312,7 @@ def story(seed: int, prepare: Any = None, **how: Any) -> dict[str, Any]:
         "ahead": server.copier._ahead,
         "pool": type(server.pool).__name__,
         "device": type(server.device).__name__,
+        "served": _loads_by(server.device),
         "too_early": server.too_early,
         "warmed": server.warmed,
         "not_warmed": sorted(set(server.played.kernels) - set(server.warmed)),

@@ -125,14 +125,20 @@ def build_in_parts() -> dict[str, Any]:
         found = map(runtime.cache.occupancy, (TierId.HOST, TierId.CXL))
         return [occupancy.capacity_slots for occupancy in found]
 
+    def shares() -> list[float]:
+        """Return how much of each medium is pinned, as ``/tiered/stats`` has it."""
+        media = runtime.stats()["media"].values()
+        return [medium["pinned_bytes"] / medium["num_bytes"] for medium in media]
+
     tiers = (runtime.parts.host, runtime.parts.cxl)
     told: dict[str, Any] = {"whole": [tier.num_slots for tier in tiers if tier]}
-    told["first"] = slots()
+    told |= {"first": slots(), "shares at first": shares()}
     go.set()
     give_up_at_s = time.monotonic() + 30.0
     while slots() != told["whole"] and time.monotonic() < give_up_at_s:
         time.sleep(0.01)
     told |= {"last": slots(), "settings": sorted(settings_asked)}
+    told["shares at last"] = shares()
     runtime.close(runtime.pump)
     return told
 

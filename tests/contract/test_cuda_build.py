@@ -2,6 +2,7 @@
 
 import pytest
 
+from sgl_tiered.pipelines.stream_pool import LoadWay
 from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang
@@ -98,6 +99,7 @@ def test_the_parts_are_those_of_cuda(told):
     assert told["pinned 0"]["pool"] == "CudaLayeredPool"
     assert told["pinned 0"]["device"] == "LayeredStreamPool"
     assert told["pinned 0"]["measured_over_the_link"]
+    assert told["pinned 0"]["served"] in [{"loads_by": way.value} for way in LoadWay]
 
 
 @pytest.mark.parametrize("name", STORIES + ACTS + OFFLOADED)

@@ -21,4 +21,6 @@ def test_memory_tiers_serve_before_their_last_part_is_pinned():
     assert all(told["whole"])
     assert told["first"] == [slots // 4 for slots in told["whole"]]
     assert told["last"] == told["whole"]
+    assert told["shares at first"] == [0.25, 0.25]
+    assert told["shares at last"] == [1.0, 1.0]
     assert told["settings"] == ["--tiered-cxl-size", "--tiered-host-size"]

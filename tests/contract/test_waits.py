@@ -10,6 +10,8 @@ import json
 
 import pytest
 
+from sgl_tiered.pipelines.stream_pool import LoadWay
+from tests.contract.count_waits import STORIES, places, summary
 from tests.contract.story_support import CORES, FOLDER, output_of
 
 pytestmark = pytest.mark.sglang
@@ -63,12 +65,6 @@ def show(capsys, story, core="rust"):
     return seen
 
 
-def places(seen):
-    """Return where the thread would wait, but for the CPU's own attention."""
-    found = set().union(*seen["host_waits_on_scheduler"].values())
-    return {place for place in found if "attention.py" not in place}
-
-
 PLAIN = [("plain", "rust"), ("plain", "python"), ("ahead", "rust"), ("split", "rust")]
 
 
@@ -87,6 +83,15 @@ def test_no_host_wait_on_plain_tiers(plain, capsys):
     none = {path: {} for path in seen["moved"]}
     assert seen["host_waits_on_scheduler"] == none
     assert seen["in_sglang_for_ours"] == none
+    # To pin memory may hold the thread until the device is idle.
+    assert seen["pinned_allocations"] == none
+
+
+def test_stats_say_how_layers_are_loaded(plain):
+    """Of the ways that a device with streams has; on the CPU platform nothing does."""
+    _, seen = plain
+    assert seen["served"]["loads_by"] in {way.value for way in LoadWay}
+    assert "loads_by" not in told("layerwise")["served"]
 
 
 def test_nobody_waits_for_a_device_that_stands_still(plain):
@@ -144,7 +149,7 @@ def test_a_prompt_was_split():
 def test_planted_waits_are_caught(capsys):
     """Each of them, twice: one for each request; and none where nothing is planted."""
     seen = show(capsys, "planted")
-    waits = seen["host_waits_on_scheduler"]
+    waits = dict(seen["host_waits_on_scheduler"])
     assert waits.pop("nothing") == {}
     # It waits for no device, and is told with the threads.
     assert waits.pop("sleep") == {}
@@ -153,6 +158,23 @@ def test_planted_waits_are_caught(capsys):
         assert list(found.values()) == [2], path
         (place,) = found
         assert place.endswith(" engines/sglang/cache.py:_page_numbers"), path
+
+
+def test_the_summary_says_what_the_stories_say():
+    """And a wait, or a plant that is not seen, is not hidden by it."""
+    seen = {name: told(*name.split()) for name in STORIES}
+    found = summary(seen)
+    assert found["host_waits_on_scheduler"] == found["pinned_allocations"] == 0
+    assert found["held"] == 0
+    assert set(found["layerwise"]) == LAYERWISE | LAYERWISE_CUDA
+    assert set(found["sparse"]) == SPARSE
+    assert found["planted_caught"]
+    planted = seen["planted rust"]
+    waits = {**planted["host_waits_on_scheduler"], "item": {}}
+    blind = {**planted, "host_waits_on_scheduler": waits}
+    assert not summary({**seen, "planted rust": blind})["planted_caught"]
+    worse = {**seen["split rust"], "host_waits_on_scheduler": {"split": {"item a": 2}}}
+    assert summary({**seen, "split rust": worse})["host_waits_on_scheduler"] == 2
 
 
 def test_where_cuda_pins_nothing_a_launch_waits_for_the_forward_before(capsys):

@@ -176,6 +176,7 @@ class Ways:
             "waits_for_threads": by_path(waits.threads),
             "pinned_allocations": by_path(waits.pinned),
             "held": server.held,
+            "served": server.runtime.stats()["served"],
             "moved": self.told,
             "wrong": wrong,
             "ends": sorted({finish["type"] for finish in finished if finish}),

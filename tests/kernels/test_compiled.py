@@ -251,10 +251,25 @@ def test_what_does_not_compile_or_is_not_known_is_told(program):
 
 
 def test_figures_of_another_triton_are_not_compared(program):
-    """Its compiler allocates otherwise; spills are told all the same."""
+    """One sentence says so, as what fails; spills are told all the same."""
     worse = ROW | {"registers": 99}
-    assert problems(program, [worse], version="2") == ([], 0)
-    assert len(problems(program, [worse | {"spill_bytes": 4}], version="2")[0]) == 1
+    (line,), num_compared = problems(program, [worse], version="2")
+    assert "Triton 1, and this is 2" in line
+    assert num_compared == 0
+    assert len(problems(program, [worse | {"spill_bytes": 4}], version="2")[0]) == 2
+
+
+@pytest.mark.usefixtures("stands_alone")
+def test_another_triton_than_the_tables_ends_with_status_1(program, tmp_path, capsys):
+    """Else an upgrade would pass with nothing compared."""
+    table = json.loads(program.TABLE.read_text()) | {"triton": "0"}
+    other = tmp_path / "kernels.json"
+    other.write_text(json.dumps(table))
+    words = ["--only", "copy_rows:words", "--sm", "90", "--jobs", "1"]
+    assert program.main([*words, "--table", str(other)]) == 1
+    *_, line, last = capsys.readouterr().out.splitlines()
+    assert line.startswith("nothing is compared: the table is of Triton 0")
+    assert json.loads(last)["other_triton"] == 1
 
 
 def test_a_part_of_the_table_can_be_made_anew(program):

@@ -1,8 +1,9 @@
 """What this machine is: driver, device attributes, NUMA, and what pinning costs.
 
-Pinning time is that of ``cudaHostRegister`` over populated memory, the region cut into
-chunks that as many threads register at once; once more over memory that nothing has
-touched, which is what a server's start sees.
+Pinning is the product's own (``tiers/pinning.py``): the first part by who asks, the
+rest by threads, parts of 1 GiB by 4 threads as a server's start does, and by fewer and
+more. Over memory that nothing has touched, which is what a start sees, and over memory
+that is there; anywhere, and near the device.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import os
 import platform
 import shutil
 import subprocess
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from stages.stage import Stage
 
+from sgl_tiered.engines.device.cuda_ops import cuda_register, numa_node
 from sgl_tiered.tiers.memory import MemoryRegion, populate
+from sgl_tiered.tiers.pinning import NUM_THREADS, PIN_BYTES, Pinning, Register
 
 __all__ = ["run"]
 
@@ -43,9 +45,9 @@ _ATTRIBUTES = {
     "l2_cache_size": 38,
 }
 """``CUdevice_attribute`` of cuda.h, CUDA 12.8."""
-_THREADS = (1, 2, 4, 8, 16)
+_THREADS = (NUM_THREADS, 1, 16)
 _GIB = 1 << 30
-_CHUNK_BYTES = 64 << 20
+_ROW = 4096
 _ASK_S = 20.0
 
 
@@ -64,21 +66,35 @@ def run(stage: Stage) -> None:
             )
         stage.add("link", **_link())
         stage.add("matmul", **_matmul())
-    num_bytes = 2 * _GIB if is_cuda else 1 << 20
-    register = _cuda_register() if is_cuda else _nothing
+    # A part for who asks, and one for each of the product's threads.
+    num_bytes = (NUM_THREADS + 1) * PIN_BYTES if is_cuda else 1 << 20
+    register: Register = _nothing
+    near: int | None = 0
+    if is_cuda:
+        torch.cuda.init()
+        register = cuda_register("memory of the benchmark", "cuda")
+        near = numa_node(torch.device("cuda", 0))
+    cases = [(None, num_threads) for num_threads in _THREADS]
+    if near is not None:
+        cases.insert(1, (near, NUM_THREADS))
     best_s = float("inf")
-    for is_fresh in (False, True):
-        for num_threads in _THREADS:
+    for is_fresh in (True, False):
+        for node, num_threads in cases:
             if stage.left_s < 0:
                 stage.add("skipped", what=f"pinning by {num_threads} threads")
                 continue
-            seconds = _pin(num_bytes, num_threads, register, is_fresh=is_fresh)
+            part_bytes = min(PIN_BYTES, num_bytes // (num_threads + 1))
+            first_s, seconds = _pin(
+                num_bytes, part_bytes, num_threads, node, register, is_fresh=is_fresh
+            )
             stage.add(
                 "pinning",
                 threads=num_threads,
                 num_bytes=num_bytes,
-                chunk_bytes=min(_CHUNK_BYTES, num_bytes // num_threads),
+                part_bytes=part_bytes,
+                node=node,
                 is_fresh=is_fresh,
+                first_s=first_s,
                 seconds=seconds,
             )
             if is_fresh:
@@ -200,48 +216,42 @@ def _numa() -> dict[str, Any]:
     return {"nodes": nodes, "accelerators": cards}
 
 
-def _pin(num_bytes: int, num_threads: int, register: Any, *, is_fresh: bool) -> float:
-    """Return the seconds until all chunks are registered."""
-    region = MemoryRegion(num_bytes // 4096, 4096, register=lambda *_: lambda: None)
+def _pin(
+    num_bytes: int,
+    part_bytes: int,
+    num_threads: int,
+    node: int | None,
+    register: Register,
+    *,
+    is_fresh: bool,
+) -> tuple[float, float]:
+    """Return the seconds until the first part is pinned, and until all are."""
+    # Pinned by nobody yet, and not populated in the background.
+    region = MemoryRegion(
+        num_bytes // _ROW, _ROW, register=lambda *_: lambda: None, node=node
+    )
     address = region.array.ctypes.data
     if not is_fresh:
         populate(address, num_bytes)
-    step = min(_CHUNK_BYTES, num_bytes // num_threads)
-    chunks = [
-        (address + begin, min(step, num_bytes - begin))
-        for begin in range(0, num_bytes, step)
-    ]
-    undo: list[Any] = []
-    lock = threading.Lock()
-
-    def one(chunk: tuple[int, int]) -> None:
-        unregister = register(*chunk)
-        with lock:
-            undo.append(unregister)
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        began_s = time.perf_counter()
-        list(pool.map(one, chunks))
-        seconds = time.perf_counter() - began_s
-        list(pool.map(lambda unregister: unregister(), undo))
+    began_s = time.perf_counter()
+    pinning = Pinning(
+        register,
+        address,
+        num_bytes // _ROW,
+        _ROW,
+        part_bytes=part_bytes,
+        num_threads=num_threads,
+    )
+    first_s = time.perf_counter() - began_s
+    pinning.wait()
+    seconds = time.perf_counter() - began_s
+    assert pinning.pinned_bytes == num_bytes, "memory was not pinned"
+    pinning.close()
     region.close()
-    return seconds
+    return first_s, seconds
 
 
-def _cuda_register() -> Any:
-    """Return what registers memory, as the product does; it releases the GIL."""
-    torch.cuda.init()
-    cudart = torch.cuda.cudart()
-
-    def register(address: int, num_bytes: int) -> Any:
-        status = int(cudart.cudaHostRegister(address, num_bytes, 0))
-        assert status == 0, f"CUDA does not pin {num_bytes} bytes (error {status})"
-        return lambda: cudart.cudaHostUnregister(address)
-
-    return register
-
-
-def _nothing(address: int, num_bytes: int) -> Any:
+def _nothing(address: int, num_bytes: int) -> Callable[[], None]:
     """Stand for a device's pinning: fault the pages in."""
     populate(address, num_bytes)
     return lambda: None

@@ -9,6 +9,10 @@ wheel of compiled ones has to be, and FlashInfer is told to compile nothing, and
 which architecture it looks for kernels. Without the package, or without either, the
 stage is not there. A dry run takes a stand-in.
 
+The same kernels then read what plain tiers load into their pages, by each way of a
+load, and what is rebuilt there from activations, queued with no wait of a thread; an
+answer over the pages as they were before must differ.
+
 SGLang asks for ``fa2``, and for a decoding kernel without tensor cores where a head of
 keys has fewer than four of queries. What FlashInfer would choose by itself is looked at
 as well, where it can be: a backend that copies the pages into tables of its own as it
@@ -21,10 +25,14 @@ import importlib.util
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from movement.place import Place, Shape, Store
+from sgl_tiered_kernels.kv_gen import KVProjection, Rotary, rebuild_kv
+from sgl_tiered_kernels.kv_gen.reference import rebuild_reference
 from stages.clocks import Device
 from stages.stage import Stage
 
@@ -35,6 +43,8 @@ __all__ = ["run"]
 _LAYERS = 3
 _TOLERANCE = 0.03
 """Of averages of numbers about 1 in bfloat16; other tokens are about 1 off."""
+_REBUILT_TOLERANCE = 0.05
+"""Of answers over KV that was rounded twice on its way."""
 _WORKSPACE_BYTES = 128 << 20
 _ASKED, _CHOSEN = "fa2", "auto"
 """The backend that SGLang asks for, and what leaves the choice to FlashInfer."""
@@ -52,6 +62,7 @@ def run(stage: Stage) -> None:
     if stage.dry_run:
         sizes: dict[str, Any] = {"page_tokens": 4, "heads": (2, 2), "dim": 8}
         _measure(stage, device, "stand-in", _FORMS | _WITHOUT_CORES, **sizes)
+        _measure_kinds(stage, device, "stand-in", **sizes)
         return
     has_compiler, is_compiled = _has_compiler(), _is_compiled()
     if not has_compiler:
@@ -73,6 +84,7 @@ def run(stage: Stage) -> None:
     sizes = {"page_tokens": 16, "heads": (32, 8), "dim": 128}
     began_s = time.perf_counter()
     _measure(stage, device, _ASKED, _FORMS, **sizes)
+    _measure_kinds(stage, device, _ASKED, **sizes)
     took_s = time.perf_counter() - began_s
     for backend, forms in ((_ASKED, _WITHOUT_CORES), (_CHOSEN, _FORMS)):
         # May have to be compiled too, and a stage that is killed loses its figures.
@@ -195,6 +207,155 @@ def _measure(
         assert worst <= _TOLERANCE, f"{backend} {form}: {worst} off"
         assert unwritten > _TOLERANCE, "the control shows nothing"
         stage.figure(f"flashinfer_{backend}_{form}_off", round(worst, 5))
+
+
+def _measure_kinds(
+    stage: Stage,
+    device: Device,
+    backend: str,
+    *,
+    page_tokens: int,
+    heads: tuple[int, int],
+    dim: int,
+) -> None:
+    """Read what tiers load, and what is rebuilt, by the forms that SGLang runs."""
+    torch.manual_seed(0)
+    place = Place(device.torch.type)
+    lengths = [5 * page_tokens + 3, 2 * page_tokens, 9 * page_tokens + 1]
+    counts = [-(-length // page_tokens) for length in lengths]
+    shape = Shape(_LAYERS, heads[1], dim, page_tokens, 2 * sum(counts))
+    for way in place.ways:
+        store = Store(place, shape, way, sum(counts))
+        pages = torch.from_numpy(store.pages)
+        tokens = (pages[:, None] * page_tokens + torch.arange(page_tokens)).flatten()
+        # A request's tokens are its pages' first ones.
+        firsts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        slots = torch.cat(
+            [
+                tokens[first * page_tokens :][:length]
+                for first, length in zip(firsts, lengths, strict=False)
+            ]
+        ).to(device.torch)
+        noise = torch.randn(store.region.size // 2).to(torch.bfloat16)
+        store.region[:] = noise.view(torch.uint8).numpy().reshape(store.region.shape)
+
+        def load(layer: int, store: Store = store) -> None:
+            pool = store.pool
+            arrival = pool.load_layer(
+                layer, store.region, store.rows, store.pages, after=pool.mark()
+            )
+            if arrival is not None:
+                arrival.order()
+
+        def loaded(layer: int, store: Store = store) -> list[torch.Tensor]:
+            part, made = store.layout.part_bytes, []
+            for offset in (
+                store.layout.key_offset(layer),
+                store.layout.value_offset(layer),
+            ):
+                kept = store.region[store.rows, offset : offset + part].copy()
+                whole = torch.zeros(shape.num_pages, part, dtype=torch.uint8)
+                whole[torch.from_numpy(store.pages)] = torch.from_numpy(kept)
+                numbers = whole.flatten().view(torch.bfloat16)
+                made.append(numbers.view(-1, heads[1], dim).to(device.torch))
+            return made
+
+        facts = {"backend": backend, "way": way}
+        case = (device, store.buffers, slots, lengths, heads, dim)
+        _show(stage, "tiers", _TOLERANCE, facts, case, load, loaded)
+    rebuild, rebuilt = _rebuilds(device, store.buffers, slots, lengths, heads, dim)
+    facts = {"backend": backend, "way": "rebuilt"}
+    _show(stage, "acts", _REBUILT_TOLERANCE, facts, case, rebuild, rebuilt)
+
+
+def _rebuilds(
+    device: Device,
+    buffers: Any,
+    slots: torch.Tensor,
+    lengths: list[int],
+    heads: tuple[int, int],
+    dim: int,
+) -> tuple[Callable[[int], None], Callable[[int], list[torch.Tensor]]]:
+    """Return what rebuilds a layer's KV in its slots, and what that has to be."""
+    hidden, count = heads[1] * dim, len(slots)
+    angles = torch.rand(max(lengths), dim // 2)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    weight = (torch.randn(2 * hidden, hidden) * hidden**-0.5).to(torch.bfloat16)
+    acts = torch.randn(_LAYERS, count, hidden).to(torch.bfloat16)
+    rows = torch.randperm(count)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+
+    def on(where: Any) -> KVProjection:
+        rotary = Rotary(table.to(where))
+        return KVProjection(weight.to(where), None, heads[1], dim, rotary)
+
+    here, there = on("cpu"), on(device.torch)
+    moved = [one.to(device.torch) for one in (acts, rows, positions)]
+
+    def rebuild(layer: int) -> None:
+        keys, values = buffers.k_buffer[layer], buffers.v_buffer[layer]
+        rebuild_kv(moved[0][layer], moved[1], there, keys, values, slots, moved[2])
+
+    def rebuilt(layer: int) -> list[torch.Tensor]:
+        made = []
+        for part in rebuild_reference(acts[layer], rows, here, positions):
+            whole = torch.zeros_like(buffers.k_buffer[layer])
+            whole[slots] = part.to(device.torch)
+            made.append(whole)
+        return made
+
+    return rebuild, rebuilt
+
+
+def _show(
+    stage: Stage,
+    kind: str,
+    tolerance: float,
+    facts: dict[str, Any],
+    case: tuple[Device, Any, torch.Tensor, list[int], tuple[int, int], int],
+    bring: Callable[[int], None],
+    brought: Callable[[int], list[torch.Tensor]],
+) -> None:
+    """Write a record per form; raises AssertionError for another answer.
+
+    Args:
+        kind: of the records.
+        tolerance: of the answers.
+        facts: of the records.
+        case: device, buffers of the layers, slots of all requests' tokens, the
+            requests' lengths, heads of queries and of keys, and their width.
+        bring: queues a layer's KV into its slots.
+        brought: returns keys and values as they have to be then.
+    """
+    device, buffers, slots, lengths, heads, dim = case
+    dtype = torch.bfloat16
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    indptr = torch.tensor(starts, dtype=torch.int32, device=device.torch)
+    for form, num_new in _FORMS.items():
+        queries = torch.tensor([0, *(num_new * (n + 1) for n in range(len(lengths)))])
+        queries = queries.to(torch.int32)
+        q = torch.randn(int(queries[-1]), heads[0], dim, dtype=dtype).to(device.torch)
+        indices = slots.to(torch.int32)
+        wrapper = _planned(
+            device, facts["backend"], form, queries, indptr, indices, heads, dim, dtype
+        )
+        worst, before = 0.0, float("inf")
+        for layer in range(_LAYERS):
+            keys, values = buffers.k_buffer[layer], buffers.v_buffer[layer]
+            keys.normal_()
+            values.normal_()
+            stale = _answer(wrapper, q, keys, values)
+            bring(layer)
+            answer = _answer(wrapper, q, keys, values)
+            wanted = _truth(q, *brought(layer), slots, lengths, num_new)
+            worst = max(worst, float((answer.float() - wanted).abs().max()))
+            before = min(before, float((stale.float() - wanted).abs().max()))
+        stage.add(kind, form=form, worst=worst, before=before, **facts)
+        name = f"{kind} {facts['way']} {form}"
+        assert worst <= tolerance, f"{name}: {worst} off"
+        assert before > tolerance, f"{name}: the control shows nothing"
+        way = "" if kind == "acts" else f"_{facts['way']}"
+        stage.figure(f"flashinfer_{kind}{way}_{form}_off", round(worst, 5))
 
 
 def _planned(

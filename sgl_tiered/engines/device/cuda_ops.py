@@ -10,6 +10,8 @@ import contextlib
 import functools
 import itertools
 import logging
+import weakref
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from sgl_tiered.tiers.pinning import LenientRegister
 __all__ = [
     "CudaOps",
     "CudaStreams",
+    "NumberBlocks",
     "as_byte_pages",
     "cuda_register",
     "numa_node",
@@ -55,8 +58,49 @@ _HALF_BYTES = 16 << 20
 _USES_HOST_POINTERS = 91
 """``CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM``."""
 _SYSFS = Path("/sys/bus/pci/devices")
+_NUM_BLOCKS, _BLOCK_NUMBERS = 64, 2048
+"""1 MiB: copies of page numbers under way at a time, and pages of one."""
 _URGENT = -1
 """CUDA's priority of a stream whose work goes before others'; 0 is the usual one."""
+
+
+class NumberBlocks:
+    """Pinned memory that page numbers are copied to, allocated once and used again.
+
+    To allocate such memory may hold the calling thread until the device is idle. Only
+    where all blocks are in use, or the numbers are more than a block takes, one is
+    added, and kept. One thread at a time.
+    """
+
+    def __init__(self) -> None:
+        shape = (_NUM_BLOCKS, _BLOCK_NUMBERS)
+        self._free = list(pinned_if_possible(shape, torch.int64))
+        self._lent: list[tuple[torch.Tensor, weakref.ref[Int64s], Any]] = []
+
+    def take(self, num_numbers: int) -> torch.Tensor:
+        """Return a block, int64 [at least ``num_numbers``]; ``lent`` must follow."""
+        lent, self._lent = self._lent, []
+        for block, reader, ready in lent:
+            # The device may still write what nobody wants any more.
+            if reader() is None and ready.query():
+                insort(self._free, block, key=len)
+            else:
+                self._lent.append((block, reader, ready))
+        shortest = bisect_left(self._free, num_numbers, key=len)
+        if shortest < len(self._free):
+            return self._free.pop(shortest)
+        length = 1 << (max(num_numbers, _BLOCK_NUMBERS) - 1).bit_length()
+        return pinned_if_possible((length,), torch.int64)
+
+    def lent(self, block: torch.Tensor, numbers: Int64s, ready: Any) -> None:
+        """Take a block back once ``ready`` has passed and nobody has ``numbers``.
+
+        Args:
+            block: that was taken.
+            numbers: what is read of it; views of it hold it as well.
+            ready: an event behind the copy.
+        """
+        self._lent.append((block, weakref.ref(numbers), ready))
 
 
 class CudaStreams:
@@ -81,6 +125,7 @@ class CudaStreams:
         self._forward_stream = forward_stream
         self._engines = engines or CopyEngines(batch_function(), copy_function())
         self._refused = refused
+        self._blocks = NumberBlocks()
 
     def new_stream(self, *, urgent: bool) -> Any:
         """Return a stream; an urgent one's kernels go first."""
@@ -124,11 +169,17 @@ class CudaStreams:
             return torch.from_numpy(numbers).to(self._device, non_blocking=True)
 
     def download(self, numbers: torch.Tensor) -> tuple[Int64s, Any]:
-        """Queue a copy to pinned memory on the calling thread's stream."""
-        on_host = pinned_if_possible(numbers.shape, torch.int64)
-        on_host.copy_(numbers, non_blocking=True)
+        """Queue a copy to pinned memory on the calling thread's stream.
+
+        The memory is used again once nobody has the array; on the engine's thread.
+        """
+        block = self._blocks.take(len(numbers))
+        to = block[: len(numbers)]
+        to.copy_(numbers, non_blocking=True)
         ready = self.current_stream().record_event(self.new_event())
-        return on_host.numpy(), ready
+        on_host: Int64s = to.numpy()
+        self._blocks.lent(block, on_host, ready)
+        return on_host, ready
 
     def choose(self, stream: Any, parts: Sequence[tuple[Any, Any]]) -> torch.Tensor:
         """Put chosen numbers behind each other; the tensor belongs to the stream."""

@@ -134,6 +134,11 @@ class LayeredStreamPool:
         """The copies run beside the forward."""
         return False
 
+    @property
+    def way(self) -> LoadWay:
+        """How layers are loaded to where they lie."""
+        return self._loads.way
+
     def mark(self) -> object:
         """Record an event behind all work that the engine has queued so far."""
         return self._loads.mark()

@@ -30,6 +30,7 @@ from sgl_tiered.engines.device.cuda_ops import (
 )
 from sgl_tiered.engines.device.encoded_pools import EncodedCpuPool
 from sgl_tiered.engines.device.fingerprint import weights_reader
+from sgl_tiered.engines.device.layer_stream_pool import LayeredStreamPool
 from sgl_tiered.engines.device.pools import make_device_pool, page_layout
 from sgl_tiered.engines.device.probe import common_costs, measure_costs
 from sgl_tiered.engines.device.ranks import group_ranks
@@ -75,8 +76,6 @@ __all__ = ["build_cache", "refuse_unsupported"]
 
 logger = logging.getLogger(__name__)
 
-_BLACKWELL = 10
-"""The first number of its compute capability."""
 _REMEDY = "serve this model without --radix-cache-backend tiered"
 
 
@@ -398,9 +397,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         served={
             **report(ctx, model, machine_facts(pool.k_buffer[0].device), engine),
             **form.facts(config),
-            **(
-                {"loads_by": device.way.value} if isinstance(device, StreamPool) else {}
-            ),
+            **_loads_by(device),
         },
         lengths=_lengths(config),
         promoter=promoter,
@@ -547,24 +544,24 @@ def _forward_skips_layers(ctx: Any) -> bool:
     return not getattr(ctx.model_config, "is_generation", True)
 
 
+def _loads_by(device: DevicePool) -> dict[str, str]:
+    """Return how layers come to a device with streams, for ``served``; else nothing."""
+    if isinstance(device, StreamPool | LayeredStreamPool):
+        return {"loads_by": device.way.value}
+    return {}
+
+
 def _joins_offloads(device: torch.device, num_ranks: int) -> bool:
     """Say whether no offload may run beside a forward.
 
-    None needs what they write. But with prefill in breakable graphs on two ranks of
-    Blackwell, HiCache's copies under the next forward left one rank waiting for the
-    other for ever (SGLang issue 38300), and ours run under it in the same way.
+    None needs what they write. But ranks wait for each other inside a forward: with
+    prefill in breakable graphs on two ranks of Blackwell, HiCache's copies under the
+    next forward left one rank waiting for the other for ever (SGLang issue 38300), and
+    ours run under it in the same way. Why was not found, so that no other device,
+    backend or number of ranks is known to be safe. One rank waits for nobody; and on
+    a CPU copies are no work of a device's.
     """
-    from sglang.srt.model_executor.cuda_graph_config import (
-        Backend,
-        Phase,
-        check_cuda_graph_backend,
-    )
-
-    if num_ranks == 1 or device.type != "cuda":
-        return False
-    if not check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
-        return False
-    return bool(torch.cuda.get_device_capability(device)[0] >= _BLACKWELL)
+    return num_ranks > 1 and device.type == "cuda"
 
 
 def _loads_overlap(

@@ -629,6 +629,8 @@ class TieredRuntime:
             breaker = self._breakers[tier.tier_id]
             media[tier.tier_id.label] = {
                 "slot_bytes": tier.slot_bytes,
+                "num_bytes": tier.num_slots * tier.slot_bytes,
+                "pinned_bytes": health.pinned_bytes,
                 "usable": health.usable and not breaker.is_open,
                 "emulated": health.emulated,
                 "emulation": parts.emulator.text(tier.tier_id),

@@ -500,12 +500,40 @@ def test_plans_that_read_elsewhere_are_told_from_each_other(load, tmp_path):
     """FlashInfer's part, on a stand-in: with and without the layer's own indices."""
     stage = stage_of(load, tmp_path)
     load("stages.flashinfer").run(stage)
-    forms = [record["form"] for record in stage.records]
+    layers = [record for record in stage.records if record["kind"] == "layers"]
+    forms = [record["form"] for record in layers]
     assert forms == ["prefill", "decode", "decode_without_tensor_cores"]
-    assert all(record["without_indices"] > 0.1 for record in stage.records)
+    assert all(record["without_indices"] > 0.1 for record in layers)
 
 
 SIZES = {"page_tokens": 4, "heads": (2, 2), "dim": 8}
+
+
+def test_flashinfer_reads_what_tiers_load_and_what_is_rebuilt(load, tmp_path):
+    """Both forms of both, and other answers before."""
+    module, stage = load("stages.flashinfer"), stage_of(load, tmp_path)
+    device = load("stages.clocks").Device(True)
+    module._measure_kinds(stage, device, "stand-in", **SIZES)
+    kinds = [(one["kind"], one["way"], one["form"]) for one in stage.records]
+    assert kinds == [
+        (*kind, form)
+        for kind in (("tiers", "cpu"), ("acts", "rebuilt"))
+        for form in ("prefill", "decode")
+    ]
+    assert all(one["before"] > 0.1 for one in stage.records)
+
+
+@pytest.mark.parametrize("what", ["load_layer", "rebuild_kv"])
+def test_flashinfer_tells_where_nothing_is_brought(load, tmp_path, monkeypatch, what):
+    """A load, or a rebuild, that is left out is another answer."""
+    module, stage = load("stages.flashinfer"), stage_of(load, tmp_path)
+    device = load("stages.clocks").Device(True)
+    owner = module if what == "rebuild_kv" else CpuDevicePool
+    monkeypatch.setattr(owner, what, lambda *args, **how: None)
+    with pytest.raises(AssertionError, match="off"):
+        module._measure_kinds(stage, device, "stand-in", **SIZES)
+    kinds = {one["kind"] for one in stage.records}
+    assert kinds == ({"tiers", "acts"} if what == "rebuild_kv" else {"tiers"})
 
 
 def test_a_backend_that_keeps_pages_of_its_plan_is_refused(load, tmp_path, monkeypatch):

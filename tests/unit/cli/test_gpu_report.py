@@ -151,6 +151,14 @@ def session_of(*, dry_run: bool = False) -> Told:
                     "num_bytes": 2 << 30,
                     "seconds": 0.5,
                 },
+                {
+                    "kind": "pinning",
+                    "threads": 4,
+                    "node": 1,
+                    "is_fresh": True,
+                    "num_bytes": 2 << 30,
+                    "seconds": 0.25,
+                },
             ),
             "gpu_tests": stage(
                 {
@@ -227,6 +235,7 @@ def test_every_figure_stands_beside_its_roof_and_hicache(tmp_path: Path) -> None
     assert "| one plain copy, host to device | 50.00 GB/s, 79% of the link |" in text
     assert "| 8192^3 product | 500.0 TFLOP/s |" in text
     assert "pinning fresh memory, 4 threads | 4.00 GiB/s" in text
+    assert "pinning fresh memory, 4 threads, on NUMA node 1 | 8.00 GiB/s" in text
     # What the product does is the way that it takes, not the fastest one.
     assert "| kernel_by_layer | 90.0% | 71.4% | 1.12 |" in text
     assert "| gather_pages | 90.0% | 71.4% | 1.12 |" in text

@@ -29,6 +29,7 @@ from sgl_tiered.engines.device import cuda_ops  # noqa: E402
 from sgl_tiered.engines.device.cuda_ops import (  # noqa: E402
     CudaOps,
     CudaStreams,
+    NumberBlocks,
     as_byte_pages,
     cuda_register,
     numa_node,
@@ -189,6 +190,54 @@ def launches(monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module("launches")
     sys.modules.pop("launches", None)
+
+
+def lend(blocks, event, num_numbers=3):
+    """Take a block as a copy does; return it, and what its reader holds."""
+    block = blocks.take(num_numbers)
+    numbers = block[:num_numbers].numpy()
+    blocks.lent(block, numbers, event)
+    return block.data_ptr(), numbers
+
+
+def test_numbers_are_copied_to_memory_that_is_there(monkeypatch):
+    """Copies that follow each other ask for no memory; a burst does once."""
+    asked = []
+    real = cuda_ops.pinned_if_possible
+
+    def allocate(shape, dtype):
+        asked.append(tuple(shape))
+        return real(shape, dtype)
+
+    monkeypatch.setattr(cuda_ops, "pinned_if_possible", allocate)
+    blocks, passed = NumberBlocks(), SimpleNamespace(query=lambda: True)
+    num_blocks, block_numbers = asked.pop()
+    for _ in range(3 * num_blocks):
+        lend(blocks, passed)
+    assert asked == []
+    for _ in range(2):
+        held = [lend(blocks, passed) for _ in range(num_blocks + 1)]
+        assert len({at for at, _ in held}) == num_blocks + 1
+        lend(blocks, passed, block_numbers + 1)
+        held.clear()
+    assert asked == [(block_numbers,), (2 * block_numbers,)]
+
+
+def test_numbers_stay_while_they_are_read_or_written(monkeypatch):
+    """Neither a reader, of a part too, nor a copy under way loses its memory."""
+    monkeypatch.setattr(cuda_ops, "_NUM_BLOCKS", 1)
+    blocks, is_over = NumberBlocks(), [False]
+    event = SimpleNamespace(query=lambda: is_over[0])
+    first, numbers = lend(blocks, event)
+    part = numbers[1:]
+    del numbers
+    is_over[0] = True
+    assert blocks.take(1).data_ptr() != first
+    del part
+    is_over[0] = False
+    assert blocks.take(1).data_ptr() != first
+    is_over[0] = True
+    assert blocks.take(1).data_ptr() == first
 
 
 @pytest.mark.parametrize("way", LoadWay)

@@ -183,6 +183,8 @@ def test_every_report_says_that_cxl_is_emulated(rig, caplog):
     stats = rig.runtime.stats()
     assert stats["media"]["cxl"] == {
         "slot_bytes": LAYOUT.slot_bytes,
+        "num_bytes": rig.runtime.parts.cxl.num_slots * LAYOUT.slot_bytes,
+        "pinned_bytes": 0,
         "usable": True,
         "emulated": True,
         "emulation": "",

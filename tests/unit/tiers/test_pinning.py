@@ -1,12 +1,17 @@
 """Pinning a region: in parts, by several threads, in use before the last one."""
 
+import errno
 import logging
+import re
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.tiers import numa_calls
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
 from sgl_tiered.tiers.host import HostTier
@@ -146,6 +151,7 @@ def test_a_refusal_of_the_first_part_is_one_of_all(driver, caplog):
     pinning = pin(driver, 20)
     assert pinning.is_refused
     assert pinning.num_ready == 20
+    assert pinning.pinned_bytes == 0
     assert pinning.wait(PATIENCE_S)
     assert driver.callers == {threading.current_thread().name}
     assert not caplog.records
@@ -178,14 +184,99 @@ def test_close_does_not_wait_for_parts_that_were_not_begun(driver):
     assert set(threading.enumerate()) == before
 
 
+def told_until(caplog, words):
+    """Return the lines so far, once one of them has these words."""
+    give_up_at_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up_at_s:
+        texts = [record.getMessage() for record in caplog.records]
+        if any(words in text for text in texts):
+            return texts
+        time.sleep(0.005)
+    raise AssertionError(f"no line has {words!r}")
+
+
 def test_progress_is_told(driver, caplog):
-    """One line as often as asked for, with what is ready and what is wanted."""
+    """At first, as often as asked for while nothing comes, and with the last part."""
+    rows_per_gb = 250_000  # of 4,000 bytes
+    driver.free_parts = 1
+    driver.open.clear()
     with caplog.at_level(logging.INFO):
-        pinning = pin(driver, 16, progress_s=0.0)
+        pinning = Pinning(
+            driver,
+            ADDRESS,
+            4 * rows_per_gb,
+            4000,
+            part_bytes=10**9,
+            num_threads=2,
+            progress_s=0.01,
+        )
+        first, *_ = told_until(caplog, "no more for")
+        driver.open.set()
         assert pinning.wait(PATIENCE_S)
     texts = [record.getMessage() for record in caplog.records]
-    assert any("of 0.00 GB" in text and "pinned" in text for text in texts)
+    assert first == texts[0]
+    assert "1.00 of 4.00 GB of memory are pinned and in use; 2 threads" in first
+    (stuck, *_) = [text for text in texts if "no more for" in text]
+    assert "1.00 of 4.00 GB" in stuck
+    assert re.search(r"all 4.00 GB of memory are pinned, in \d+\.\d s$", texts[-1])
     pinning.close()
+
+
+def test_no_line_says_all_where_it_is_not(driver, caplog):
+    """A refusal and a close end it without."""
+    driver.refuses_from = ADDRESS + 8 * ROW
+    with caplog.at_level(logging.INFO):
+        pin(driver, 20).close()
+        driver.refuses_from = None
+        driver.free_parts = 1
+        driver.open.clear()
+        pinning = pin(driver, 4000, num_threads=1)
+        closing = threading.Thread(target=pinning.close)
+        closing.start()
+        assert pinning._stop.wait(PATIENCE_S)
+        driver.open.set()
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+    assert "are pinned, in" not in caplog.text
+
+
+def test_a_region_is_placed_before_it_is_touched(monkeypatch):
+    """On the node that was asked for: pages that are there would stay."""
+    calls = []
+
+    def prefer(address, num_bytes, node):
+        calls.append(("prefer", address, num_bytes, node))
+
+    def register(address, num_bytes):
+        calls.append(("pin", address, num_bytes))
+        return lambda: None
+
+    monkeypatch.setattr("sgl_tiered.tiers.memory.prefer_node", prefer)
+    tier = HostTier(ROW, 8, register=register, node=1)
+    address = tier.region.ctypes.data
+    assert calls == [("prefer", address, 8 * ROW, 1), ("pin", address, 8 * ROW)]
+    tier.close()
+    calls.clear()
+    HostTier(ROW, 8, register=register).close()
+    assert [name for name, *_ in calls] == ["pin"]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_node_is_preferred_and_not_insisted_on(monkeypatch, caplog, refuses):
+    """Where the kernel refuses, one line says so, and memory lies anywhere."""
+    asked = []
+
+    def bind(*how):
+        asked.append(how)
+        if refuses:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+    find = classmethod(lambda kind: SimpleNamespace(bind=bind))
+    monkeypatch.setattr(numa_calls.NumaCalls, "find", find)
+    numa_calls.prefer_node(ADDRESS, 8 * ROW, 1)
+    assert asked == [(ADDRESS, 8 * ROW, numa_calls.PREFERRED, [1])]
+    assert all("node 1" in record.getMessage() for record in caplog.records)
+    assert len(caplog.records) == refuses
 
 
 def test_a_region_is_whole_unless_parts_of_it_will_do(driver):
@@ -220,6 +311,7 @@ def test_a_memory_tier_serves_before_its_last_part_is_pinned(
     driver.open.clear()
     tier = memory_tier(kind, driver, tmp_path)
     assert (tier.num_ready, tier.num_slots) == (8, 64)
+    assert tier.health().pinned_bytes == 8 * ROW
     told, done = [], threading.Event()
 
     def note(num_slots):
@@ -232,6 +324,7 @@ def test_a_memory_tier_serves_before_its_last_part_is_pinned(
     assert done.wait(PATIENCE_S)
     assert told[0] == 8
     assert tier.num_ready == 64
+    assert tier.health().pinned_bytes == 64 * ROW
     tier.close()
     assert driver.pinned == {}
 

@@ -1,0 +1,116 @@
+"""Counts what would hold the scheduler's thread on each way of a page: make host-waits.
+
+    python tests/contract/count_waits.py
+
+Runs the stories of ``waits_program.py``, each in a process of its own. The last line is
+one JSON object: ``host_waits_on_scheduler``, calls of the product's code, and of
+SGLang's for it, that would wait for the device on plain tiers; ``pinned_allocations``
+and ``held``, those of pinned memory there, and waits for a thread that waits for the
+device; ``layerwise`` and ``sparse``, the places that do wait where KV is placed singly;
+and ``planted_caught``, whether each wait that was put in on purpose was seen. The exit
+status is 0 where plain tiers have none and all plants were seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["STORIES", "places", "summary"]
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ("plain rust", "plain python", "ahead rust", "split rust")
+STORIES = (*PLAIN, "planted rust", "layerwise rust", "layerwise_cuda rust")
+STORIES += ("sparse rust",)
+_TIMEOUT_S = 280.0
+
+
+def places(*stories: Mapping[str, Any]) -> set[str]:
+    """Return where the thread would wait, but for the CPU's own attention."""
+    found: set[str] = set()
+    for told in stories:
+        found.update(*told["host_waits_on_scheduler"].values())
+    return {place for place in found if "attention.py" not in place}
+
+
+def summary(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the last line.
+
+    Args:
+        told: what ``waits_program.py`` tells, by story and core.
+    """
+
+    def count(*kinds: str) -> int:
+        return sum(
+            sum(by_place.values())
+            for story in PLAIN
+            for kind in kinds
+            for by_place in told[story][kind].values()
+        )
+
+    return {
+        "host_waits_on_scheduler": count(
+            "host_waits_on_scheduler", "in_sglang_for_ours"
+        ),
+        "pinned_allocations": count("pinned_allocations"),
+        "held": sum(len(told[story]["held"]) for story in PLAIN),
+        "layerwise": sorted(
+            places(told["layerwise rust"], told["layerwise_cuda rust"])
+        ),
+        "sparse": sorted(places(told["sparse rust"])),
+        "planted_caught": _is_caught(told["planted rust"]),
+    }
+
+
+def _is_caught(told: Mapping[str, Any]) -> bool:
+    """Say whether each plant was seen, and nothing where nothing is planted."""
+    waits = dict(told["host_waits_on_scheduler"])
+    # A sleep waits for no device, and is told with the threads.
+    slept = told["waits_for_threads"]["sleep"]
+    is_clean = waits.pop("nothing") == {} and waits.pop("sleep") == {}
+    is_slept = any("_page_numbers" in place for place in slept)
+    return is_clean and is_slept and bool(waits) and all(waits.values())
+
+
+def main() -> int:
+    """Run the stories; print the last line and return the exit status."""
+    program = str(Path(__file__).with_name("waits_program.py"))
+    # SGLang compiles a penalty, which takes minutes on a busy machine.
+    env = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    # Two of torch's threads wait for each other actively.
+    env.setdefault("OMP_NUM_THREADS", "1")
+    told = {}
+    for story in STORIES:
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run(
+                [sys.executable, program, *story.split(), folder],
+                capture_output=True,
+                text=True,
+                env=env,
+                cwd=ROOT,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+        if done.returncode != 0:
+            print(done.stderr[-4000:], file=sys.stderr)
+            print(json.dumps({"error": f"the story {story!r} did not end well"}))
+            return 1
+        told[story] = json.loads(done.stdout.splitlines()[-1])
+        waits = told[story]["host_waits_on_scheduler"]
+        counted = {path: sum(found.values()) for path, found in waits.items()}
+        print(f"{story}: {json.dumps(counted)}", flush=True)
+    found = summary(told)
+    print(json.dumps(found), flush=True)
+    counts = ("host_waits_on_scheduler", "pinned_allocations", "held")
+    is_good = not any(found[name] for name in counts) and found["planted_caught"]
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
