@@ -48,8 +48,8 @@ from sgl_tiered_workloads.server import SglangServer, exit_on_signals
 MINUTES = 45.0
 _USERS = 32
 """So many keep the servers busy, though each pauses between its turns."""
-_STOP_S = 60.0
-"""Before the end: what it takes to stop, and to write."""
+_STOP_S = 90.0
+"""Before the end: what it takes to stop, to write, and to draw intervals."""
 
 
 def design() -> dict[str, Any]:
