@@ -204,14 +204,14 @@ async def _strike(
     struck.before_kill = await asyncio.to_thread(counted, server)
     cluster.kill(killed.name)
     if await asyncio.to_thread(_has_ended, server):
-        struck.killed_s = time.monotonic() - began_s
+        struck.killed_s = round(time.monotonic() - began_s, 2)
     await asyncio.sleep(max(0.0, began_s + add_s - time.monotonic()))
     try:
         await asyncio.to_thread(add_instance, front, added)
     except OSError as error:
         struck.why_not = f"{added.name} was not added: {error}"[:200]
     else:
-        struck.added_s = time.monotonic() - began_s
+        struck.added_s = round(time.monotonic() - began_s, 2)
 
 
 def _has_ended(server: SglangServer) -> bool:

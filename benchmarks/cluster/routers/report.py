@@ -107,7 +107,7 @@ def _plan(backends: Sequence[str]) -> Iterator[Run]:
     for backend in backends:
         for repeat in range(WANTED_REPEATS[backend]):
             order = rotated(ROUTERS, repeat)
-            first, second = SHARES if repeat % 2 == 0 else reversed(SHARES)
+            first, second = SHARES if repeat % 2 == 0 else SHARES[::-1]
             yield from (Run(backend, first, repeat, name) for name in order)
             yield from (Run(backend, second, repeat, name) for name in reversed(order))
 
