@@ -80,7 +80,7 @@ class Bench:
         self.ports: Ports = Range(args.ports) if args.ports else Ports()
         peers = {"sglang-router": router_version(args.sglang_router)}
         sizes = {**design(), "requests": args.requests}
-        self.call = Call("router", sizes, args.records, peers, busy_cores())
+        self.call = Call("router", sizes, args.record, peers, busy_cores())
 
     async def run(self) -> None:
         """Measure runs until the time is up."""
@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench-router"))
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument(
-        "--records", type=Path, default=Path(__file__).with_name("records")
+        "--record", type=Path, default=Path(__file__).with_name("records")
     )
     parser.add_argument("--minutes", type=float, default=600.0 if full else MINUTES)
     parser.add_argument("--seed", type=int, default=1)

@@ -75,7 +75,7 @@ class Bench:
         self.clock = Clock("store", args.minutes, _STOP_S)
         self.out: Path = args.out.resolve()
         sizes = design(args.asks) | {"arms": args.arms}
-        self.call = Call("store", sizes, args.records, peer_versions(), busy_cores())
+        self.call = Call("store", sizes, args.record, peer_versions(), busy_cores())
 
     async def run(self) -> None:
         """Play repeats until the time is up."""
@@ -163,7 +163,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench-store"))
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument(
-        "--records", type=Path, default=Path(__file__).with_name("records")
+        "--record", type=Path, default=Path(__file__).with_name("records")
     )
     parser.add_argument("--minutes", type=float, default=600.0 if full else MINUTES)
     parser.add_argument("--seed", type=int, default=1)
