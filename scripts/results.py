@@ -554,7 +554,9 @@ def router_line() -> str:
         ),
     }
     said = [
-        f"{_interval(told, key)} of {what}" for what, key in ratios.items() if key in told
+        f"{_interval(told, key)} of {what}"
+        for what, key in ratios.items()
+        if key in told
     ]
     counts = ", ".join(f"{n} at {cell}" for cell, n in told["repeats"].items())
     return (
@@ -584,7 +586,9 @@ def store_line() -> str:
         ),
     }
     said = [
-        f"{_interval(told, key)} of {what}" for what, key in ratios.items() if key in told
+        f"{_interval(told, key)} of {what}"
+        for what, key in ratios.items()
+        if key in told
     ]
     return (
         f"To the first token of a prompt whose prefix another server has computed, our "

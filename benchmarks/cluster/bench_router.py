@@ -103,9 +103,7 @@ class Bench:
         members = arms.servers(backend, folder, self.ports, self.out / "plugins")
         device = arms.reference_device(folder)
         plain = new_member(device, COLOCATED, "plain", self.ports, events=False)
-        cluster = Cluster(
-            [*members, plain], logs, ports=self.ports, say=self.clock.say
-        )
+        cluster = Cluster([*members, plain], logs, ports=self.ports, say=self.clock.say)
         async with Running(cluster):
             while (run := self._next()) is not None and run.backend == backend:
                 reference = await self._reference(
@@ -173,8 +171,8 @@ class Bench:
         self.clock.say(
             f"{run.backend} {run.share} repeat {run.repeat} {run.router}: "
             f"{block['seconds']:.0f} s, TTFT mean {np.mean(times):.0f} ms, P99 "
-            f"{np.percentile(times, 99):.0f} ms, cached {cached:.1%}, evicted {block['evicted_tokens']} tokens, waiting "
-            f"{block['waiting']}, served {block['served']}, lost {block['lost']}, "
+            f"{np.percentile(times, 99):.0f} ms, cached {cached:.1%}, evicted "
+            f"{block['evicted_tokens']} tokens, waiting {block['waiting']}, served {block['served']}, lost {block['lost']}, "
             f"unsent {block['unsent']}, broken {block['broken']}, wrong "
             f"{block['wrong']} of {block['judged']}"
         )

@@ -99,7 +99,6 @@ class Call:
         with self.path.open("a") as out:
             out.write(json.dumps(told) + "\n")
 
-
     def end(self, told: Mapping[str, Any]) -> None:
         """Write what all blocks came to, if any of them is of this call."""
         if self.blocks:

@@ -132,7 +132,7 @@ def summary(blocks: Sequence[Block]) -> dict[str, Any]:
     queues = _queues(blocks)
     lost = _by_router(blocks, "lost")
     evictions = {
-        name: min((b["evicted_tokens"] for b in blocks if b["router"] == name))
+        name: min(b["evicted_tokens"] for b in blocks if b["router"] == name)
         for name in lost
     }
     told |= {

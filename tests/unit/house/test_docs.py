@@ -383,7 +383,11 @@ ROUTERS, STORES = ({**MACHINE, "figures": told} for told in (ROUTER, STORE))
         ("router", [ROUTERS], "is 55.0% (50.0% to 60.0%) of that of routing by"),
         ("router", [ROUTERS], "missed: `router_p99_vs_sglang_router`, `complete`."),
         ("router", [ROUTERS | {"figures": ROUTER | {"wrong": 1}}], "no speed"),
-        ("store", [STORES], "takes 40.0% (35.0% to 45.0%) of what computing it takes ("),
+        (
+            "store",
+            [STORES],
+            "takes 40.0% (35.0% to 45.0%) of what computing it takes (",
+        ),
         ("store", [STORES], "no GPU, beside other work). Targets missed: none."),
         ("store", [STORES | {"figures": STORE | {"wrong": 1}}], "no speed"),
         ("no-reuse", [NO_REUSE], "99.1% (98.8% to 99.4%) is left with host memory"),
