@@ -172,7 +172,8 @@ class Bench:
             f"{run.backend} {run.share} repeat {run.repeat} {run.router}: "
             f"{block['seconds']:.0f} s, TTFT mean {np.mean(times):.0f} ms, P99 "
             f"{np.percentile(times, 99):.0f} ms, cached {cached:.1%}, evicted "
-            f"{block['evicted_tokens']} tokens, waiting {block['waiting']}, served {block['served']}, lost {block['lost']}, "
+            f"{block['evicted_tokens']} tokens, waiting {block['waiting']}, "
+            f"served {block['served']}, lost {block['lost']}, "
             f"unsent {block['unsent']}, broken {block['broken']}, wrong "
             f"{block['wrong']} of {block['judged']}"
         )
