@@ -189,12 +189,12 @@ bench-cluster: install ## routers, and prefill/decode pairs, ours and SGLang's (
 bench-router: install ## routers, ours and SGLang's, where memory is short; resumable
 	@bash scripts/peers.sh "$(VENV)"
 	@$(SAY) router "45 minutes a call, calls add up; last line is one JSON object"
-	@exec $(BENCH) router benchmarks/cluster/bench_router.py $(ARGS)
+	@exec $(PY) benchmarks/cluster/bench_router.py $(KEEP) $(ARGS)
 
 .PHONY: bench-store
 bench-store: install ## a prefix from another server: our pool, Mooncake Store; resumable
 	@$(SAY) store "45 minutes a call, calls add up; last line is one JSON object"
-	@exec $(BENCH) store benchmarks/cluster/bench_store.py $(ARGS)
+	@exec $(PY) benchmarks/cluster/bench_store.py $(KEEP) $(ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: install ## all that has to be seen on a GPU; ARGS=--dry-run on a CPU

@@ -106,6 +106,12 @@ KINDS = {
             "benchmarks/serving/no_reuse",
         ),
     ),
+    "router": Kind(
+        "benchmarks/cluster/records/router-*.jsonl", "make bench-router", _PRODUCT
+    ),
+    "store": Kind(
+        "benchmarks/cluster/records/store-*.jsonl", "make bench-store", _PRODUCT
+    ),
 }
 
 
@@ -139,13 +145,27 @@ class Found:
         return f"{self.date}, {self.commit[:7]}{'' if self.is_current else CHANGED}"
 
 
+def _read(path: Path) -> Record:
+    """Return what is in a record.
+
+    Of a file of lines that is what its first line says of the run, and the figures of
+    its last one; nothing if the run was ended before that.
+    """
+    text = path.read_text()
+    if path.suffix == ".json":
+        return dict(json.loads(text))
+    lines = text[: text.rfind("\n") + 1].splitlines() or ["{}"]
+    first, last = json.loads(lines[0]), json.loads(lines[-1])
+    return {**first, "figures": last["figures"]} if "figures" in last else {}
+
+
 def dated(path: Path) -> tuple[str, str]:
     """Return date and commit of a record, from itself or from ``dates.json``.
 
     Raises:
         SystemExit: a record without them has not been committed yet.
     """
-    record = json.loads(path.read_text())
+    record = _read(path)
     known = json.loads(DATES.read_text()) if DATES.exists() else {}
     name = path.relative_to(ROOT).as_posix()
     said = known.get(name, {})
@@ -162,7 +182,7 @@ def _in_order(paths: Iterable[Path]) -> list[Path]:
 
     def key(path: Path) -> tuple[str, str, int, str]:
         stamp = _STAMP.search(path.name)
-        time = json.loads(path.read_text()).get("time", "")
+        time = _read(path).get("time", "")
         time = time or (":".join(stamp.groups()[3:]) if stamp else "")
         return dated(path)[0], time, len(path.name), path.name
 
@@ -170,9 +190,10 @@ def _in_order(paths: Iterable[Path]) -> list[Path]:
 
 
 def _files(name: str) -> list[Path]:
-    """Return the records of a kind."""
-    own, kept = ROOT.glob(KINDS[name].pattern), ROOT.glob(f"{RECORDS}/{name}-*.json")
-    return sorted({*own, *kept})
+    """Return the records of a kind, without runs that came to nothing."""
+    pattern = KINDS[name].pattern
+    kept = ROOT.glob(f"{RECORDS}/{name}-*{Path(pattern).suffix}")
+    return sorted(path for path in {*ROOT.glob(pattern), *kept} if _read(path))
 
 
 @cache
@@ -181,7 +202,7 @@ def found(name: str) -> Found | None:
     kind, paths = KINDS[name], _files(name)
     if not paths:
         return None
-    told = {path: json.loads(path.read_text()) for path in paths}
+    told = {path: _read(path) for path in paths}
     now = source_hash(ROOT, kind.folders, kind.without)
     wanted = now
     if all(record["source"] != now for record in told.values()):
@@ -510,6 +531,73 @@ def reuse_line() -> str:
     )
 
 
+def _engines(record: Record) -> str:
+    """Say on what existing engines were compared with, and what is not as wanted."""
+    told = record["figures"]
+    beside = "" if told["alone"] else ", beside other work"
+    wanted = ", ".join(f"`{name}`" for name in told["targets_missed"])
+    return f"{_on(record)}{beside}). Targets missed: {wanted or 'none'}."
+
+
+def router_line() -> str:
+    """Tell how our router compares with others where memory is short."""
+    run = found("router")
+    if run is None:
+        return _missing("router")
+    told = run.last["figures"]
+    if told["wrong"] or not told["evictions"]:
+        return "*An answer was wrong, or nothing was evicted: no speed is claimed.*"
+    ratios = {
+        "that of routing by session": "router_p99_vs_session",
+        "that of the better of sglang-router's two policies": (
+            "router_p99_vs_sglang_router"
+        ),
+    }
+    said = [
+        f"{_interval(told, key)} of {what}"
+        for what, key in ratios.items()
+        if key in told
+    ]
+    counts = ", ".join(f"{n} at {cell}" for cell, n in told["repeats"].items())
+    return (
+        f"P99 of the time to the first token behind our router is "
+        f"{' and '.join(said) or 'not known yet'} (the median of two rates, 95 % "
+        f"intervals), on chats, documents and ReAct whose working set is four times "
+        f"the devices' memory, with a server killed and one added in each run. "
+        f"{told['lost']} requests of all routers were lost (`{run.kind.command}`; "
+        f"{told['runs']} runs, whole repeats: {counts or 'none'}; {run.when}; "
+        f"{_engines(run.last)}"
+    )
+
+
+def store_line() -> str:
+    """Tell what a prefix from another server takes, from our pool and from others."""
+    run = found("store")
+    if run is None:
+        return _missing("store")
+    told = run.last["figures"]
+    if told["wrong"]:
+        return "*An answer was wrong: no speed is claimed.*"
+    ratios = {
+        "what computing it takes": "ttft_vs_recompute",
+        "what HiCache with Mooncake Store takes": "ttft_vs_mooncake_store",
+        "the latter, with host tiers as small as Mooncake's segment": (
+            "ttft_quarter_vs_mooncake_store"
+        ),
+    }
+    said = [
+        f"{_interval(told, key)} of {what}"
+        for what, key in ratios.items()
+        if key in told
+    ]
+    return (
+        f"To the first token of a prompt whose prefix another server has computed, our "
+        f"pool takes {'; '.join(said) or 'a time not known yet'} (means, 95 % "
+        f"intervals). {told['lost']} requests were lost (`{run.kind.command}`; "
+        f"{told['blocks']} repeats; {run.when}; {_engines(run.last)}"
+    )
+
+
 def results_table() -> str:
     """Return README's rows; those of reuse once there are records."""
     rows = [
@@ -538,6 +626,8 @@ def measured_table() -> str:
         "restart": "a start on a full disk",
         "reuse": "hits beside HiCache's",
         "no-reuse": "prompts that never come again",
+        "router": "routers where memory is short",
+        "store": "a prefix from another server",
     }
     lines = [
         "| what | command | when, commit | on | records |",
@@ -572,6 +662,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "restart-line": restart_line,
     "reuse-line": reuse_line,
     "no-reuse-line": no_reuse_line,
+    "router-line": router_line,
+    "store-line": store_line,
     "results-table": results_table,
     "measured-table": measured_table,
     "printed-table": printed_table,
@@ -609,7 +701,7 @@ def note_dates() -> None:
     for kind in KINDS:
         for path in _files(kind):
             name = path.relative_to(ROOT).as_posix()
-            record = json.loads(path.read_text())
+            record = _read(path)
             has_date = "date" in record or _STAMP.search(path.name)
             if name in known or (has_date and "commit" in record):
                 continue

@@ -3,12 +3,13 @@
 Our router by prompt tree, by session and by least load, and sglang-router's
 ``cache_aware`` and ``power_of_two``, take turns in front of three servers, tiered ones
 or HiCache's; device pools together hold a quarter of the working set, hosts another.
-Chats, documents and ReAct, at two loads below saturation; in the middle of each
-measurement a server is killed, and later another one added.
+Chats, documents and ReAct, mixed, at two rates below saturation; in the middle of each
+run a server is killed, and later another one added.
 
-Each call measures the cells that were measured least, for so many minutes, and writes
-each to ``records/`` when all routers have had it. README.md says more. A table of all
-calls that add up, and one JSON object as the last line.
+Each call goes on with the runs that have no record yet, for so many minutes, and writes
+each to ``records/`` when it is over. README.md says more. A table of all calls that add
+up, and one JSON object as the last line; the exit code is 1 if it names
+``targets_missed``.
 """
 
 from __future__ import annotations
@@ -35,21 +36,20 @@ from against.running import Running
 from routers import arms, loads, report
 from routers.arms import PAGE, Front
 from routers.playing import ADDED_AT, KILLED_AT, Played, play
+from routers.report import Run
 from sgl_tiered_workloads.arrivals import ClosedLoop, poisson_arrivals
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.cluster.members import COLOCATED, Member, new_member
 from sgl_tiered_workloads.cluster.ports import Ports
 from sgl_tiered_workloads.cluster.running import Cluster
 from sgl_tiered_workloads.driver import run_sessions
-from sgl_tiered_workloads.harness.turns import rotated
-from sgl_tiered_workloads.server import exit_on_signals
+from sgl_tiered_workloads.server import SglangServer, exit_on_signals
 
 MINUTES = 45.0
-_MANY_USERS = 8
-_CALIBRATION_REQUESTS = 100
-_CALIBRATION_SEED = 90_000
-_STOP_S = 60.0
-"""Before the end: what it takes to stop, and to write."""
+_USERS = 32
+"""So many keep the servers busy, though each pauses between its turns."""
+_STOP_S = 90.0
+"""Before the end: what it takes to stop, to write, and to draw intervals."""
 
 
 def design() -> dict[str, Any]:
@@ -64,6 +64,7 @@ def design() -> dict[str, Any]:
         "pauses_s": dict(loads.PAUSES_S),
         "max_turns": loads.MAX_TURNS,
         "shares": report.SHARES,
+        "users": _USERS,
         "killed_at": KILLED_AT,
         "added_at": ADDED_AT,
     }
@@ -79,181 +80,163 @@ class Bench:
         self.ports: Ports = Range(args.ports) if args.ports else Ports()
         peers = {"sglang-router": router_version(args.sglang_router)}
         sizes = {**design(), "requests": args.requests}
-        self.call = Call("router", sizes, args.records, peers, busy_cores())
+        self.call = Call("router", sizes, args.record, peers, busy_cores())
 
     async def run(self) -> None:
-        """Measure cells until the time is up."""
+        """Measure runs until the time is up."""
         folder = await asyncio.to_thread(model.half_bench, self.args.models)
-        while True:
-            cells = report.next_cells(
-                self.call.all_blocks, self.args.servers, self.args.loads
-            )
-            (backend, _, _), repeat = cells[0]
-            if repeat >= self.args.repeats or not self.clock.fits(self.call.blocks):
-                return
-            wanted = [cell for cell, n in cells if (cell[0], n) == (backend, repeat)]
-            seeds = {self._seed(load, repeat) for _, load, _ in wanted}
-            await self._references(folder, seeds)
-            await self._with_servers(backend, folder, repeat)
+        while (run := self._next()) is not None:
+            await self._with_servers(run.backend, folder)
 
-    async def _with_servers(self, backend: str, folder: Path, repeat: int) -> None:
-        """Measure one repeat of the cells of a kind of servers, while time is left."""
+    def _next(self) -> Run | None:
+        """Return the run that is due; None if there is none, or no time for it."""
+        left = report.runs_left(self.call.all_blocks, self.args.servers)
+        return left[0] if left and self.clock.fits(self.call.all_blocks) else None
+
+    async def _with_servers(self, backend: str, folder: Path) -> None:
+        """Measure the runs before a kind of servers, while time is left.
+
+        Plain SGLang is there besides and asleep but for the time in which it answers a
+        schedule that is new.
+        """
         logs = self.out / "logs" / backend
         members = arms.servers(backend, folder, self.ports, self.out / "plugins")
-        cluster = Cluster(members, logs, ports=self.ports, say=self.clock.say)
+        device = arms.reference_device(folder)
+        plain = new_member(device, COLOCATED, "plain", self.ports, events=False)
+        cluster = Cluster([*members, plain], logs, ports=self.ports, say=self.clock.say)
         async with Running(cluster):
-            while self.clock.fits(self.call.blocks):
-                (cell, number), *_ = report.next_cells(
-                    self.call.all_blocks, self.args.servers, self.args.loads
+            while (run := self._next()) is not None and run.backend == backend:
+                reference = await self._reference(
+                    cluster.servers[plain.name], self._seed(run.repeat)
                 )
-                if cell[0] != backend or number != repeat:
-                    return
-                await self._block(cluster, members, cell, repeat)
+                rate = await self._rate(cluster, members, reference)
+                await self._run(cluster, members, run, reference, rate)
 
-    async def _block(
+    async def _run(
         self,
         cluster: Cluster,
         members: list[Member],
-        cell: report.Cell,
-        repeat: int,
+        run: Run,
+        reference: Reference,
+        rate: float,
     ) -> None:
-        """Let the routers take turns with one schedule, and keep what came of it."""
-        backend, load, share = cell
+        """Play a schedule through a router, and keep what came of it."""
         began_s = time.monotonic()
-        seed = self._seed(load, repeat)[1]
-        reference = kept_reference(self._path(load, seed))
-        assert reference is not None, "recorded before the servers were started"
-        rate = await self._rate(cluster, members, load)
+        seed = self._seed(run.repeat)
         records = reference.records
-        pauses_s = np.random.default_rng(seed).exponential(
-            loads.PAUSES_S[load], len(records)
-        )
-        count = len(loads.scripts(records, pauses_s))
-        sessions_per_s = share * rate * count / len(records)
-        arrivals = poisson_arrivals(
-            sessions_per_s, count, np.random.default_rng(seed + 1)
-        )
-        turn = len(self.call.all_blocks)
-        told: dict[str, Any] = {}
-        for name in rotated(arms.ROUTERS, turn):
-            front = Front.before(
-                name,
-                members[:-1],
-                self.ports,
-                self.out / "logs" / "routers",
-                self.args.sglang_router,
-            )
-            sessions = loads.scripts(records, pauses_s)
-            played = await play(cluster, front, members, sessions, arrivals, f"{seed}.")
-            told[name] = self._judged(reference, played)
-            self._say_arm(cell, name, told[name])
-        self.call.keep(
-            {
-                "backend": backend,
-                "load": load,
-                "share": share,
-                "repeat": repeat,
-                "seed": seed,
-                "capacity_per_s": rate,
-                "sessions_per_s": sessions_per_s,
-                "working_set_tokens": loads.working_set(records, PAGE),
-                "requests": len(records),
-                "order": list(rotated(arms.ROUTERS, turn)),
-                "seconds": round(time.monotonic() - began_s, 1),
-                "arms": told,
-            }
-        )
+        sessions = loads.scripts(records, loads.draw_pauses(records, seed))
+        sessions_per_s = run.share * rate * len(sessions) / len(records)
+        generator = np.random.default_rng(seed + 1)
+        arrivals = poisson_arrivals(sessions_per_s, len(sessions), generator)
+        front = self._front(run.router, members)
+        prefix = f"{seed}.{run.share}."
+        played = await play(cluster, front, members, sessions, arrivals, prefix)
+        block = {
+            **run._asdict(),
+            "seed": seed,
+            "capacity_per_s": rate,
+            "sessions_per_s": sessions_per_s,
+            "working_set_tokens": loads.working_set(records, PAGE),
+            "requests": len(records),
+            "added": members[-1].name,
+            **self._judged(reference, played),
+            "seconds": round(time.monotonic() - began_s, 1),
+        }
+        self.call.keep(block)
+        self._say(run, block)
 
     def _judged(self, reference: Reference, played: Played) -> dict[str, Any]:
         wrong = judge(reference, played.records, PAGE)
         documents = {loads.document_of(each.key) for each in reference.records}
+        struck = played.struck
+        told = [*wrong.told, *(str(each.error)[:200] for each in played.lost[:3])]
         return {
             **report.arm_block(played.records, sorted(documents)),
             "lost": len(played.lost),
             "unsent": len(reference.records) - len(played.records),
             "broken": played.num_broken,
             "evicted_tokens": played.evicted_tokens,
+            "served": played.served,
+            "killed_s": struck.killed_s,
+            "added_s": struck.added_s,
             "cached": played.cached,
             "wrong": len(wrong.keys),
             "judged": wrong.judged,
-            "told": [*wrong.told, *(str(each.error)[:200] for each in played.lost[:3])],
+            "told": [*told, struck.why_not] if struck.why_not else told,
         }
 
-    def _say_arm(self, cell: report.Cell, name: str, told: dict[str, Any]) -> None:
-        times = np.concatenate([np.asarray(t) for t in told["ttft_ms"].values()])
-        cached = sum(told["cached"].values()) / max(told["prompt_tokens"], 1)
-        backend, load, share = cell
+    def _say(self, run: Run, block: dict[str, Any]) -> None:
+        times = [t for each in block["ttft_ms"].values() for t in each] or [np.nan]
+        cached = sum(block["cached"].values()) / max(block["prompt_tokens"], 1)
         self.clock.say(
-            f"{backend} {load} {share} {name}: TTFT mean {np.mean(times):.0f} ms, P99 "
+            f"{run.backend} {run.share} repeat {run.repeat} {run.router}: "
+            f"{block['seconds']:.0f} s, TTFT mean {np.mean(times):.0f} ms, P99 "
             f"{np.percentile(times, 99):.0f} ms, cached {cached:.1%}, evicted "
-            f"{told['evicted_tokens']} tokens, lost {told['lost']}, unsent "
-            f"{told['unsent']}, broken {told['broken']}, wrong {told['wrong']} of "
-            f"{told['judged']}"
+            f"{block['evicted_tokens']} tokens, waiting {block['waiting']}, "
+            f"served {block['served']}, lost {block['lost']}, "
+            f"unsent {block['unsent']}, broken {block['broken']}, wrong "
+            f"{block['wrong']} of {block['judged']}"
         )
-        for line in told["told"]:
+        for line in block["told"]:
             self.clock.say(f"  {line}")
+
+    def _front(self, name: str, members: list[Member]) -> Front:
+        logs = self.out / "logs" / "routers"
+        return Front.before(
+            name, members[:-1], self.ports, logs, self.args.sglang_router
+        )
 
     # -- What plain SGLang answers, and what the servers can do ------------------------
 
-    def _seed(self, load: str, repeat: int) -> tuple[str, int]:
-        number = self.args.seed * 1_000 + repeat * 10 + loads.LOADS.index(load)
-        return load, number
+    def _seed(self, repeat: int) -> int:
+        return int(self.args.seed) * 1_000 + repeat
 
-    def _path(self, load: str, seed: int) -> Path:
-        name = f"{load}-{self.args.requests}-{seed}-{self.call.header['design']}.jsonl"
-        return self.out / "reference" / name
-
-    async def _references(self, folder: Path, seeds: set[tuple[str, int]]) -> None:
-        """Record plain SGLang's answers to schedules that have none yet."""
-        missing = sorted(each for each in seeds if not self._path(*each).exists())
-        if not missing:
-            return
-        device = arms.reference_device(folder)
-        member = new_member(device, COLOCATED, "plain", self.ports, events=False)
-        logs = self.out / "logs" / "plain"
-        cluster = Cluster([member], logs, ports=self.ports, say=self.clock.say)
+    async def _reference(self, plain: SglangServer, seed: int) -> Reference:
+        """Return plain SGLang's answers to a schedule, recorded if there are none."""
         num = self.args.requests
-        async with Running(cluster):
-            (server,) = cluster.servers.values()
-            for load, seed in missing:
-                made = await record_reference(
-                    server,
-                    loads.draw(load, seed, num),
-                    PAGE,
-                    self._path(load, seed),
-                    lambda told: loads.cut(told, num),
-                )
-                size = loads.working_set(made.records, PAGE)
-                self.clock.say(f"plain: {load} {seed}: {size} tokens, {made.spread}")
+        name = f"mixed-{num}-{seed}-{self.call.header['design']}.jsonl"
+        path = self.out / "reference" / name
+        made = kept_reference(path)
+        if made is None:
+            made = await record_reference(
+                plain,
+                loads.draw(seed, num),
+                PAGE,
+                path,
+                lambda told: loads.cut(told, num),
+            )
+            size = loads.working_set(made.records, PAGE)
+            self.clock.say(f"plain: schedule {seed}: {size} tokens, {made.spread}")
+        return made
 
-    async def _rate(self, cluster: Cluster, members: list[Member], load: str) -> float:
+    async def _rate(
+        self, cluster: Cluster, members: list[Member], reference: Reference
+    ) -> float:
         """Return the requests/s that the servers can do: measured once, then kept.
 
-        Eight users without pauses behind ``least-load``; by Little's law, and not by
-        the time that it took: in the end few still run.
+        Many users send the schedule behind ``least-load``, with its pauses, from empty
+        caches. What is answered counts until the last session begins: later some users
+        have nothing to do. If so many users do not fill the servers, they can do more,
+        and what is offered is a smaller share than is said.
         """
-        known = [b for b in self.call.all_blocks if b["load"] == load]
-        if known:
-            return float(known[0]["capacity_per_s"])
+        for block in self.call.all_blocks:
+            return float(block["capacity_per_s"])
         for member in members:
             server = cluster.servers[member.name]
             await asyncio.to_thread(server.flush_cache)
-        front = Front.before(
-            arms.LEAST_LOAD,
-            members[:-1],
-            self.ports,
-            self.out / "logs" / "routers",
-            self.args.sglang_router,
-        )
-        sessions = loads.draw(load, _CALIBRATION_SEED, _CALIBRATION_REQUESTS)
+        front = self._front(arms.LEAST_LOAD, members)
+        seed = self._seed(0)
+        pauses_s = loads.draw_pauses(reference.records, seed)
+        sessions = loads.scripts(reference.records, pauses_s)
+        users = min(_USERS, len(sessions) // 2)
         await asyncio.to_thread(front.service.start)
         try:
             async with StreamingClient(front.service.url) as client:
-                records = await run_sessions(client, sessions, ClosedLoop(_MANY_USERS))
+                records = await run_sessions(client, sessions, ClosedLoop(users))
         finally:
             await asyncio.to_thread(front.service.stop)
-        rate = _MANY_USERS / float(np.mean([record.e2e_s for record in records]))
-        self.clock.say(f"{load}: the servers do {rate:.2f} requests/s")
+        rate = loads.rate_of(records)
+        self.clock.say(f"the servers do {rate:.2f} requests/s")
         return rate
 
 
@@ -267,23 +250,19 @@ def router_version(python: Path) -> str:
 
 
 def main() -> int:
-    """Run a call; 0 unless an answer was wrong, ours was lost, or nothing evicted."""
+    """Run a call; 1 if a target is missed."""
     full = os.environ.get("FULL") == "1"
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/bench-router"))
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument(
-        "--records", type=Path, default=Path(__file__).with_name("records")
+        "--record", type=Path, default=Path(__file__).with_name("records")
     )
     parser.add_argument("--minutes", type=float, default=600.0 if full else MINUTES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=loads.NUM_REQUESTS)
-    parser.add_argument("--repeats", type=int, default=report.WANTED_REPEATS)
     parser.add_argument(
         "--servers", nargs="+", choices=arms.BACKENDS, default=list(arms.BACKENDS)
-    )
-    parser.add_argument(
-        "--loads", nargs="+", choices=loads.LOADS, default=list(loads.LOADS)
     )
     parser.add_argument("--ports", metavar="FIRST-LAST", help="default: any free ones")
     parser.add_argument(

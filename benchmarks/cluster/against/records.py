@@ -1,10 +1,10 @@
 """Records of calls: a file each, JSON lines, and which calls add up.
 
-The first line says what ran and where, each further one is a block: one cell of the
-plan, in which all that is compared took turns. A block is written when it is whole, so
-that a call that is ended loses the one under way and no other. Blocks of several calls
-add up where source, design and machine are the same, and whether others computed beside
-them.
+The first line says what ran and where, each further one is a block: one run or repeat
+of the plan. A block is written when it is whole, so that a call that is ended loses the
+one under way and no other. Blocks of several calls add up where source, design and
+machine are the same, and whether others computed beside them. The last line is what all
+of them came to when the call ended.
 """
 
 from __future__ import annotations
@@ -99,6 +99,12 @@ class Call:
         with self.path.open("a") as out:
             out.write(json.dumps(told) + "\n")
 
+    def end(self, told: Mapping[str, Any]) -> None:
+        """Write what all blocks came to, if any of them is of this call."""
+        if self.blocks:
+            with self.path.open("a") as out:
+                out.write(json.dumps({"kind": "summary", "figures": dict(told)}) + "\n")
+
 
 def read_blocks(folder: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the blocks of calls that add up with this one, oldest first.
@@ -112,7 +118,7 @@ def read_blocks(folder: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]
     for path in sorted(folder.glob(f"{header['bench']}-*.jsonl")):
         first, *rest = _lines(path)
         if all(first.get(name) == header[name] for name in _ADDS_UP):
-            found += rest
+            found += [line for line in rest if line["kind"] == "block"]
     return found
 
 

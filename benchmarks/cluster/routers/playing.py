@@ -9,6 +9,7 @@ before its first token, which a router is there to prevent.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +25,17 @@ from sgl_tiered_workloads.server import SglangServer
 from sgl_tiered_workloads.sessions import PlannedRequest
 from sgl_tiered_workloads.turns import Session
 
-__all__ = ["ADDED_AT", "KILLED_AT", "Asking", "Played", "evicted_tokens", "play"]
+__all__ = ["ADDED_AT", "KILLED_AT", "Asking", "Played", "Struck", "counted", "play"]
 
 KILLED_AT, ADDED_AT = 0.4, 0.7
 """Shares of the sessions that have begun when a server is killed, and one added."""
 _TRIES = 3
-_EVICTED = "sglang:evicted_tokens_total"
+_END_S = 5.0
+_COUNTS = {
+    "evicted": "sglang:evicted_tokens_total",
+    "served": "sglang:num_requests_total",
+}
+"""Tokens that the device gave up, and whole answers, as servers count them."""
 
 
 class Asking:
@@ -63,19 +69,40 @@ class Asking:
 
 
 @dataclass(slots=True)
+class Struck:
+    """What became of the kill and of the add.
+
+    Attributes:
+        killed_s, added_s: when, from the start of the load; None where it did not
+            happen.
+        before_kill: what the killed server had counted, as nobody can ask it later.
+        why_not: what the router said to the added one.
+    """
+
+    killed_s: float | None = None
+    added_s: float | None = None
+    before_kill: dict[str, int] = field(default_factory=dict)
+    why_not: str = ""
+
+
+@dataclass(slots=True)
 class Played:
-    """What became of the requests of one measurement.
+    """What became of the requests of one run.
 
     Attributes:
         records: all of them; a lost one has an error.
         num_broken: streams that broke and were asked for again.
         evicted_tokens: that devices gave up meanwhile.
+        served: answers by server; of the killed one those before the kill.
+        struck: the kill and the add.
         cached: prompt tokens by the tier that had them.
     """
 
     records: list[RequestRecord]
     num_broken: int
     evicted_tokens: int
+    served: dict[str, int]
+    struck: Struck
     cached: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -84,11 +111,22 @@ class Played:
         return [record for record in self.records if record.error is not None]
 
 
-def evicted_tokens(server: SglangServer) -> int:
-    """Return what a server's device has given up since it started, in tokens."""
-    text = str(server.get("/metrics"))
-    lines = [line for line in text.splitlines() if line.startswith(_EVICTED)]
-    return int(sum(float(line.rpartition(" ")[2]) for line in lines))
+def counted(server: SglangServer) -> dict[str, int]:
+    """Return what a server has counted since it started, by the names of ``_COUNTS``.
+
+    A counter that has not begun yet is 0.
+    """
+    lines = str(server.get("/metrics")).splitlines()
+    return {
+        name: int(
+            sum(
+                float(line.rpartition(" ")[2])
+                for line in lines
+                if line.startswith(metric)
+            )
+        )
+        for name, metric in _COUNTS.items()
+    }
 
 
 async def play(
@@ -111,12 +149,12 @@ async def play(
     """
     for member in members:
         await asyncio.to_thread(cluster.servers[member.name].flush_cache)
-    before = await _evictions(cluster, members)
+    before = await _counts(cluster, members)
     killed, added = members[1], members[-1]
-    after: dict[str, int] = {}
+    struck = Struck()
     await asyncio.to_thread(front.service.start)
     strike = asyncio.create_task(
-        _strike(cluster, front, killed, added, arrivals, after)
+        _strike(cluster, front, killed, added, arrivals, struck)
     )
     try:
         async with StreamingClient(
@@ -129,7 +167,7 @@ async def play(
         strike.cancel()
         await asyncio.to_thread(front.service.stop)
     alive = [member for member in members if member is not killed]
-    after |= await _evictions(cluster, alive)
+    after = {killed.name: struck.before_kill, **await _counts(cluster, alive)}
     await asyncio.to_thread(cluster.restart, killed.name)
     cached: Counter[str] = Counter()
     for record in records:
@@ -137,7 +175,9 @@ async def play(
     return Played(
         records,
         asking.num_broken,
-        sum(after[name] - before[name] for name in before),
+        sum(after[name]["evicted"] - before[name]["evicted"] for name in before),
+        {name: after[name]["served"] - before[name]["served"] for name in before},
+        struck,
         dict(cached),
     )
 
@@ -148,28 +188,44 @@ async def _strike(
     killed: Member,
     added: Member,
     arrivals: OpenLoop,
-    after: dict[str, int],
+    struck: Struck,
 ) -> None:
     """Kill a server when so many sessions have begun, and add one later.
 
-    What the killed one had evicted is noted in ``after``, as nobody can ask it later.
+    A router that refuses the added one is no end of the run: ``struck`` says so.
     """
+    began_s = time.monotonic()
     times_s = arrivals.times_s
     kill_s, add_s = (
         times_s[int(share * (len(times_s) - 1))] for share in (KILLED_AT, ADDED_AT)
     )
     await asyncio.sleep(kill_s)
     server = cluster.servers[killed.name]
-    after[killed.name] = await asyncio.to_thread(evicted_tokens, server)
+    struck.before_kill = await asyncio.to_thread(counted, server)
     cluster.kill(killed.name)
-    await asyncio.sleep(max(0.0, add_s - kill_s))
-    await asyncio.to_thread(add_instance, front, added)
+    if await asyncio.to_thread(_has_ended, server):
+        struck.killed_s = round(time.monotonic() - began_s, 2)
+    await asyncio.sleep(max(0.0, began_s + add_s - time.monotonic()))
+    try:
+        await asyncio.to_thread(add_instance, front, added)
+    except OSError as error:
+        struck.why_not = f"{added.name} was not added: {error}"[:200]
+    else:
+        struck.added_s = round(time.monotonic() - began_s, 2)
 
 
-async def _evictions(cluster: Cluster, members: Sequence[Member]) -> dict[str, int]:
+def _has_ended(server: SglangServer) -> bool:
+    """Whether a killed server's process is gone; waited for."""
+    until_s = time.monotonic() + _END_S
+    while server.exit_code() is None and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return server.exit_code() is not None
+
+
+async def _counts(
+    cluster: Cluster, members: Sequence[Member]
+) -> dict[str, dict[str, int]]:
     return {
-        member.name: await asyncio.to_thread(
-            evicted_tokens, cluster.servers[member.name]
-        )
+        member.name: await asyncio.to_thread(counted, cluster.servers[member.name])
         for member in members
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ __all__ = [
     "PAGE",
     "POOLS",
     "POOL_TOKENS",
+    "QUARTER",
     "RECOMPUTE",
     "Arm",
     "host_tokens",
@@ -38,7 +39,9 @@ __all__ = [
     "shared_tokens",
 ]
 
-POOLS = ("pool-mooncake", "pool-nixl")
+QUARTER = "pool-quarter"
+_TRANSPORTS = {"pool-mooncake": "mooncake", "pool-nixl": "nixl", QUARTER: "mooncake"}
+POOLS = tuple(_TRANSPORTS)
 MOONCAKE_STORE, RECOMPUTE = "mooncake-store", "recompute"
 ARMS = (*POOLS, MOONCAKE_STORE, RECOMPUTE)
 PAGE = 64
@@ -74,9 +77,9 @@ def shared_tokens() -> int:
     return working_set_tokens() // 4
 
 
-def host_tokens() -> int:
-    """Return the size of a host tier of ours, in whole pages."""
-    tokens = POOL_TOKENS + shared_tokens() // 2
+def host_tokens(name: str) -> int:
+    """Return the size of a host tier of one of ``POOLS``, in whole pages."""
+    tokens = shared_tokens() // 2 + (0 if name == QUARTER else POOL_TOKENS)
     return tokens // PAGE * PAGE
 
 
@@ -100,11 +103,11 @@ def _pool(name: str, device: Device, ports: Ports, logs: Path) -> Arm:
     registry = logs / f"registry-{name}"
     registry.parent.mkdir(parents=True, exist_ok=True)
     flags = (
-        *host_tier(host_tokens()),
+        *host_tier(host_tokens(name)),
         "--tiered-pool",
         f"file:{registry}",
         "--tiered-pool-transport",
-        name.removeprefix("pool-"),
+        _TRANSPORTS[name],
     )
     return Arm(name, _pair(name, device, ports, flags))
 
@@ -139,7 +142,7 @@ def _mooncake_store(name: str, device: Device, ports: Ports, logs: Path) -> Arm:
         _pair(name, device, ports, flags, env),
         (
             _master(master_port, metrics_port, logs),
-            _store(master, ports.take(), metrics_port, logs),
+            _store(told, ports.take(), metrics_port, logs),
         ),
     )
 
@@ -178,12 +181,17 @@ def _master(port: int, metrics_port: int, logs: Path) -> Service:
     return Service("mooncake-master", command, logs, lambda: bool(_read(at)))
 
 
-def _store(master: str, port: int, metrics_port: int, logs: Path) -> Service:
+def _store(
+    told: Mapping[str, str], port: int, metrics_port: int, logs: Path
+) -> Service:
     """Return Mooncake's store process; it is ready when the master has its segment."""
-    command = [_program("mooncake_client"), f"--host={_HOST}", f"--port={port}"]
-    command += [f"--global_segment_size={shared_tokens() * TOKEN_BYTES}"]
-    command += [f"--master_server_address={master}", "--metadata_server=P2PHANDSHAKE"]
-    command += ["--protocol=tcp"]
+    config = logs / "mooncake-store.json"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    segment = {"global_segment_size": shared_tokens() * TOKEN_BYTES}
+    # It only gives memory, and asks for nothing.
+    config.write_text(json.dumps({**told, **segment, "local_buffer_size": 0}))
+    command = [sys.executable, "-m", "mooncake.mooncake_store_service"]
+    command += [f"--config={config}", f"--port={port}"]
     at = f"http://{_HOST}:{metrics_port}/get_all_segments"
     return Service("mooncake-store", command, logs, lambda: bool(_read(at).strip()))
 

@@ -84,6 +84,18 @@ def test_a_line_that_was_not_ended_is_left_out(tmp_path: Path) -> None:
     assert [block["cell"] for block in read_blocks(tmp_path, made.header)] == [1]
 
 
+def test_what_all_came_to_is_the_last_line_and_no_block(tmp_path: Path) -> None:
+    """Of a call that has measured something; a later one reads blocks alone."""
+    made = call(tmp_path)
+    made.end({"lost": 0})
+    assert not made.path.exists()
+    made.keep({"cell": 1})
+    made.end({"lost": 0})
+    last = json.loads(made.path.read_text().splitlines()[-1])
+    assert last == {"kind": "summary", "figures": {"lost": 0}}
+    assert [block["cell"] for block in read_blocks(tmp_path, made.header)] == [1]
+
+
 def test_designs_differ_by_any_size() -> None:
     """And not by the order in which sizes are named."""
     assert design_hash({"a": 1, "b": 2}) == design_hash({"b": 2, "a": 1})

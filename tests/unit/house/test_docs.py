@@ -249,6 +249,8 @@ def test_kinds_of_records_hash_what_their_programs_hash() -> None:
         "restart": ("benchmarks/disk/bench_restart.py", "SOURCES"),
         "reuse": ("benchmarks/serving/bench_reuse.py", "SOURCES"),
         "no-reuse": ("benchmarks/serving/bench_no_reuse.py", "SOURCES"),
+        "router": ("benchmarks/cluster/against/records.py", "PRODUCT"),
+        "store": ("benchmarks/cluster/against/records.py", "PRODUCT"),
     }
     assert programs.keys() == results.KINDS.keys()
     for name, (path, word) in programs.items():
@@ -302,6 +304,27 @@ def test_records_of_any_kind_may_lie_together(records: Path) -> None:
     assert found.folder == "benchmarks/results"
 
 
+def test_a_call_is_told_by_its_first_and_its_last_line(
+    records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was ended before its last line has no figures and is no record."""
+    kind = results.Kind("records/it-*.jsonl", "make it", ("sgl_tiered",))
+    monkeypatch.setattr(results, "KINDS", {"it": kind})
+    facts = {"kind": "call", "source": "now", "commit": "abcdef0"}
+    block = json.dumps({"kind": "block"})
+    ended = json.dumps(facts | {"date": "2026-01-02"})
+    (records / "it-b.jsonl").write_text(f"{ended}\n{block}\n{{")
+    (records / "it-c.jsonl").write_text("")
+    assert results.found("it") is None
+    results.found.cache_clear()
+    whole = json.dumps(facts | {"date": "2026-01-01"})
+    last = json.dumps({"kind": "summary", "figures": {"lost": 0}})
+    (records / "it-a.jsonl").write_text(f"{whole}\n{block}\n{last}\n")
+    found = results.found("it")
+    assert found.when == "2026-01-01, abcdef0"
+    assert found.last["figures"] == {"lost": 0}
+
+
 NO_REUSE = {
     "outputs_identical": True,
     "blocks": 30,
@@ -328,11 +351,45 @@ REUSE = {
     "disk_hit_penalty_vs_hicache_file": 0.1,
     "ttft_p50_speedup_vs_plain": 8.0,
 }
+MACHINE = {"machine": {"cores": 2, "accelerators": []}}
+ROUTER = {
+    "router_p99_vs_session": 0.55,
+    "router_p99_vs_session_interval": [0.5, 0.6],
+    "router_p99_vs_sglang_router": 0.9,
+    "router_p99_vs_sglang_router_interval": [0.8, 1.1],
+    "evictions": 64,
+    "lost": 0,
+    "wrong": 0,
+    "runs": 51,
+    "repeats": {"tiered 0.45": 5},
+    "alone": True,
+    "targets_missed": ["router_p99_vs_sglang_router", "complete"],
+}
+STORE = {
+    "ttft_vs_recompute": 0.4,
+    "ttft_vs_recompute_interval": [0.35, 0.45],
+    "lost": 0,
+    "wrong": 0,
+    "blocks": 5,
+    "alone": False,
+    "targets_missed": [],
+}
+ROUTERS, STORES = ({**MACHINE, "figures": told} for told in (ROUTER, STORE))
 
 
 @pytest.mark.parametrize(
     ("name", "records", "told"),
     [
+        ("router", [ROUTERS], "is 55.0% (50.0% to 60.0%) of that of routing by"),
+        ("router", [ROUTERS], "missed: `router_p99_vs_sglang_router`, `complete`."),
+        ("router", [ROUTERS | {"figures": ROUTER | {"wrong": 1}}], "no speed"),
+        (
+            "store",
+            [STORES],
+            "takes 40.0% (35.0% to 45.0%) of what computing it takes (",
+        ),
+        ("store", [STORES], "no GPU, beside other work). Targets missed: none."),
+        ("store", [STORES | {"figures": STORE | {"wrong": 1}}], "no speed"),
         ("no-reuse", [NO_REUSE], "99.1% (98.8% to 99.4%) is left with host memory"),
         ("no-reuse", [NO_REUSE], "first minutes, before the write policy"),
         ("no-reuse", [NO_REUSE | {"outputs_identical": False}], "no speed is claimed"),
@@ -341,7 +398,7 @@ REUSE = {
         ("reuse", [REUSE, REUSE | {"outputs_identical": False}], "no speed is claimed"),
     ],
 )
-def test_lines_of_reuse_come_from_records(
+def test_lines_of_benches_come_from_records(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     records: list[dict[str, object]],
