@@ -4,8 +4,10 @@ Four servers stand side by side, asleep while another one is measured: plain SGL
 twice, sgl-tiered with host memory, and with a disk below it. ``no_reuse/windows.py``
 says what is sent, ``no_reuse/figures.py`` how the figures come of it. First all of them
 answer the same prompts alone, and answers must be equal bit for bit; a negative control
-shows that the comparison can fail. The windows of the first minutes are counted apart:
-tiers fill, and a write policy that learns has not learned yet.
+shows that the comparison can fail. The windows of the first minutes after a start are
+counted apart: tiers fill, and a write policy that learns has not learned yet. All
+servers are started anew three times: two plain servers of one start differ by up to 6 %
+of their decoding, for as long as they live; ``by_start`` says how far starts are apart.
 
 The last line is one JSON object; the exit code is 1 if ``targets_missed`` names one:
 
@@ -17,7 +19,8 @@ The last line is one JSON object; the exit code is 1 if ``targets_missed`` names
   included; ``_disk`` beside it;
 - ``plain_vs_plain``: the second plain server over the first, whose interval must
   contain 1 (one sound run in twenty fails this by chance); ``plain_vs_plain_cpu``;
-- ``outputs_identical``; ``bytes_per_prompt``: moved between tiers, by system and edge.
+- ``outputs_identical``; ``bytes_per_prompt``: moved between tiers, by phase, start,
+  system and edge.
 """
 
 from __future__ import annotations
@@ -32,7 +35,16 @@ from pathlib import Path
 from typing import Any
 
 from movement.ending import run_to_end
-from no_reuse.figures import AGAIN, PLAIN, SYSTEMS, figures, missed, throughputs
+from no_reuse.figures import (
+    AGAIN,
+    COMPARED,
+    PLAIN,
+    SYSTEMS,
+    by_start,
+    figures,
+    missed,
+    throughputs,
+)
 from no_reuse.windows import PARTS, USERS, Window, prompts, run_block
 from reuse.reference import Reference
 from reuse.results import Findings
@@ -81,7 +93,9 @@ class Bench:
         self.findings = Findings()
         quick = (replace(part, num_prompts=USERS) for part in PARTS)
         self.parts = tuple(quick) if args.quick else PARTS
-        self.moved: dict[str, dict[str, dict[str, float]]] = {}
+        self.num_blocks = 0
+        # By phase, each start's: by system and edge.
+        self.moved: dict[str, list[dict[str, dict[str, float]]]] = {}
 
     def say(self, text: str) -> None:
         """Print one line with the time since the start."""
@@ -93,27 +107,23 @@ class Bench:
         out = self.args.out.resolve()
         shutil.rmtree(out / "store", ignore_errors=True)
         model = await asyncio.to_thread(make_model, PRESET, self.args.models.resolve())
-        specs = _specs(model, out / "store")
-        minutes, first_minutes = self.args.minutes, self.args.first_minutes
-        try:
-            with Fleet(specs, out / "logs", self.args.first_port, self.say) as fleet:
-                warm_up = PlannedRequest("warm", tuple(range(100, 1_700)), 4)
-                await fleet.only(specs, warm_up)
-                await self._gate(fleet)
-                if not self.findings.outputs_identical:
-                    # No speed is claimed of wrong answers.
-                    name = "outputs_identical"
-                    return {name: False, "targets_missed": [name]}
-                until_s = time.monotonic() + 60 * first_minutes
-                first = await self._blocks(fleet, "first minutes", 0, until_s)
-                until_s = self.begin + 60 * minutes
-                num_first = first[-1].block + 1
-                steady = await self._blocks(fleet, "steady", num_first, until_s)
-        finally:
-            shutil.rmtree(out / "store", ignore_errors=True)
+        first: list[Window] = []
+        steady: list[Window] = []
+        for start in range(self.args.starts):
+            share = (start + 1) / self.args.starts
+            until_s = self.begin + 60 * self.args.minutes * share
+            if not await self._start(out, model, start, until_s, first, steady):
+                # No speed is claimed of wrong answers.
+                name = "outputs_identical"
+                return {name: False, "targets_missed": [name]}
         found: dict[str, Any] = figures(steady)
         found |= throughputs(first, "_first_minutes")
-        found["first_blocks"] = num_first
+        found["first_blocks"] = len({window.block for window in first})
+        found["starts"] = self.args.starts
+        found["by_start"] = [
+            {key: value for key, value in figures(windows).items() if key in COMPARED}
+            for windows in by_start(steady)
+        ]
         found["bytes_per_prompt"] = self.moved
         found["outputs_identical"] = True
         found["minutes"] = round((time.monotonic() - self.begin) / 60, 1)
@@ -122,6 +132,32 @@ class Bench:
         if self.args.record is not None:
             self._keep(found, [*first, *steady])
         return found
+
+    async def _start(
+        self,
+        out: Path,
+        model: Path,
+        start: int,
+        until_s: float,
+        first: list[Window],
+        steady: list[Window],
+    ) -> bool:
+        """Start all servers anew and add what is measured on them; False if wrong."""
+        specs = _specs(model, out / "store")
+        try:
+            with Fleet(specs, out / "logs", self.args.first_port, self.say) as fleet:
+                warm_up = PlannedRequest("warm", tuple(range(100, 1_700)), 4)
+                await fleet.only(specs, warm_up)
+                if start == 0:
+                    await self._gate(fleet)
+                if not self.findings.outputs_identical:
+                    return False
+                first_s = time.monotonic() + 60 * self.args.first_minutes
+                first += await self._blocks(fleet, "first minutes", start, first_s)
+                steady += await self._blocks(fleet, "steady", start, until_s)
+        finally:
+            shutil.rmtree(out / "store", ignore_errors=True)
+        return True
 
     async def _gate(self, fleet: Fleet) -> None:
         """Compare answers of prompts sent alone, bit for bit."""
@@ -141,33 +177,38 @@ class Bench:
         await reference.control(fleet.servers[PLAIN])
 
     async def _blocks(
-        self, fleet: Fleet, phase: str, first: int, until_s: float
+        self, fleet: Fleet, phase: str, start: int, until_s: float
     ) -> list[Window]:
         """Measure blocks until the time is up, at least ``MIN_BLOCKS``."""
         before = {name: bytes_by_edge(fleet.servers[name]) for name in SYSTEMS}
         windows: list[Window] = []
-        block, longest_s = first, 0.0
+        num_blocks, longest_s = 0, 0.0
         least = 1 if self.args.quick else MIN_BLOCKS
-        while block - first < least or time.monotonic() + longest_s < until_s:
+        while num_blocks < least or time.monotonic() + longest_s < until_s:
             began_s = time.monotonic()
-            windows += await run_block(fleet.servers, block, self.args.seed, self.parts)
+            windows += await run_block(
+                fleet.servers, start, self.num_blocks, self.args.seed, self.parts
+            )
             longest_s = max(longest_s, time.monotonic() - began_s)
-            block += 1
+            self.num_blocks += 1
+            num_blocks += 1
             told = throughputs(windows)
             rates = ", ".join(
                 f"{key} {value}"
                 for key, value in told.items()
                 if not key.endswith(("_interval", "_half_width"))
             )
-            self.say(f"  {phase}: block {block}, {rates}")
+            self.say(f"  start {start}, {phase}: block {num_blocks}, {rates}")
         num = sum(window.prompts for window in windows if window.server == PLAIN)
-        self.moved[phase] = {
-            name: {
-                edge: round((now - before[name].get(edge, 0)) / num)
-                for edge, now in bytes_by_edge(fleet.servers[name]).items()
+        self.moved.setdefault(phase, []).append(
+            {
+                name: {
+                    edge: round((now - before[name].get(edge, 0)) / num)
+                    for edge, now in bytes_by_edge(fleet.servers[name]).items()
+                }
+                for name in SYSTEMS
             }
-            for name in SYSTEMS
-        }
+        )
         return windows
 
     def _keep(self, found: dict[str, Any], windows: list[Window]) -> None:
@@ -208,7 +249,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/bench-no-reuse"))
     parser.add_argument("--models", type=Path, default=Path("out/models"))
     parser.add_argument("--minutes", type=float, default=44.0, help="of all")
-    parser.add_argument("--first-minutes", type=float, default=8.0, help="of windows")
+    parser.add_argument(
+        "--first-minutes", type=float, default=2.5, help="of windows, after each start"
+    )
+    parser.add_argument("--starts", type=int, default=3, help="of every server")
     parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first-port", type=int, help="default: any free ports")
@@ -217,7 +261,7 @@ def main() -> int:
     if args.quick:
         if args.record is not None:
             parser.error("a smoke run has no figures to keep")
-        args.minutes = args.first_minutes = 0.0
+        args.minutes, args.first_minutes, args.starts = 0.0, 0.0, 1
     return run_to_end(Bench(args).run(), args.out)
 
 

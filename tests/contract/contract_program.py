@@ -14,6 +14,7 @@ import contextlib
 import importlib.metadata
 import inspect
 import io
+import itertools
 import json
 import os
 import sys
@@ -90,16 +91,25 @@ def prefill_backend(backend: str) -> Iterator[None]:
 
 
 def joins() -> dict[str, bool]:
-    """Return, by ranks and device, whether forwards wait for offloads."""
+    """Return, by ranks, capability and backend, whether forwards wait for offloads."""
     import torch
+    from sglang.srt.model_executor import cuda_graph_config as graphs
 
     from sgl_tiered.engines.sglang import factory
 
-    return {
-        f"{ranks} {device}": factory._joins_offloads(torch.device(device), ranks)
-        for ranks in (1, 2, 8)
-        for device in ("cuda:0", "cuda:1", "cpu")
-    }
+    found = {}
+    cases = itertools.product((1, 2), (9, 10), graphs.Backend.ALL)
+    for num_ranks, major, backend in cases:
+        capable = mock.patch.object(
+            torch.cuda, "get_device_capability", lambda device, major=major: (major, 0)
+        )
+        with prefill_backend(backend), capable:
+            found[f"{num_ranks} {major} {backend}"] = factory._joins_offloads(
+                torch.device("cuda", 0), num_ranks
+            )
+    with prefill_backend(graphs.Backend.BREAKABLE):
+        found["cpu"] = factory._joins_offloads(torch.device("cpu"), 2)
+    return found
 
 
 def prefills() -> dict[str, list[bool]]:

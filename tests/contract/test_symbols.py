@@ -148,12 +148,11 @@ def test_a_load_is_waited_for_whole_only_where_no_layer_is_asked_for(
     assert symbols["prefill"][backend] == [whole, overlaps]
 
 
-def test_forwards_of_several_ranks_wait_for_offloads(symbols):
-    """On any GPU: HiCache hung on one kind, and none is known to be safe."""
+def test_forwards_wait_for_offloads_where_hicache_hung(symbols):
+    """Several ranks of Blackwell with prefills in breakable graphs; nobody else."""
     joins = symbols["joins"]
-    wanted = [f"{ranks} cuda:{n}" for ranks in (2, 8) for n in (0, 1)]
-    assert [name for name, does in joins.items() if does] == wanted
-    assert len(joins) == 9
+    assert [name for name, does in joins.items() if does] == ["2 10 breakable"]
+    assert len(joins) > 10
 
 
 def test_our_counter_has_what_sglang_reads(symbols):

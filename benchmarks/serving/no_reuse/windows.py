@@ -55,6 +55,7 @@ class Window:
 
     Attributes:
         server: its name.
+        start: which one of the server.
         block: of which it is one of two windows of this server.
         seconds: by part, from the first request to the last answer.
         cpu_s: of all processes of the server, until it was at rest again.
@@ -62,6 +63,7 @@ class Window:
     """
 
     server: str
+    start: int
     block: int
     seconds: Mapping[str, float]
     cpu_s: float
@@ -93,6 +95,7 @@ def block_order(names: Sequence[str], block: int) -> list[str]:
 
 async def run_block(
     servers: Mapping[str, SglangServer],
+    start: int,
     block: int,
     seed: int,
     parts: Sequence[Part] = PARTS,
@@ -107,12 +110,15 @@ async def run_block(
         # The way back brings other prompts than the way there.
         requests = prompts(seed, 2 * block + place // len(servers), parts)
         by_part = dict(zip((part.name for part in parts), requests, strict=True))
-        windows.append(await _window(servers[name], block, by_part))
+        windows.append(await _window(servers[name], start, block, by_part))
     return windows
 
 
 async def _window(
-    server: SglangServer, block: int, parts: Mapping[str, Sequence[PlannedRequest]]
+    server: SglangServer,
+    start: int,
+    block: int,
+    parts: Mapping[str, Sequence[PlannedRequest]],
 ) -> Window:
     before_s = _cpu_s(server)
     seconds = {}
@@ -129,7 +135,7 @@ async def _window(
     # What it still copies is of this window's prompts.
     cpu_s = await _cpu_s_at_rest(server) - before_s
     num = sum(map(len, parts.values()))
-    return Window(server.spec.name, block, seconds, cpu_s, num)
+    return Window(server.spec.name, start, block, seconds, cpu_s, num)
 
 
 async def _cpu_s_at_rest(server: SglangServer) -> float:

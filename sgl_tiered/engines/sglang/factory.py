@@ -76,6 +76,8 @@ __all__ = ["build_cache", "refuse_unsupported"]
 
 logger = logging.getLogger(__name__)
 
+_BLACKWELL = 10
+"""The first number of its compute capability."""
 _REMEDY = "serve this model without --radix-cache-backend tiered"
 
 
@@ -554,14 +556,23 @@ def _loads_by(device: DevicePool) -> dict[str, str]:
 def _joins_offloads(device: torch.device, num_ranks: int) -> bool:
     """Say whether no offload may run beside a forward.
 
-    None needs what they write. But ranks wait for each other inside a forward: with
-    prefill in breakable graphs on two ranks of Blackwell, HiCache's copies under the
-    next forward left one rank waiting for the other for ever (SGLang issue 38300), and
-    ours run under it in the same way. Why was not found, so that no other device,
-    backend or number of ranks is known to be safe. One rank waits for nobody; and on
-    a CPU copies are no work of a device's.
+    None needs what they write. But with prefill in breakable graphs on two ranks of
+    Blackwell, HiCache's copies under the next forward left one rank waiting for the
+    other for ever (SGLang issue 38300), and ours run under it in the same way.
+    Elsewhere such copies run beside forwards of many ranks every day, and waiting for
+    a forward would let stores fall behind.
     """
-    return num_ranks > 1 and device.type == "cuda"
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+
+    if num_ranks == 1 or device.type != "cuda":
+        return False
+    if not check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
+        return False
+    return bool(torch.cuda.get_device_capability(device)[0] >= _BLACKWELL)
 
 
 def _loads_overlap(

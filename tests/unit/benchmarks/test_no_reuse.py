@@ -5,23 +5,36 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from no_reuse.figures import AGAIN, PLAIN, SYSTEMS, figures, missed, throughputs
+from no_reuse.figures import (
+    AGAIN,
+    PLAIN,
+    SYSTEMS,
+    by_start,
+    figures,
+    missed,
+    throughputs,
+)
 from no_reuse.windows import PARTS, Window, block_order, prompts
 
 NAMES = (PLAIN, AGAIN, *SYSTEMS)
 
 
-def windows(seconds: dict[str, float], cpu_s: dict[str, float], blocks: int = 20):
+def windows(
+    seconds: dict[str, float],
+    cpu_s: dict[str, float],
+    blocks: int = 20,
+    start: int = 0,
+) -> list[Window]:
     """Return two windows a block and server; the machine slows down all the time."""
     found = []
-    for block in range(blocks):
+    for block in range(start * blocks, (start + 1) * blocks):
         for place, name in enumerate(block_order(NAMES, block)):
             drift = 1 + 0.05 * (len(NAMES) * 2 * block + place)
             # Some noise, and not the same for all.
             noise = 1 + 0.002 * ((7 * block + 3 * place) % 5 - 2)
             each = {part.name: seconds[name] * drift * noise for part in PARTS}
             cpu = cpu_s[name] * drift * noise
-            found.append(Window(name, block, each, cpu, 20))
+            found.append(Window(name, start, block, each, cpu, 20))
     return found
 
 
@@ -59,6 +72,23 @@ def test_unequal_plain_servers_fail_the_run() -> None:
     """Where two plain servers differ, no other difference means anything."""
     found = figures(windows(SAME | {AGAIN: 1.02}, SAME))
     assert "plain_vs_plain_interval" in missed(found | {"outputs_identical": True})
+
+
+def test_processes_that_differ_are_told_from_sides_that_do() -> None:
+    """A plain server that was lucky three times, and one that was once."""
+    drawn = [1.03, 0.98, 1.0]
+    every = [
+        windows(SAME | {AGAIN: factor}, SAME, 8, start)
+        for start, factor in enumerate(drawn)
+    ]
+    found = figures([*chain(*every)])
+    low, high = found["plain_vs_plain_interval"]
+    assert low < 1.0 < high
+    each = [figures(one)["plain_vs_plain"] for one in by_start([*chain(*every)])]
+    assert each == pytest.approx([1 / factor for factor in drawn], abs=0.003)
+    alike = [windows(SAME | {AGAIN: 1.03}, SAME, 8, start) for start in range(3)]
+    missing = missed(figures([*chain(*alike)]) | {"outputs_identical": True})
+    assert "plain_vs_plain_interval" in missing
 
 
 def test_one_block_has_no_interval() -> None:
