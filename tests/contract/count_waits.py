@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STORIES", "places", "summary"]
+__all__ = ["STORIES", "main", "places", "summary", "told_by"]
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ("plain rust", "plain python", "ahead rust", "split rust")
@@ -78,16 +78,19 @@ def _is_caught(told: Mapping[str, Any]) -> bool:
     return is_clean and is_slept and bool(waits) and all(waits.values())
 
 
-def main() -> int:
-    """Run the stories; print the last line and return the exit status."""
+def told_by(story: str) -> dict[str, Any]:
+    """Return what ``waits_program.py`` tells of a story and core.
+
+    Raises:
+        RuntimeError: it failed or was not done in time; says the end of its errors.
+    """
     program = str(Path(__file__).with_name("waits_program.py"))
     # SGLang compiles a penalty, which takes minutes on a busy machine.
     env = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
     # Two of torch's threads wait for each other actively.
     env.setdefault("OMP_NUM_THREADS", "1")
-    told = {}
-    for story in STORIES:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
             done = subprocess.run(
                 [sys.executable, program, *story.split(), folder],
                 capture_output=True,
@@ -95,13 +98,26 @@ def main() -> int:
                 env=env,
                 cwd=ROOT,
                 timeout=_TIMEOUT_S,
-                check=False,
+                check=True,
             )
-        if done.returncode != 0:
-            print(done.stderr[-4000:], file=sys.stderr)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"not done after {_TIMEOUT_S:.0f} s") from None
+        except subprocess.CalledProcessError as problem:
+            raise RuntimeError(problem.stderr[-4000:]) from None
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def main() -> int:
+    """Run the stories; print the last line and return the exit status."""
+    told = {}
+    for story in STORIES:
+        try:
+            told[story] = told_by(story)
+        except RuntimeError as problem:
+            print(problem, file=sys.stderr)
             print(json.dumps({"error": f"the story {story!r} did not end well"}))
             return 1
-        told[story] = json.loads(done.stdout.splitlines()[-1])
         waits = told[story]["host_waits_on_scheduler"]
         counted = {path: sum(found.values()) for path, found in waits.items()}
         print(f"{story}: {json.dumps(counted)}", flush=True)
