@@ -167,6 +167,7 @@ def test_the_summary_says_what_the_stories_say():
     found = summary(seen)
     assert found["host_waits_on_scheduler"] == found["pinned_allocations"] == 0
     assert found["held"] == 0
+    assert found["not_taken"] == []
     assert set(found["layerwise"]) == LAYERWISE | LAYERWISE_CUDA
     assert set(found["sparse"]) == SPARSE
     assert found["planted_caught"]
@@ -176,6 +177,9 @@ def test_the_summary_says_what_the_stories_say():
     assert not summary({**seen, "planted rust": blind})["planted_caught"]
     worse = {**seen["split rust"], "host_waits_on_scheduler": {"split": {"item a": 2}}}
     assert summary({**seen, "split rust": worse})["host_waits_on_scheduler"] == 2
+    still = {**seen["split rust"], "moved": {"offload": {}, "split": {"cached": [0]}}}
+    found = summary({**seen, "split rust": still})
+    assert found["not_taken"] == ["split rust: offload", "split rust: split"]
 
 
 def test_the_program_ends_with_the_summary(monkeypatch, capsys):
