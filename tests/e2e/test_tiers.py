@@ -191,8 +191,8 @@ def test_policy_and_counters_are_visible(server, spec):
 
 
 def test_stats_name_a_way_of_loads_only_where_one_was_chosen(server):
-    """Here a layer is copied by a core, which they must not call a way of a device
-    with streams; ``contract/test_waits.py`` has the ways of those."""
+    """The ways are those of a device with streams (``contract/test_waits.py``); here
+    layers are copied by a core, and there is nothing to choose."""
     request = fresh_prompt(4)
     sequential(server, [request])
     drop(server, "device")
