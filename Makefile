@@ -212,15 +212,15 @@ host-waits: install ## what would hold the scheduler on a CUDA device, counted o
 .PHONY: compile-kernels
 compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, without a GPU
 	@$(SAY) compile "every variant: registers and spills against benchmarks/gpu/kernels.json"
-	@exec $(PY) benchmarks/gpu/compile_kernels.py $(ARGS)
+	@exec $(BENCH) compile-kernels benchmarks/gpu/compile_kernels.py $(ARGS)
 
 .PHONY: bench-fidelity
 bench-fidelity: install ## how far the simulator is from a real server
 	@exec $(BENCH) fidelity benchmarks/sim/fidelity.py $(ARGS)
 
 .PHONY: bench-micro
-bench-micro: install ## every micro benchmark, one after the other
-	@for script in benchmarks/micro/[!_]*.py; do \
+bench-micro: install ## every micro benchmark, one after the other; PART=NAME for one
+	@for script in benchmarks/micro/$(or $(PART),[!_]*).py; do \
 	  name=$$(basename "$$script" .py); \
 	  $(SAY) bench "$$script"; $(BENCH) "micro-$$name" "$$script" $(ARGS); \
 	done

@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = " ".join(Path(w).name if w.startswith("/") else w for w in program)
     folder = Path(program[0]).resolve().parent
     sources = [*PRODUCT]
-    if folder.is_relative_to(ROOT / "benchmarks"):
+    # What measures, or counts, is a part of what the figures are of.
+    if folder != ROOT and folder.is_relative_to(ROOT):
         sources.append(str(folder.relative_to(ROOT)))
     facts = run_facts(f"python {told}", ROOT, sources, ())
     record = {**facts, "exit_code": child.returncode, "figures": figures}

@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         # Also of a run that ended by a fault of its own, whose traceback follows.
         line, text = comparison.finish()
+        line["seconds"] = round(time.monotonic() - began, 1)
         print("\n" + text)
         say(f"table, figures, chart, cells and logs are in {args.out}")
         print(json.dumps(line), flush=True)

@@ -5,6 +5,9 @@ Both are SGLang's real backend classes on the same real pool, with the shape of 
 the two are interleaved; medians are printed, and one JSON object at the end.
 
     python benchmarks/micro/attention.py
+    make bench-micro PART=attention RECORD=benchmarks/results
+
+Why decode is no kernel of its own: the README of ``sgl_tiered/engines/sglang``.
 
 On a machine that others keep busy, ``--clock cpu --threads 1`` counts the CPU seconds
 of one thread instead of wall time.

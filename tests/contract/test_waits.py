@@ -11,6 +11,7 @@ import json
 import pytest
 
 from sgl_tiered.pipelines.stream_pool import LoadWay
+from tests.contract import count_waits
 from tests.contract.count_waits import STORIES, places, summary
 from tests.contract.story_support import CORES, FOLDER, output_of
 
@@ -166,6 +167,7 @@ def test_the_summary_says_what_the_stories_say():
     found = summary(seen)
     assert found["host_waits_on_scheduler"] == found["pinned_allocations"] == 0
     assert found["held"] == 0
+    assert found["not_taken"] == []
     assert set(found["layerwise"]) == LAYERWISE | LAYERWISE_CUDA
     assert set(found["sparse"]) == SPARSE
     assert found["planted_caught"]
@@ -175,6 +177,34 @@ def test_the_summary_says_what_the_stories_say():
     assert not summary({**seen, "planted rust": blind})["planted_caught"]
     worse = {**seen["split rust"], "host_waits_on_scheduler": {"split": {"item a": 2}}}
     assert summary({**seen, "split rust": worse})["host_waits_on_scheduler"] == 2
+    still = {**seen["split rust"], "moved": {"offload": {}, "split": {"cached": [0]}}}
+    found = summary({**seen, "split rust": still})
+    assert found["not_taken"] == ["split rust: offload", "split rust: split"]
+
+
+def test_the_program_ends_with_the_summary(monkeypatch, capsys):
+    """`make host-waits`: status 0 where nothing waits and every plant is seen."""
+    seen = {name: told(*name.split()) for name in STORIES}
+    monkeypatch.setattr(count_waits, "told_by", seen.__getitem__)
+    assert count_waits.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == list(STORIES)
+    assert json.loads(lines[-1]) == summary(seen)
+    waits = {"offload": {"item a": 1}}
+    seen["plain rust"] = {**seen["plain rust"], "host_waits_on_scheduler": waits}
+    assert count_waits.main() == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == summary(seen)
+
+
+def test_a_story_that_takes_too_long_is_told_in_the_last_line(monkeypatch, capsys):
+    """As one that fails is: whoever reads that line finds JSON there."""
+    monkeypatch.setattr(count_waits, "_TIMEOUT_S", 0.01)
+    assert count_waits.main() == 1
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {
+        "error": f"the story {STORIES[0]!r} did not end well"
+    }
+    assert "not done" in captured.err
 
 
 def test_where_cuda_pins_nothing_a_launch_waits_for_the_forward_before(capsys):

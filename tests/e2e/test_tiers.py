@@ -190,6 +190,21 @@ def test_policy_and_counters_are_visible(server, spec):
     assert grown == len(request.prompt)
 
 
+def test_stats_name_a_way_of_loads_only_where_one_was_chosen(server):
+    """The ways are those of a device with streams (``contract/test_waits.py``); here
+    layers are copied by a core, and there is nothing to choose."""
+    request = fresh_prompt(4)
+    sequential(server, [request])
+    drop(server, "device")
+    before = stats(server)
+    (again,) = sequential(server, [request])
+    after = settle(server)
+    loaded = edge(after, "host->device") - edge(before, "host->device")
+    assert loaded == again.cached_tokens // CASE.page_size == PROMPT_PAGES
+    assert "loads_by" not in after["served"]
+    assert after["served"]["machine"]["accelerator"] == "none"
+
+
 def test_restart_on_a_kept_disk(servers, server, spec, plain):
     """A new server on the same folder serves the old one's pages, and answers right."""
     requests = [fresh_prompt(seed) for seed in (10, 11, 12)]

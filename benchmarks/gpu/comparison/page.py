@@ -278,6 +278,7 @@ def last_line(header: Mapping[str, Any], findings: Findings) -> dict[str, Any]:
         figures.setdefault(f"{prefix}{row.figure} ({row.unit})", {})[row.system] = value
     return {
         "dry_run": bool(header["dry_run"]),
+        "model": header["model"]["path"],
         "figures": figures,
         "gates": findings.gates,
         "not_measured": findings.missing,

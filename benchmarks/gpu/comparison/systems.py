@@ -52,9 +52,9 @@ __all__ = [
 
 GATE, TTFT, DISK, LOADS, NO_REUSE = "gate", "ttft", "disk", "loads", "noreuse"
 _HOST = "127.0.0.1"
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Of a dry run: torch's threads wait actively for each other, on cores that are
-busy."""
+_ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""Of a dry run. Torch's threads wait actively for each other, on cores that are busy.
+And our CPU platform serves only where torch sees no accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def spec_of(
     flags += shared.server_flags
     device = Device(model.path, shared.pool_tokens, shared.page_size, tuple(flags))
     spec = _below(system, device, shared, host_gb, out, dry_run=dry_run)
-    return replace(spec, env={**spec.env, **_ONE_THREAD}) if dry_run else spec
+    return replace(spec, env={**spec.env, **_ON_CPU}) if dry_run else spec
 
 
 def _below(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import recorded
 
 PROGRAM = """import sys
 print("argv", sys.argv[1:])
@@ -65,6 +66,23 @@ def test_where_the_last_line_is_text_all_of_it_is_kept(
     assert figures == {"printed": ["argv []", "written: a.md"]}
 
 
+@pytest.mark.parametrize("place", ["benchmarks/pool", "tests/contract"])
+def test_a_record_is_of_the_program_that_made_it_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Figures of one program are not taken for those of another of the same name."""
+    monkeypatch.setattr(recorded, "ROOT", tmp_path)
+    # A handler would outlive the test.
+    monkeypatch.setattr(recorded.signal, "signal", lambda *_: None)
+    program, kept = tmp_path / place / "bench.py", tmp_path / "kept"
+    program.parent.mkdir(parents=True)
+    for text in ("print('{}')\n", "print('{}')  # otherwise\n"):
+        program.write_text(text)
+        assert recorded.main(["it", str(program), "--record", str(kept)]) == 0
+    told = [json.loads(path.read_text()) for path in kept.iterdir()]
+    assert len({record["source"] for record in told}) == len(told) == 2
+
+
 def test_every_bench_takes_record(root: Path) -> None:
     """By the one runner, or by a flag of its own that the same variable sets."""
     recipes = re.findall(
@@ -73,7 +91,8 @@ def test_every_bench_takes_record(root: Path) -> None:
     measuring = {
         name: recipe
         for name, recipe in recipes
-        if name.startswith("bench-") or name in ("demo", "soak", "fuzz", "host-waits")
+        if name.startswith("bench-")
+        or name in ("demo", "soak", "fuzz", "host-waits", "compile-kernels")
     }
     assert len(measuring) > 20
     for name, recipe in measuring.items():

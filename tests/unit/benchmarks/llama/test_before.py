@@ -233,6 +233,18 @@ def test_all_systems_get_the_same_but_for_what_is_compared(parts, tmp_path):
     assert not [flag for flag in told if flag.startswith("/")]
 
 
+def test_a_dry_run_is_on_a_cpu_also_where_there_is_a_gpu(parts, tmp_path):
+    """Each server is told to see none: then the CPU platform serves."""
+    model = parts.settings.Model.of(folder_of_model(tmp_path / "model"))
+    asked = shared(parts, mem_fraction=None)
+    for name in parts.systems.DEFAULT_DRY:
+        system = parts.systems.SYSTEMS[name]
+        spec = parts.systems.spec_of(system, model, asked, 1, tmp_path, dry_run=True)
+        assert spec.env["CUDA_VISIBLE_DEVICES"] == ""
+        real = parts.systems.spec_of(system, model, asked, 1, tmp_path, dry_run=False)
+        assert "CUDA_VISIBLE_DEVICES" not in real.env
+
+
 def test_host_memory_is_two_device_pools_unless_it_is_given(parts):
     """As HiCache takes by itself."""
     assert shared(parts).host_gb_of(131_072, 131_072) == 35

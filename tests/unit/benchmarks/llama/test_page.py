@@ -173,6 +173,7 @@ def test_only_a_green_gate_lets_figures_be_told(find, parts, tmp_path, gate):
     lines = [one for one in text.splitlines() if "host | tiered" in one]
     assert all("| withheld |" in one for one in lines)
     told = parts.page.last_line(header, found)
+    assert told["model"] == "model"
     assert told["figures"]["dry_run: TTFT, 64 tokens, host (ms)"] == {"tiered": None}
 
 

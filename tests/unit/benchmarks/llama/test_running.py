@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -304,4 +305,6 @@ def test_a_run_that_ends_before_its_time_makes_its_table(
             program.main([])
     else:
         assert program.main([]) == status
-    assert "# the table" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "# the table" in lines
+    assert json.loads(lines[-1]).keys() == {"problems", "figures", "seconds"}
