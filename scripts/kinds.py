@@ -193,7 +193,7 @@ BENCHES = {
     "fidelity": Bench(
         "the simulator against a real server",
         "benchmarks/sim/fidelity.py",
-        ("runs", "misses"),
+        ("runs", "misses", "limits"),
     ),
     "host-waits": Bench(
         "what would hold the scheduler on a CUDA device, counted on a CPU",

@@ -578,10 +578,16 @@ def bench_line(name: str) -> str:
     run = found(name)
     if run is None:
         return _missing(name)
-    told = tables.key_line(run.last["figures"], BENCHES[name].keys)
+    record, bench = run.last, BENCHES[name]
+    told = tables.key_line(record["figures"], bench.keys)
+    if not told and bench.keys:
+        told = f"*it ended with status {record['exit_code']} and no figure*"
+    asked = record["command"].partition(f" {bench.program} ")[2]
+    # Of a module that Python runs, make gives all.
+    words = f' ARGS="{asked}"' if asked and bench.program != "-m" else ""
     return (
-        f"{told or 'Kept whole in the record'} (`{run.kind.command}`; {run.when}; "
-        f"{_on(run.last)})."
+        f"{told or 'kept whole in the record'} (`{run.kind.command}{words}`; "
+        f"{run.when}; {_on(record)})."
     )
 
 

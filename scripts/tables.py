@@ -31,7 +31,8 @@ def printed(records: Iterable[Record]) -> str:
                 lines.append("")
             lines.append(told)
         text = re.sub(r"\n{3,}", "\n\n", "\n".join(lines).strip())
-        parts.append(f"`{command}`:\n\n{text}")
+        ended = f" (exit status {record['exit_code']})" if record["exit_code"] else ""
+        parts.append(f"`{command}`{ended}:\n\n{text}")
     return "\n\n".join(parts)
 
 
@@ -50,7 +51,8 @@ def key_line(figures: Mapping[str, Any], keys: Sequence[str]) -> str:
     told.
     """
     if figures.get("problems"):
-        return "no figure counts: " + "; ".join(map(str, figures["problems"]))
+        problems = "; ".join(map(str, figures["problems"]))
+        return "no figure counts: " + " ".join(problems.replace("|", "/").split())
     told = [f"`{key}` {_value(figures[key])}" for key in keys if key in figures]
     missed = figures.get("targets_missed") or figures.get("missed")
     if told and missed:

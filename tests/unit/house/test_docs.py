@@ -362,11 +362,14 @@ def test_every_program_of_the_simulator_has_its_page() -> None:
 
 def test_a_print_is_told_by_the_last_run_of_each_command() -> None:
     """Its headings come one level lower; a table has an empty line on both sides."""
-    first = {"command": "python benchmarks/sim/a.py 8", "printed": ["old"]}
+    first = {"command": "python benchmarks/sim/a.py 8", "exit_code": 0}
+    first["printed"] = ["old"]
     again = first | {"printed": ["", "## 8 ", "| x |", "|---|", "| 1 |", "so"]}
-    other = {"command": "python benchmarks/sim/a.py 9", "printed": ["nine"]}
+    other = {"command": "python benchmarks/sim/a.py 9", "exit_code": 1}
+    other["printed"] = ["nine"]
     assert tables.printed([first, other, again]) == (
-        "`a.py 8`:\n\n### 8\n\n| x |\n|---|\n| 1 |\n\nso\n\n`a.py 9`:\n\nnine"
+        "`a.py 8`:\n\n### 8\n\n| x |\n|---|\n| 1 |\n\nso\n\n"
+        "`a.py 9` (exit status 1):\n\nnine"
     )
 
 
@@ -384,6 +387,30 @@ def test_a_last_line_is_told_by_its_keys(
 ) -> None:
     """Of a run with problems no figure is told."""
     assert tables.key_line(figures, ("a", "b")) == told
+
+
+@pytest.mark.parametrize(
+    ("figures", "args", "told"),
+    [
+        ({"read_vs_fio": 0.98}, "", "`read_vs_fio` 0.98 (`make bench-disk`; 2026"),
+        ({"read_vs_fio": 0.5}, " --quick", '0.5 (`make bench-disk ARGS="--quick"`;'),
+        ({}, "", "*it ended with status 1 and no figure* (`make"),
+    ],
+)
+def test_a_bench_is_told_with_what_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch, figures: dict[str, object], args: str, told: str
+) -> None:
+    """So that a smoke run is not taken for a whole one, nor a failure for a record."""
+    record = {
+        "command": f"python benchmarks/disk/bench_disk.py{args}",
+        "figures": figures,
+        "exit_code": 1,
+        **MACHINE,
+    }
+    kind = results.KINDS["disk"]
+    found = results.Found(kind, (record,), "2026-01-01", "abcdef0123", True)
+    monkeypatch.setattr(results, "found", lambda _: found)
+    assert told in results.bench_line("disk")
 
 
 def test_times_are_told_with_their_unit() -> None:
