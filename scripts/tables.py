@@ -38,7 +38,8 @@ def printed(records: Iterable[Record]) -> str:
 
 def seen_and_predicted(record: Record) -> str:
     """Return the table that ``benchmarks/sim/fidelity.py`` prints at its end."""
-    lines = list(record["printed"])
+    # Earlier records lack the print.
+    lines = list(record.get("printed", ()))
     ends = (at for at, line in enumerate(lines) if line.startswith("Each cell"))
     first = max(ends, default=0)
     return "\n".join(line for line in lines[first:] if line.startswith("|"))
