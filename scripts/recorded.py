@@ -2,10 +2,10 @@
 
     python scripts/recorded.py NAME benchmarks/pool/bench_pool.py [--record DIR] [ARGS]
 
-What follows the name is handed to Python as it is, but for ``--record``. A record has the
-last line as ``figures`` (empty where it is no JSON) and all that was printed before it as
-``printed``. A benchmark whose record holds more than that keeps it itself, with the same
-flag, file names and facts (``sgl_tiered_workloads.harness.keeping``).
+What follows the name is handed to Python as it is, but for ``--record``. A record has
+the last line as ``figures`` (empty where it is no JSON) and all that was printed before
+it as ``printed``. A benchmark whose record holds more than that keeps it itself, with
+the same flag, file names and facts (``sgl_tiered_workloads.harness.keeping``).
 """
 
 from __future__ import annotations

@@ -352,7 +352,9 @@ def test_every_program_of_the_simulator_has_its_page() -> None:
     """What the script plays, a block shows; traces are wanted for the others."""
     script = (ROOT / "scripts/sims.sh").read_text()
     always, _, with_traces = script.partition("\nif ")
-    played = [re.findall(r"^ *play (\w+)", each, re.M) for each in (always, with_traces)]
+    played = [
+        re.findall(r"^ *play (\w+)", each, re.M) for each in (always, with_traces)
+    ]
     assert {*played[0], *played[1]} == kinds.PRINTS.keys()
     for name, (page, of_traces) in kinds.PRINTS.items():
         assert of_traces == (name in played[1]), name
@@ -378,13 +380,14 @@ def test_a_print_is_told_by_the_last_run_of_each_command() -> None:
     [
         ({"a": 0.98765, "b": {"x": 1200, "y": True}}, "`a` 0.988, `b` x 1,200, y yes"),
         ({"b": [], "targets_missed": ["a"]}, "`b` none, missed: `a`"),
-        ({"a": 3, "problems": ["an answer differs"]}, "no figure counts: an answer differs"),
+        (
+            {"a": 3, "problems": ["an answer differs"]},
+            "no figure counts: an answer differs",
+        ),
         ({"c": 1}, ""),
     ],
 )
-def test_a_last_line_is_told_by_its_keys(
-    figures: dict[str, object], told: str
-) -> None:
+def test_a_last_line_is_told_by_its_keys(figures: dict[str, object], told: str) -> None:
     """Of a run with problems no figure is told."""
     assert tables.key_line(figures, ("a", "b")) == told
 
