@@ -1,12 +1,14 @@
 # Every target sets up what it needs, from Python 3.11+ with pip; `make help` lists them.
 #   ARGS="..."   is handed to the program or to pytest
 #   RECORD=dir   keeps what was measured there as a file, such as benchmarks/results
+#   TRACES=dir   holds the traces that some programs of bench-sim read
 #   VENV=path    is the virtual environment, PYTHON=path the interpreter it is made with
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 VENV ?= .venv
 ARGS ?=
 RECORD ?=
+TRACES ?=
 PY := "$(VENV)/bin/python"
 KEEP := $(if $(RECORD),--record "$(RECORD)")
 BENCH := $(PY) scripts/recorded.py $(KEEP)
@@ -218,11 +220,19 @@ compile-kernels: install ## every Triton kernel for sm_80, sm_90 and sm_100, wit
 bench-fidelity: install ## how far the simulator is from a real server
 	@exec $(BENCH) fidelity benchmarks/sim/fidelity.py $(ARGS)
 
+.PHONY: bench-sim
+bench-sim: install ## tables of the simulator, hours of CPU; ARGS="NAME ..." picks
+	@bash scripts/sims.sh "$(TRACES)" "$(ARGS)" $(BENCH)
+
 .PHONY: bench-micro
 bench-micro: install ## every micro benchmark, one after the other; PART=NAME for one
 	@for script in benchmarks/micro/$(or $(PART),[!_]*).py; do \
 	  name=$$(basename "$$script" .py); \
 	  $(SAY) bench "$$script"; $(BENCH) "micro-$$name" "$$script" $(ARGS); \
+	done
+	@for num in 10 100 1000; do \
+	  $(SAY) bench "routing, $$num instances"; \
+	  $(BENCH) micro-routing benchmarks/micro/routing.py --instances "$$num" --pages 512; \
 	done
 	@$(SAY) bench "done"
 

@@ -2,10 +2,10 @@
 
     python scripts/recorded.py NAME benchmarks/pool/bench_pool.py [--record DIR] [ARGS]
 
-What follows the name is handed to Python as it is, but for ``--record``. Where the last
-line is no JSON, all that was printed is kept. A benchmark whose record holds more than
-its last line keeps it itself, with the same flag, file names and facts
-(``sgl_tiered_workloads.harness.keeping``).
+What follows the name is handed to Python as it is, but for ``--record``. A record has
+the last line as ``figures`` (empty where it is no JSON) and all that was printed before
+it as ``printed``. A benchmark whose record holds more than that keeps it itself, with
+the same flag, file names and facts (``sgl_tiered_workloads.harness.keeping``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,10 +22,24 @@ from pathlib import Path
 
 from sgl_tiered_workloads.harness.keeping import keep_record, run_facts
 
-__all__ = ["main"]
+__all__ = ["main", "sources_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("sgl_tiered", "kernels", "platform_dist", "workloads/sgl_tiered_workloads")
+_FOLDERS = re.compile(r"(?<![^\s='\"`(])/(?:[^/\s]+/)+")
+"""Of a path from the root, but for its last part."""
+
+
+def sources_of(program: str) -> tuple[str, ...]:
+    """Return the folders whose source decides what a program measures or counts.
+
+    Args:
+        program: its path, from the root of the checkout; else no program of ours.
+    """
+    folder = (ROOT / program).resolve().parent
+    if folder == ROOT or not folder.is_relative_to(ROOT):
+        return PRODUCT
+    return (*PRODUCT, folder.relative_to(ROOT).as_posix())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,19 +60,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in child.stdout:
             print(line, end="", flush=True)
             lines.append(line.rstrip())
-    try:
-        figures = json.loads(lines[-1])
-    except (IndexError, json.JSONDecodeError):
-        figures = {"printed": lines}
     # A record names no path of the machine.
-    told = " ".join(Path(w).name if w.startswith("/") else w for w in program)
-    folder = Path(program[0]).resolve().parent
-    sources = [*PRODUCT]
-    # What measures, or counts, is a part of what the figures are of.
-    if folder != ROOT and folder.is_relative_to(ROOT):
-        sources.append(str(folder.relative_to(ROOT)))
-    facts = run_facts(f"python {told}", ROOT, sources, ())
-    record = {**facts, "exit_code": child.returncode, "figures": figures}
+    lines = [_FOLDERS.sub("", line) for line in lines]
+    try:
+        figures, lines = json.loads(lines[-1]), lines[:-1]
+    except (IndexError, json.JSONDecodeError):
+        figures = {}
+    told = " ".join(_FOLDERS.sub("", word) for word in program)
+    facts = run_facts(f"python {told}", ROOT, sources_of(program[0]), ())
+    ended = {"exit_code": child.returncode, "figures": figures, "printed": lines}
+    record = {**facts, **ended}
     print(f"kept {keep_record(args.record, args.name, record)}", file=sys.stderr)
     return child.returncode
 

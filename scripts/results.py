@@ -20,99 +20,31 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pictures
-from sgl_tiered_workloads.harness.machine import NOT_IN_SERVERS, source_hash
+import tables
+from kinds import BENCHES, KINDS, MICROS, PRINTS, RECORDS, Kind
+from sgl_tiered_workloads.harness.machine import source_hash
 from sgl_tiered_workloads.report import Summary, format_table
 
 __all__ = ["BLOCKS", "CHANGED", "KINDS", "Kind", "filled", "main", "pages", "written"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RECORDS = "benchmarks/results"
-"""Where ``make ... RECORD=benchmarks/results`` keeps records of every kind."""
 DATES = ROOT / RECORDS / "dates.json"
-"""When records that do not say it themselves were made, and printed pages changed."""
+"""When records that do not say it themselves were made."""
 MOST_UNEVEN = 1.25
 """How far equal work may differ between two servers whose speeds are compared."""
 CHANGED = ", of an earlier source"
 _BLOCK = re.compile(
-    r"(<!-- results: ([a-z-]+) -->\n).*?(<!-- /results -->)", re.S | re.M
+    r"(<!-- results: ([a-z_-]+) -->\n).*?(<!-- /results -->)", re.S | re.M
 )
 _STAMP = re.compile(r"(\d{4})(\d{2})(\d{2})T(\d{2})(\d{2})(\d{2})Z")
 Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of record.
-
-    Attributes:
-        pattern: of its files that are not in ``RECORDS``, or of all.
-        command: that makes one.
-        folders, without: whose source decides what is measured.
-    """
-
-    pattern: str
-    command: str
-    folders: tuple[str, ...]
-    without: tuple[str, ...] = NOT_IN_SERVERS
-
-
-_PRODUCT = ("sgl_tiered", "kernels", "platform_dist")
-_WORKLOADS = "workloads/sgl_tiered_workloads"
-KINDS = {
-    "demo": Kind(
-        f"{RECORDS}/demo-*.json",
-        "make demo",
-        _PRODUCT,
-    ),
-    "equality": Kind(
-        "tests/equality/records/*.json",
-        "make equality",
-        ("sgl_tiered", "kernels", "platform_dist", "tests/equality"),
-    ),
-    "soak": Kind(
-        "tests/soak/records/*.json",
-        "make soak",
-        ("sgl_tiered", _WORKLOADS, "tests/soak"),
-    ),
-    "fuzz": Kind(
-        "tests/fuzz/records/*.json",
-        "make fuzz",
-        ("sgl_tiered", _WORKLOADS, "tests/fuzz"),
-        (),
-    ),
-    "restart": Kind(
-        "benchmarks/disk/records/restart-*.json",
-        "make bench-restart",
-        ("sgl_tiered", "benchmarks/disk"),
-    ),
-    "reuse": Kind(
-        f"{RECORDS}/reuse-*.json",
-        "make bench-reuse",
-        (*_PRODUCT, "benchmarks/serving/bench_reuse.py", "benchmarks/serving/reuse"),
-    ),
-    "no-reuse": Kind(
-        f"{RECORDS}/no-reuse-*.json",
-        "make bench-no-reuse",
-        (
-            *_PRODUCT,
-            "benchmarks/serving/bench_no_reuse.py",
-            "benchmarks/serving/no_reuse",
-        ),
-    ),
-    "router": Kind(
-        "benchmarks/cluster/records/router-*.jsonl", "make bench-router", _PRODUCT
-    ),
-    "store": Kind(
-        "benchmarks/cluster/records/store-*.jsonl", "make bench-store", _PRODUCT
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -641,15 +573,103 @@ def measured_table() -> str:
     return "\n".join(lines)
 
 
+def bench_line(name: str) -> str:
+    """Return what the last line of a bench says, and of which run it is."""
+    run = found(name)
+    if run is None:
+        return _missing(name)
+    record, bench = run.last, BENCHES[name]
+    told = tables.key_line(record["figures"], bench.keys)
+    if not told and bench.keys:
+        told = f"*it ended with status {record['exit_code']} and no figure*"
+    asked = record["command"].partition(f" {bench.program} ")[2]
+    # Of a module that Python runs, make gives all.
+    words = f' ARGS="{asked}"' if asked and bench.program != "-m" else ""
+    return (
+        f"{told or 'kept whole in the record'} (`{run.kind.command}{words}`; "
+        f"{run.when}; {_on(record)})."
+    )
+
+
+def bench_table() -> str:
+    """Return the benches whose last lines are kept, a line each."""
+    lines = ["| what | seen |", "|---|---|"]
+    lines += [f"| {one.title} | {bench_line(name)} |" for name, one in BENCHES.items()]
+    return "\n".join(lines)
+
+
+def micro_table(names: Iterable[str] = MICROS) -> str:
+    """Return medians and 99th percentiles of micro benchmarks, a line for each run."""
+    lines = ["| program | takes | when |", "|---|---|---|"]
+    for name in names:
+        run = found(f"micro-{name}")
+        if run is None:
+            lines.append(f"| `{name}.py` | {_missing(f'micro-{name}')} | |")
+            continue
+        for command, record in tables.by_command(run.records).items():
+            told = tables.times(record["figures"])
+            lines.append(f"| `{command}` | {told} | {run.when}; {_on(record)} |")
+    return "\n".join(lines)
+
+
+def fidelity_table() -> str:
+    """Return the simulator's figures beside a real server's."""
+    run = found("fidelity")
+    if run is None:
+        return _missing("fidelity")
+    return f"{bench_line('fidelity')}\n\n{tables.seen_and_predicted(run.last)}"
+
+
+EVENTS_PER_PAGE = 4
+"""A stored page is written to host memory as well, and given up in both places."""
+PAGES_HELD = 9_000 + 40_000
+"""By an instance of the plan: on the device, and in 512 GB of host memory."""
+
+
+def plan_table() -> str:
+    """Return what a router of a fleet would need: simulated work by measured costs."""
+    fleets, costs = found("sim-cluster_plan"), found("micro-routing")
+    if fleets is None or costs is None:
+        return _missing("micro-routing" if fleets else "sim-cluster_plan")
+    by_size = {one["figures"]["instances"]: one["figures"] for one in costs.records}
+    lines = [
+        "| instances | index | events/s | of a core | decisions, of a core |",
+        "|---|---|---|---|---|",
+    ]
+    for fleet in fleets.last["figures"]:
+        num = fleet["instances"]
+        if num not in by_size:
+            continue
+        cost = by_size[num]
+        index_gb = num * PAGES_HELD * cost["bytes_per_claim"] / 1e9
+        events = num * EVENTS_PER_PAGE * fleet["stored_pages_per_s_each"]
+        per_s = fleet["requests_per_s"]
+        decisions = per_s * cost["decision, all of it"]["p50_us"] / 1e6
+        lines.append(
+            f"| {num:,} | {index_gb:.1f} GB | {_number(events)} | "
+            f"{events / cost['block_events_per_s']:.0%} | {_number(per_s)}/s, "
+            f"{decisions:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def printed(name: str) -> str:
+    """Return what a program of the simulator printed."""
+    run = found(f"sim-{name}")
+    if run is None:
+        return _missing(f"sim-{name}")
+    return f"Simulated; {run.when}.\n\n{tables.printed(run.records)}"
+
+
 def printed_table() -> str:
-    """Return which pages are a program's print, and when they were printed last."""
-    known = json.loads(DATES.read_text())
-    lines = ["| page | printed | commit |", "|---|---|---|"]
-    for path, said in sorted(known.items()):
-        if path.startswith("docs/"):
-            page = path.removeprefix("docs/benchmarks/")
-            title = (ROOT / path).read_text().partition("\n")[0].lstrip("# ")
-            lines.append(f"| [{title}]({page}) | {said['date']} | {said['commit']} |")
+    """Return which pages are a program's print, and of when."""
+    lines = ["| page | program | printed |", "|---|---|---|"]
+    for name, (page, _) in sorted(PRINTS.items(), key=lambda each: each[1]):
+        run = found(f"sim-{name}")
+        path = ROOT / f"docs/benchmarks/simulator/{page}.md"
+        title = path.read_text().partition("\n")[0].lstrip("# ")
+        when = run.when if run else _missing(f"sim-{name}")
+        lines.append(f"| [{title}](simulator/{page}.md) | `{name}.py` | {when} |")
     return "\n".join(lines)
 
 
@@ -666,7 +686,14 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "store-line": store_line,
     "results-table": results_table,
     "measured-table": measured_table,
+    "bench-table": bench_table,
+    "micro-table": micro_table,
+    "routing-table": partial(micro_table, ("routing",)),
+    "fidelity-table": fidelity_table,
+    "plan-table": plan_table,
     "printed-table": printed_table,
+    **{f"{name}-line": partial(bench_line, name) for name in BENCHES},
+    **{f"sim-{name}": partial(printed, name) for name in PRINTS},
 }
 
 
@@ -697,20 +724,20 @@ def written() -> dict[Path, str]:
 def note_dates() -> None:
     """Ask git once when a record that does not say so was committed."""
     known = json.loads(DATES.read_text()) if DATES.exists() else {}
-    known = {name: said for name, said in known.items() if (ROOT / name).exists()}
-    for kind in KINDS:
-        for path in _files(kind):
-            name = path.relative_to(ROOT).as_posix()
-            record = _read(path)
-            has_date = "date" in record or _STAMP.search(path.name)
-            if name in known or (has_date and "commit" in record):
-                continue
-            asked = ("git", "log", "--diff-filter=A", "--format=%cs %h", "--", name)
-            told = subprocess.run(
-                asked, cwd=ROOT, capture_output=True, text=True, check=True
-            ).stdout.split()
-            if told:
-                known[name] = {"date": told[-2], "commit": told[-1]}
+    paths = {path for kind in KINDS for path in _files(kind)}
+    names = {path.relative_to(ROOT).as_posix(): path for path in paths}
+    known = {name: said for name, said in known.items() if name in names}
+    for name, path in names.items():
+        record = _read(path)
+        has_date = "date" in record or _STAMP.search(path.name)
+        if name in known or (has_date and "commit" in record):
+            continue
+        asked = ("git", "log", "--diff-filter=A", "--format=%cs %h", "--", name)
+        told = subprocess.run(
+            asked, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
+        if told:
+            known[name] = {"date": told[-2], "commit": told[-1]}
     DATES.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 

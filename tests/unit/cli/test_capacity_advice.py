@@ -41,7 +41,7 @@ MOONCAKE = [
     point(1_024, 0, 0.264, 2.513),
     point(1_024, 4_000, 0.363, 2.187),
 ]
-"""The plan of docs/benchmarks/simulator/index.md."""
+"""A plan of the Mooncake conversation trace on an H800."""
 
 
 def test_the_frontier_is_what_nothing_cheaper_beats() -> None:

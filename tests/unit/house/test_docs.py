@@ -9,8 +9,10 @@ from pathlib import Path
 
 import docs_commands as commands
 import docs_hooks
+import kinds
 import pytest
 import results
+import tables
 from sgl_tiered_workloads.harness import keeping
 
 from sgl_tiered.engines.sglang import config
@@ -21,6 +23,52 @@ FIGURE = re.compile(
     r"\b\d[\d.,]*\s?(?:ms|us|s|%|times|x|tokens/s|requests/s|MB/s|GB/s|points)(?![\w/-])"
 )
 """What a measurement looks like."""
+ROW = re.compile(r"(?:\| *[-+]?[\d.,]+ *%? *){3}\|")
+"""What a row of a typed table looks like."""
+NOT_MEASURED = {
+    "benchmarks/cluster/README.md": {"0.4 s", "1.5 times", "95 %"},
+    "benchmarks/quality/README.md": {"15 %", "95 %"},
+    "benchmarks/serving/reload/README.md": {"25 %", "95 %"},
+    "docs/benchmarks/gpu.md": {"3 %", "95 %"},
+    "docs/benchmarks/simulator/activations.md": {
+        "1,008 GB/s",
+        "2 %",
+        "31.5 GB/s",
+        "80 %",
+        "90 %",
+    },
+    "docs/benchmarks/simulator/chain.md": {"2 points"},
+    "docs/benchmarks/simulator/eviction.md": {"1 %", "8 times"},
+    "docs/benchmarks/simulator/index.md": {
+        "2x",
+        "30 %",
+        "55 %",
+        "60 %",
+        "64 GB/s",
+        "7 GB/s",
+        "80 %",
+    },
+    "docs/benchmarks/simulator/layerkv.md": {"0.2 s", "3 s", "55 %", "80 %"},
+    "docs/benchmarks/simulator/memserve.md": {"2 us", "59 %"},
+    "docs/benchmarks/simulator/orders.md": {"1 ms"},
+    "docs/benchmarks/simulator/slo.md": {"200 ms", "3 s", "8 times"},
+    "docs/design/negative-results.md": {"64 GB/s"},
+    "docs/design/one-rank.md": {"1 ms", "2 ms"},
+    "docs/guides/disk.md": {"5 s"},
+    "docs/operate/troubleshooting.md": {"20 s", "5 s"},
+    "docs/papers/index.md": {"90 %"},
+    "docs/plan/capacity.md": {"5 %"},
+    "docs/plan/simulate.md": {"3.x"},
+    "sgl_tiered/cli/README.md": {"25 %", "45 s"},
+    "sgl_tiered/engines/sglang/disagg/README.md": {"10 s", "5 s"},
+    "sgl_tiered/layered/README.md": {"5 s"},
+    "sgl_tiered/pipelines/README.md": {"20 ms", "50 ms"},
+    "sgl_tiered/pool/README.md": {"0.1 s", "10 s", "3 s", "60 s"},
+    "sgl_tiered/router/README.md": {"120 s", "20 s", "4 s", "75 s"},
+    "sgl_tiered/tiers/EMULATION.md": {"5 s"},
+    "sgl_tiered/tiers/README.md": {"5 s"},
+}
+"""Settings, targets, data sheets and what papers say, by page."""
 
 
 # --- links of the site ---------------------------------------------------------------
@@ -120,21 +168,43 @@ def test_figures_are_what_the_records_say() -> None:
         assert seen == text.replace(results.CHANGED, ""), path.name
 
 
-def test_a_typed_figure_does_not_last() -> None:
+@pytest.mark.parametrize(
+    ("page", "block"),
+    [
+        ("index", "fuzz-line"),
+        ("index", "bench-table"),
+        ("simulator/activations", "sim-activations"),
+        ("simulator/cluster", "plan-table"),
+    ],
+)
+def test_a_typed_figure_does_not_last(page: str, block: str) -> None:
     """What stands in a block is made anew, whatever it was."""
-    page = ROOT / "docs/benchmarks/index.md"
-    text = page.read_text()
-    typed = re.sub(r"(<!-- results: fuzz-line -->\n).*?(?=\n<!--)", r"\1 9 %", text)
+    text = (ROOT / f"docs/benchmarks/{page}.md").read_text()
+    old = rf"(<!-- results: {block} -->\n).*?(?=\n<!--)"
+    typed = re.sub(old, r"\1 9 %", text, flags=re.S)
     assert typed != text
     assert results.filled(typed) == results.filled(text)
 
 
-def test_readme_has_no_figure_of_its_own() -> None:
-    """Outside of blocks and commands nothing looks like a measurement."""
-    text = (ROOT / "README.md").read_text()
+def typed(text: str, what: re.Pattern[str] = FIGURE) -> set[str]:
+    """Return what looks like a measurement outside of blocks and commands."""
     blocks = r"<!-- results: .*?<!-- /results -->|```.*?```|<!--.*?-->"
-    assert FIGURE.findall(re.sub(blocks, "", text, flags=re.S)) == []
-    assert FIGURE.findall("TTFT falls from 12 ms") == ["12 ms"]
+    return set(what.findall(re.sub(blocks, "", text, flags=re.S)))
+
+
+def test_no_page_has_a_figure_of_its_own() -> None:
+    """But for settings, targets, data sheets and what papers say."""
+    paths = [ROOT / "README.md"]
+    for folder in ("docs", "benchmarks", "sgl_tiered"):
+        paths += sorted((ROOT / folder).rglob("*.md"))
+    found = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    told = {name: typed(text) for name, text in found.items()}
+    assert {name: these for name, these in told.items() if these} == NOT_MEASURED
+    assert typed("TTFT falls from 12 ms") == {"12 ms"}
+    # A plan, in lines of code.
+    rows = {name for name, text in found.items() if typed(text, ROW)}
+    assert rows == {"docs/design/one-rank.md"}
+    assert typed("| lru | 0.043 | 0.044 | 0.05 |", ROW)
 
 
 @pytest.fixture
@@ -252,13 +322,131 @@ def test_kinds_of_records_hash_what_their_programs_hash() -> None:
         "router": ("benchmarks/cluster/against/records.py", "PRODUCT"),
         "store": ("benchmarks/cluster/against/records.py", "PRODUCT"),
     }
-    assert programs.keys() == results.KINDS.keys()
+    kept = {
+        *kinds.BENCHES,
+        *(f"micro-{name}" for name in kinds.MICROS),
+        *(f"sim-{name}" for name in kinds.PRINTS),
+    }
+    assert programs.keys() | kept == results.KINDS.keys()
     for name, (path, word) in programs.items():
         text = (ROOT / path).read_text()
         said = re.search(rf"^{word} = \((.*?)\)$", text, re.M | re.S)
         folders = tuple(re.findall(r'"([^"]+)"', said[1]))
         assert results.KINDS[name].folders == folders, name
         assert all((ROOT / folder).exists() for folder in folders), name
+
+
+def test_benches_are_kept_of_the_programs_that_make_runs() -> None:
+    """Under the same name, by the command that a page names."""
+    makefile = (ROOT / "Makefile").read_text()
+    for name, bench in kinds.BENCHES.items():
+        kind = results.KINDS[name]
+        target = kind.command.removeprefix("make ")
+        recipe = re.search(rf"^{target}: .*\n((?:\t.*\n)+)", makefile, re.M)
+        assert f"$(BENCH) {name} {bench.program} " in recipe[1], name
+        assert all((ROOT / folder).exists() for folder in kind.folders), name
+    assert all((ROOT / f"benchmarks/micro/{name}.py").exists() for name in kinds.MICROS)
+
+
+def test_every_program_of_the_simulator_has_its_page() -> None:
+    """What the script plays, a block shows; traces are wanted for the others."""
+    script = (ROOT / "scripts/sims.sh").read_text()
+    always, _, with_traces = script.partition("\nif ")
+    played = [
+        re.findall(r"^ *play (\w+)", each, re.M) for each in (always, with_traces)
+    ]
+    assert {*played[0], *played[1]} == kinds.PRINTS.keys()
+    for name, (page, of_traces) in kinds.PRINTS.items():
+        assert of_traces == (name in played[1]), name
+        text = (ROOT / f"docs/benchmarks/simulator/{page}.md").read_text()
+        assert f"<!-- results: sim-{name} -->" in text, name
+
+
+def test_a_print_is_told_by_the_last_run_of_each_command() -> None:
+    """Its headings come one level lower; a table has an empty line on both sides."""
+    first = {"command": "python benchmarks/sim/a.py 8", "exit_code": 0}
+    first["printed"] = ["old"]
+    again = first | {"printed": ["", "## 8 ", "| x |", "|---|", "| 1 |", "so"]}
+    other = {"command": "python benchmarks/sim/a.py 9", "exit_code": 1}
+    other["printed"] = ["nine"]
+    assert tables.printed([first, other, again]) == (
+        "`a.py 8`:\n\n### 8\n\n| x |\n|---|\n| 1 |\n\nso\n\n"
+        "`a.py 9` (exit status 1):\n\nnine"
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "told"),
+    [
+        ({"a": 0.98765, "b": {"x": 1200, "y": True}}, "`a` 0.988, `b` x 1,200, y yes"),
+        ({"b": [], "targets_missed": ["a"]}, "`b` none, missed: `a`"),
+        (
+            {"a": 3, "problems": ["an answer differs"]},
+            "no figure counts: an answer differs",
+        ),
+        ({"c": 1}, ""),
+    ],
+)
+def test_a_last_line_is_told_by_its_keys(figures: dict[str, object], told: str) -> None:
+    """Of a run with problems no figure is told."""
+    assert tables.key_line(figures, ("a", "b")) == told
+
+
+@pytest.mark.parametrize(
+    ("figures", "args", "told"),
+    [
+        ({"read_vs_fio": 0.98}, "", "`read_vs_fio` 0.98 (`make bench-disk`; 2026"),
+        ({"read_vs_fio": 0.5}, " --quick", '0.5 (`make bench-disk ARGS="--quick"`;'),
+        ({}, "", "*it ended with status 1 and no figure* (`make"),
+    ],
+)
+def test_a_bench_is_told_with_what_it_was_asked(
+    monkeypatch: pytest.MonkeyPatch, figures: dict[str, object], args: str, told: str
+) -> None:
+    """So that a smoke run is not taken for a whole one, nor a failure for a record."""
+    record = {
+        "command": f"python benchmarks/disk/bench_disk.py{args}",
+        "figures": figures,
+        "exit_code": 1,
+        **MACHINE,
+    }
+    kind = results.KINDS["disk"]
+    found = results.Found(kind, (record,), "2026-01-01", "abcdef0123", True)
+    monkeypatch.setattr(results, "found", lambda _: found)
+    assert told in results.bench_line("disk")
+
+
+def test_times_are_told_with_their_unit() -> None:
+    """What is no time and no number is left out."""
+    figures = {"look": {"p50_us": 1.25, "p99_us": 3.0}, "pages": 10, "clock": "cpu"}
+    assert tables.times(figures) == "look 1.25 us (p99 3 us); pages 10"
+
+
+def test_a_fleet_is_planned_by_simulated_work_and_measured_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fleet whose router was not timed has no line."""
+    fleet = {"instances": 10, "stored_pages_per_s_each": 100.0, "requests_per_s": 50.0}
+    cost = {
+        "instances": 10,
+        "bytes_per_claim": 200.0,
+        "block_events_per_s": 400_000,
+        "decision, all of it": {"p50_us": 200.0, "p99_us": 900.0},
+    }
+    figures = {
+        "sim-cluster_plan": [fleet, fleet | {"instances": 20}],
+        "micro-routing": cost,
+    }
+    kind = results.KINDS["demo"]
+
+    def found(name: str) -> results.Found:
+        record = {"command": "python x.py", "figures": figures[name]}
+        return results.Found(kind, (record,), "2026-01-01", "abcdef0123", True)
+
+    monkeypatch.setattr(results, "found", found)
+    assert results.plan_table().splitlines()[2:] == [
+        "| 10 | 0.1 GB | 4,000 | 1% | 50/s, 1% |"
+    ]
 
 
 def test_a_record_is_dated_by_itself(records: Path) -> None:

@@ -41,6 +41,7 @@ def test_the_last_line_is_kept_with_how_it_ended(
     record = json.loads(path.read_text())
     assert path.name == f"it-{record['source']}.json"
     assert (record["figures"], record["exit_code"]) == ({"a": 1}, code)
+    assert record["printed"] == ["argv ['--x', '1', 'b', '-m', 'c']"]
     assert record["command"] == "python bench.py --x 1 b -m c"
     assert record["machine"]["cores"] >= 1
 
@@ -62,8 +63,22 @@ def test_where_the_last_line_is_text_all_of_it_is_kept(
     program.write_text(PROGRAM.format(last="written: a.md", code=0))
     assert run(root, program, "--record", tmp_path / "kept").returncode == 0
     (path,) = (tmp_path / "kept").iterdir()
-    figures = json.loads(path.read_text())["figures"]
-    assert figures == {"printed": ["argv []", "written: a.md"]}
+    record = json.loads(path.read_text())
+    assert record["figures"] == {}
+    assert record["printed"] == ["argv []", "written: a.md"]
+
+
+def test_a_record_names_no_folder_of_the_machine(root: Path, tmp_path: Path) -> None:
+    """Neither of what it was given nor in what was printed; shares stay as they are."""
+    program = tmp_path / "bench.py"
+    program.write_text(PROGRAM.format(last='{"a": "/x/y/z"}', code=0))
+    given = (f"trace={tmp_path}/a.gz", f"{tmp_path}/b.gz", "1 / 2", "c/d")
+    assert run(root, program, *given, "--record", tmp_path / "k").returncode == 0
+    (path,) = (tmp_path / "k").iterdir()
+    record = json.loads(path.read_text())
+    assert record["command"] == "python bench.py trace=a.gz b.gz 1 / 2 c/d"
+    assert record["printed"] == ["argv ['trace=a.gz', 'b.gz', '1 / 2', 'c/d']"]
+    assert record["figures"] == {"a": "z"}
 
 
 @pytest.mark.parametrize("place", ["benchmarks/pool", "tests/contract"])
