@@ -22,7 +22,6 @@ from sgl_tiered.cli.simulate_workload import from_sessions, make_workload
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.routing.registry import make_routing
-from sgl_tiered.sim.activations import BatchSetup, Context, simulate_batch
 from sgl_tiered.sim.capacity import capacity_plan
 from sgl_tiered.sim.config import LayerSetup, SchedulerConfig, ServerConfig, TierSetup
 from sgl_tiered.sim.exclusive import ExclusiveTier
@@ -47,6 +46,7 @@ from tests.unit.workloads import sample_support as samples
 
 # As pytest's settings have it; ``python -m tests.unit.sim.digests`` has not.
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks/sim"))
+from batch_model import BatchSetup, Context, simulate_batch
 from cluster_model import (
     COLOCATED,
     DECODE,
