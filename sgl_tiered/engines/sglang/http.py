@@ -21,7 +21,7 @@ from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.origin import is_foreign
 from sgl_tiered.engines.sglang.pooled.hints import add_hints
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.tiers.emulation import parse_emulation
+from sgl_tiered.testing.emulation import parse_emulation
 
 __all__ = [
     "DROP_KNOBS",
