@@ -17,11 +17,11 @@ import sys
 from dataclasses import asdict
 
 import numpy as np
+from _transport_speed import measure_transport
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.errors import TransportUnavailableError
 from sgl_tiered.testing.transport_peer import PeerProcess, open_transport
-from sgl_tiered.transport.measure import measure_transport
 
 OPENERS = {
     "mooncake tcp": ("sgl_tiered.transport.mooncake:open_mooncake", {}),

@@ -22,13 +22,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sgl_tiered.sim.activations import (
+from batch_model import (
     BatchResult,
     BatchSetup,
     Context,
     LayerTimes,
     simulate_batch,
 )
+
 from sgl_tiered.sim.hardware import HardwareProfile, find_hardware
 from sgl_tiered.sim.models import find_model
 

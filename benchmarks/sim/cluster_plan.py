@@ -19,10 +19,10 @@ import json
 import time
 
 import numpy as np
+from cluster_model import COLOCATED, simulate_cluster
 from memserve import WORKLOADS, capacity, config, device, draw_sessions
 
 from sgl_tiered.policies.routing.registry import make_routing
-from sgl_tiered.sim.cluster import COLOCATED, simulate_cluster
 
 LOAD = 0.6
 

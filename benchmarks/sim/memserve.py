@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-
-from sgl_tiered.policies.routing.registry import make_routing
-from sgl_tiered.sim.cluster import (
+from cluster_model import (
     COLOCATED,
     DECODE,
     PREFILL,
@@ -31,6 +29,8 @@ from sgl_tiered.sim.cluster import (
     ClusterResult,
     simulate_cluster,
 )
+
+from sgl_tiered.policies.routing.registry import make_routing
 from sgl_tiered.sim.hardware import LinkSpeed, find_hardware
 from sgl_tiered.sim.models import find_model
 from sgl_tiered.sim.times import DeviceTimes, times_of_profile

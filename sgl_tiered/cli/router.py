@@ -30,6 +30,33 @@ an instance is URL with any of
 """
 
 
+_TIMES = (
+    ("--header-timeout", 20.0, "until a client's headers are whole"),
+    ("--body-timeout", 120.0, "from there until its body is whole"),
+    ("--keepalive-timeout", 75.0, "of a client's connection between requests"),
+    (
+        "--read-timeout",
+        10.0,
+        "to tokenize a prompt, else it is compared by characters; or to parse a long "
+        "body, else it is refused",
+    ),
+    ("--connect-timeout", 3.0, "to connect"),
+    (
+        "--first-byte-timeout",
+        600.0,
+        "to the first byte of a streamed answer: queue and prefill",
+    ),
+    (
+        "--idle-timeout",
+        120.0,
+        "between two pieces of an answer, from a server or to a client",
+    ),
+    ("--whole-timeout", 3600.0, "of an answer that is not streamed"),
+    ("--load-interval", 1.0, "between two questions for a server's load"),
+    ("--health-interval", 10.0, "between two probes of its health"),
+    ("--health-timeout", 5.0, "of either of them"),
+)
+"""Flag, seconds if it is not given, what for."""
 _MAX_KEY_CHARACTERS = 4096
 
 
@@ -45,7 +72,18 @@ def register(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_EPILOG,
     )
-    add = parser.add_argument_group("who serves (both, or either)").add_argument
+    _add_servers(parser.add_argument_group("who serves (both, or either)"))
+    _add_address_and_keys(parser.add_argument_group("where it listens, and keys"))
+    _add_choice(parser.add_argument_group("how it chooses"))
+    _add_bounds(parser.add_argument_group("bounds, in seconds where not said"))
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error")
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_servers(group: Any) -> None:
+    add = group.add_argument
     add(
         "--instance",
         action="append",
@@ -67,7 +105,10 @@ def register(subparsers: Any) -> None:
         help="of this replica in the registry; default one made of the machine's name "
         "and --port",
     )
-    add = parser.add_argument_group("where it listens, and keys").add_argument
+
+
+def _add_address_and_keys(group: Any) -> None:
+    add = group.add_argument
     add("--host", default="127.0.0.1", help="default %(default)s")
     add("--port", type=int, default=30080, help="0 for a free one; %(default)s")
     add("--api-key-file", type=Path, help="file with the key that clients must bring")
@@ -94,7 +135,10 @@ def register(subparsers: Any) -> None:
         "cached, which is what others have asked before; else only those who send a "
         "cache_salt",
     )
-    add = parser.add_argument_group("how it chooses").add_argument
+
+
+def _add_choice(group: Any) -> None:
+    add = group.add_argument
     add("--policy", choices=ROUTINGS, default="prompt-tree", help="%(default)s")
     add(
         "--tokenizer",
@@ -159,80 +203,27 @@ def register(subparsers: Any) -> None:
         default=64,
         help="in a page of texts, without a tokenizer; %(default)s",
     )
-    add = parser.add_argument_group("bounds, in seconds where not said").add_argument
+
+
+def _add_bounds(group: Any) -> None:
+    add = group.add_argument
     add(
         "--max-attempts", type=int, default=3, help="instances per request; %(default)s"
     )
-    seconds = {"type": float, "metavar": "S"}
     add(
         "--max-connections",
         type=int,
         help="of clients, open at one time; default half of the open files allowed, "
         "16384 at most",
     )
-    add(
-        "--header-timeout",
-        default=20.0,
-        help="until a client's headers are whole; %(default)s",
-        **seconds,
-    )
-    add(
-        "--body-timeout",
-        default=120.0,
-        help="from there until its body is whole; %(default)s",
-        **seconds,
-    )
-    add(
-        "--keepalive-timeout",
-        default=75.0,
-        help="of a client's connection between requests; %(default)s",
-        **seconds,
-    )
-    add(
-        "--read-timeout",
-        default=10.0,
-        help="to tokenize a prompt, else it is compared by characters; or to parse a "
-        "long body, else it is refused; %(default)s",
-        **seconds,
-    )
-    add("--connect-timeout", default=3.0, help="to connect; %(default)s", **seconds)
-    add(
-        "--first-byte-timeout",
-        default=600.0,
-        help="to the first byte of a streamed answer: queue and prefill; %(default)s",
-        **seconds,
-    )
-    add(
-        "--idle-timeout",
-        default=120.0,
-        help="between two pieces of an answer, from a server or to a client; "
-        "%(default)s",
-        **seconds,
-    )
-    add(
-        "--whole-timeout",
-        default=3600.0,
-        help="of an answer that is not streamed; %(default)s",
-        **seconds,
-    )
-    add(
-        "--load-interval",
-        default=1.0,
-        help="between two questions for a server's load; %(default)s",
-        **seconds,
-    )
-    add(
-        "--health-interval",
-        default=10.0,
-        help="between two probes of its health; %(default)s",
-        **seconds,
-    )
-    add(
-        "--health-timeout",
-        default=5.0,
-        help="of either of them; %(default)s",
-        **seconds,
-    )
+    for flag, default_s, what in _TIMES:
+        add(
+            flag,
+            type=float,
+            default=default_s,
+            metavar="S",
+            help=f"{what}; %(default)s",
+        )
     add("--max-body-mb", type=int, default=64, help="of a request; %(default)s")
     add(
         "--max-held-mb",
@@ -240,10 +231,6 @@ def register(subparsers: Any) -> None:
         default=2048,
         help="of the bodies of all requests under way; %(default)s",
     )
-    parser.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error")
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "LayerReport",
     "LayerRoom",
     "LayerRoomError",
+    "Pace",
     "PassPlan",
     "PassRequest",
     "SwapGuard",
@@ -206,6 +207,18 @@ ActChooser = Callable[[int, int, int], npt.NDArray[np.bool_]]
 Called with the pages of activations and of KV that it has, and how many come; returns
 bool [so many]. What lacks room becomes a page of the other kind.
 """
+
+
+class Pace(Protocol):
+    """Of an emulated link: how long copies take that are faster by themselves."""
+
+    def reserve(self, num_bytes: int, *, is_store: bool) -> float:
+        """Take the link for ``num_bytes``; return when they will have arrived."""
+        ...
+
+    def wait_until(self, end_s: float) -> None:
+        """Block until then; returns at once if it is past."""
+        ...
 
 
 class SwapGuard(Protocol):

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.clock import Clock, SystemClock
-from sgl_tiered.layered.base import ActCopier, LayerCopier, SwapGuard
+from sgl_tiered.layered.base import ActCopier, LayerCopier, Pace, SwapGuard
 from sgl_tiered.layered.binding import Flight
 from sgl_tiered.layered.outage import ATTEMPTS, Outage
 from sgl_tiered.layered.rebuilding import Rebuilder, RebuildJob, insist
@@ -41,7 +41,6 @@ from sgl_tiered.layered.weights import WeightStream
 from sgl_tiered.pipelines.base import Arrival
 from sgl_tiered.pipelines.shares import BandwidthShares, Share
 from sgl_tiered.pipelines.worker import Worker
-from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["Landing", "LayerMover"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 
+from sgl_tiered.layered.base import Pace
 from sgl_tiered.pipelines.worker import Worker
-from sgl_tiered.tiers.throttled import Pace
 
 __all__ = ["WeightStream"]
 

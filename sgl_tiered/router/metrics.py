@@ -5,6 +5,8 @@ Names begin with ``sgl_tiered_router_``; seconds and tokens are the units.
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -25,107 +27,81 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            f"{_PREFIX}_requests",
+        counter = partial(Counter, namespace=_PREFIX, registry=self.registry)
+        gauge = partial(Gauge, namespace=_PREFIX, registry=self.registry)
+        histogram = partial(Histogram, namespace=_PREFIX, registry=self.registry)
+        self.requests = counter(
+            "requests",
             "Requests that ended, by path and by what the client got: a status, or "
             "broken (an answer that broke off), or gone (the client left).",
             ["path", "outcome"],
-            registry=self.registry,
         )
-        self.attempts = Counter(
-            f"{_PREFIX}_attempts",
+        self.attempts = counter(
+            "attempts",
             "Requests sent to an instance, by outcome: ok, status, refused, broken, "
             "timeout.",
             ["instance", "outcome"],
-            registry=self.registry,
         )
-        self.prompt_tokens = Counter(
-            f"{_PREFIX}_prompt_tokens",
-            "Prompt tokens of routed requests.",
-            registry=self.registry,
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of routed requests."
         )
-        self.cached_tokens = Counter(
-            f"{_PREFIX}_cached_tokens",
+        self.cached_tokens = counter(
+            "cached_tokens",
             "Those of them that the chosen instance was seen to hold, by place.",
             ["place"],
-            registry=self.registry,
         )
-        self.decision_seconds = Histogram(
-            f"{_PREFIX}_decision_seconds",
+        self.decision_seconds = histogram(
+            "decision_seconds",
             "From a read prompt to a chosen instance: keys, lookup, policy.",
             buckets=_DECISION_BUCKETS,
-            registry=self.registry,
         )
-        self.first_byte_seconds = Histogram(
-            f"{_PREFIX}_first_byte_seconds",
+        self.first_byte_seconds = histogram(
+            "first_byte_seconds",
             "From a request's arrival to the first byte of a streamed answer.",
             buckets=_FIRST_BYTE_BUCKETS,
-            registry=self.registry,
         )
-        self.under_way = Gauge(
-            f"{_PREFIX}_under_way",
+        self.under_way = gauge(
+            "under_way",
             "Requests that an instance has and has not answered in full.",
             ["instance"],
-            registry=self.registry,
         )
-        self.up = Gauge(
-            f"{_PREFIX}_instance_up",
+        self.up = gauge(
+            "instance_up",
             "1 where requests may go, 0 where not (down or draining).",
             ["instance", "kind"],
-            registry=self.registry,
         )
-        self.events = Counter(
-            f"{_PREFIX}_events",
+        self.events = counter(
+            "events",
             "What happened on a feed of KV events: batches, gaps, restarts, replays, "
             "drops, malformed, unanswered (replays that did not come in time).",
             ["instance", "what"],
-            registry=self.registry,
         )
-        self.nodes = Gauge(
-            f"{_PREFIX}_tree_nodes",
-            "Pages in the prompt tree of a kind of instance.",
-            ["kind"],
-            registry=self.registry,
+        self.nodes = gauge(
+            "tree_nodes", "Pages in the prompt tree of a kind of instance.", ["kind"]
         )
-        self.refusals = Counter(
-            f"{_PREFIX}_refusals",
+        self.refusals = counter(
+            "refusals",
             "What was refused or not believed, by reason: keys (key, admin_key), "
             "origins, hosts, bodies, times, connections, the tokenizer's troubles, "
             "answers of instances (answer), requests that are no HTTP (http).",
             ["reason"],
-            registry=self.registry,
         )
-        self.task_failures = Counter(
-            f"{_PREFIX}_task_failures",
+        self.task_failures = counter(
+            "task_failures",
             "Background tasks that failed and began again, by task.",
             ["task"],
-            registry=self.registry,
         )
-        self.connections = Gauge(
-            f"{_PREFIX}_connections",
-            "Connections of clients that are open.",
-            registry=self.registry,
+        self.connections = gauge("connections", "Connections of clients that are open.")
+        self.body_bytes = gauge(
+            "body_bytes", "Bytes of the bodies of requests under way."
         )
-        self.body_bytes = Gauge(
-            f"{_PREFIX}_body_bytes",
-            "Bytes of the bodies of requests under way.",
-            registry=self.registry,
-        )
-        self.registry_up = Gauge(
-            f"{_PREFIX}_registry_up",
+        self.registry_up = gauge(
+            "registry_up",
             "1 where the pool's registry can be used; 0 where not, or without one.",
-            registry=self.registry,
         )
-        self.leads = Gauge(
-            f"{_PREFIX}_leads",
-            "1 where this replica leads the others.",
-            registry=self.registry,
-        )
-        self.leader = Gauge(
-            f"{_PREFIX}_leader",
-            "1 for the replica that leads, as this one knows it.",
-            ["replica"],
-            registry=self.registry,
+        self.leads = gauge("leads", "1 where this replica leads the others.")
+        self.leader = gauge(
+            "leader", "1 for the replica that leads, as this one knows it.", ["replica"]
         )
 
     def refuse(self, reason: str) -> None:

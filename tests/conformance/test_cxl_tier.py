@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from sgl_tiered.testing.throttled import ThrottledTier
 from sgl_tiered.testing.tier_kit import TierKit
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
-from sgl_tiered.tiers.wrappers import ThrottledTier
 from tests.unit.tiers.sysfs_support import add_dax, dax_file, first_node
 
 

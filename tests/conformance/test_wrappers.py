@@ -3,17 +3,13 @@
 import pytest
 
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.testing.delayed import DelayedTier, DelaySwitch
 from sgl_tiered.testing.fakes import FakeTier
+from sgl_tiered.testing.faulty import FaultyTier
+from sgl_tiered.testing.throttled import Link, ThrottledTier
 from sgl_tiered.testing.tier_kit import TierKit
 from sgl_tiered.tiers.disk import DiskTier
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import (
-    DelayedTier,
-    DelaySwitch,
-    FaultyTier,
-    Link,
-    ThrottledTier,
-)
 
 
 def host(kit):

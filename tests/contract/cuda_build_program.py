@@ -77,7 +77,7 @@ class Server:
         from sgl_tiered.core.clock import SystemClock
         from sgl_tiered.engines.sglang.layered import build, capacity, cuda
         from sgl_tiered.serving.agreement import Agreement
-        from sgl_tiered.tiers.emulator import Emulator
+        from sgl_tiered.testing.emulator import Emulator
 
         torch.manual_seed(seed)
         self.played = PlayedCuda(seed, pins=pins)

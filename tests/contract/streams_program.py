@@ -70,7 +70,7 @@ class Bench:
         from sgl_tiered.policies.eviction.lru import LRUPolicy
         from sgl_tiered.serving.agreement import Agreement
         from sgl_tiered.serving.weights import WeightsHash, WeightsIdentity
-        from sgl_tiered.tiers.emulator import Emulator
+        from sgl_tiered.testing.emulator import Emulator
         from sgl_tiered.tiers.host import HostTier
 
         self.host_tier = TierId.HOST

@@ -383,7 +383,7 @@ class TieredBodies(Target):
     def _can_be_taken(self, sent: Any) -> None:
         from sgl_tiered.cache.config import LOAD_POLICIES
         from sgl_tiered.engines.sglang import http
-        from sgl_tiered.tiers.emulation import parse_emulation as parse
+        from sgl_tiered.testing.emulation import parse_emulation as parse
 
         if isinstance(sent, str):
             if sent.startswith(http.EXPLAIN_KEY):

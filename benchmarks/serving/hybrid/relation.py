@@ -8,15 +8,19 @@ from the proportions wanted. Pure functions.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sgl_tiered.cost.calibration import TokensFit
 from sgl_tiered.policies.activations.balance import LayerSplit, balanced_split
 from sgl_tiered.policies.activations.base import LayerFacts, PageLine
-from sgl_tiered.sim.activations import LayerTimes
 from sgl_tiered.sim.hardware import find_hardware
 from sgl_tiered.sim.models import find_model
+
+sys.path.append(str(Path(__file__).parents[2] / "sim"))
+from batch_model import LayerTimes
 
 __all__ = [
     "BatchFacts",

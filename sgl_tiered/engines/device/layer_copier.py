@@ -12,7 +12,7 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.device.cuda_ops import as_byte_pages
 from sgl_tiered.layered.base import LayerCopier
 from sgl_tiered.pipelines.base import Arrival
-from sgl_tiered.tiers.fault_switch import FaultSwitch
+from sgl_tiered.testing.fault_switch import FaultSwitch
 
 __all__ = ["CpuLayerCopier", "FaultyCopier", "strike"]
 

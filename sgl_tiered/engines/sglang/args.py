@@ -241,7 +241,7 @@ class TieredServerArgs(PoolServerArgs, dict=True):  # type: ignore[call-arg]
             "disk:read-bandwidth=2GB,write-bandwidth=1GB,latency=0.001,"
             "delay=0.2@0.01'; or make them fail, e.g. 'disk:fault=error@0.1/load' "
             "(needs SGL_TIERED_ALLOW_FAULTS=1). All of it: pydoc "
-            "sgl_tiered.tiers.emulation."
+            "sgl_tiered.testing.emulation."
         ),
         _NS,
     ] = None

@@ -50,9 +50,9 @@ from sgl_tiered.policies.prefetch.registry import (
     check_prefetch_to,
 )
 from sgl_tiered.serving.lossy import LOSSY_DEFAULTS, REFUSE
+from sgl_tiered.testing.emulation import Emulation, parse_emulation
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.disk_engines import ENGINES
-from sgl_tiered.tiers.emulation import Emulation, parse_emulation
 from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = [

@@ -66,9 +66,9 @@ from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.weights import WeightsIdentity
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers.base import MemoryTier
 from sgl_tiered.tiers.cxl import CxlTier
-from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 from sgl_tiered.tiers.memory import Register
 

@@ -21,7 +21,7 @@ from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.origin import is_foreign
 from sgl_tiered.engines.sglang.pooled.hints import add_hints
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.tiers.emulation import parse_emulation
+from sgl_tiered.testing.emulation import parse_emulation
 
 __all__ = [
     "DROP_KNOBS",
@@ -74,156 +74,15 @@ def http_hooks() -> list[tuple[str, Any, Any]]:
 
 
 def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    from sgl_tiered.engines.sglang.config import (
-        BACKEND_NAME,
-        EMULATED_TIERS,
-        FAULT_ENV,
-        faults_allowed,
-    )
+    from sgl_tiered.engines.sglang.config import BACKEND_NAME
 
     if server_args.radix_cache_backend != BACKEND_NAME:
         return
-    from fastapi import Depends, Header, HTTPException, Request
+    from fastapi import Depends
     from sglang.srt.entrypoints import http_server
-    from sglang.srt.managers.io_struct import GetInternalStateReq, SetInternalStateReq
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    def refused(status: int, reason: str, sentence: str) -> HTTPException:
-        """Count a refusal, and return what to raise."""
-        _count_refusal(reason)
-        return HTTPException(status, sentence)
-
-    has_key = server_args.api_key or server_args.admin_api_key
-
-    async def refuse_foreign(
-        request: Any, origin: str | None = Header(None), host: str = Header("")
-    ) -> None:
-        """Refuse what a browser sends for a page of another origin."""
-        local = None if has_key else (request.scope.get("server") or [None])[0]
-        if is_foreign(origin, host, local):
-            raise refused(
-                403,
-                "origin",
-                f"A page of {str(origin)[:100]!r} may not call this server; call it "
-                "without a browser.",
-            )
-
-    # FastAPI looks for names of types in the module, which does without FastAPI.
-    refuse_foreign.__annotations__["request"] = Request
-
-    async def ask_state(rid: str, name: str) -> list[Any]:
-        """Ask every scheduler; SGLang's question for the state carries ours as rid."""
-        manager = http_server._global_state.tokenizer_manager
-        manager.auto_create_handle_loop()
-        request = GetInternalStateReq(rid=rid)
-        answers = await manager.get_internal_state_communicator(request)
-        return [answer.internal_state.get(name) for answer in answers]
-
-    async def ask(question: dict[str, Any]) -> list[Any]:
-        return await ask_state(EXPLAIN_KEY + json.dumps(question), "tiered_explain")
-
-    async def tiered_explain(rid: str) -> Any:
-        """Return what became of one request."""
-        found = [told for told in await ask({"rid": rid}) if told is not None]
-        if not found:
-            raise refused(
-                404,
-                "unknown",
-                f"{rid[:100]!r} is not known: it is not here, or ended too long ago "
-                "(--tiered-explain-last).",
-            )
-        return found[0]
-
-    async def tiered_explain_some(last: int = 20, slowest: int = 0) -> Any:
-        """Return what became of the last requests, or of the slowest of those kept."""
-        if not 0 <= min(last, slowest) <= max(last, slowest) <= _MAX_NUMBER:
-            raise refused(400, "input", "last and slowest are numbers of requests.")
-        question = {"slowest": slowest} if slowest else {"last": last}
-        return [told for answer in await ask(question) for told in answer or []]
-
-    async def tiered_stats() -> Any:
-        """Return the state of the tiers, one element per scheduler."""
-        manager = http_server._global_state.tokenizer_manager
-        states = await manager.get_internal_state()
-        return [state.get("tiered") for state in states]
-
-    async def tiered_profile() -> Any:
-        """Return what attention was summed up to since the sums began."""
-        return (await ask_state(PROFILE_KEY, "tiered_profile"))[0]
-
-    async def tiered_profile_begin(local: int = 64, on: bool = True) -> Any:
-        """Sum the attention of prefills up, from nothing; or end that."""
-        if not 0 <= local <= _MAX_NUMBER:
-            raise refused(400, "input", "local is a number of tokens.")
-        manager = http_server._global_state.tokenizer_manager
-        number = local if on else -1
-        done = await manager.set_internal_state(
-            SetInternalStateReq(server_args={PROFILE_KNOB: number})
-        )
-        if not all(done):
-            raise refused(
-                409,
-                "busy",
-                "Requests are running, or GET /tiered/profile says why not; see the "
-                "log.",
-            )
-        return {"on": on}
-
-    async def tiered_drop(tier: str) -> Any:
-        """Forget every page of one tier: device, host, cxl or disk."""
-        if tier not in DROP_KNOBS:
-            raise refused(
-                400,
-                "input",
-                f"tier: {tier[:100]!r} is unknown; use {', '.join(DROP_KNOBS)}.",
-            )
-        manager = http_server._global_state.tokenizer_manager
-        done = await manager.set_internal_state(
-            SetInternalStateReq(server_args={DROP_KNOBS[tier]: 1})
-        )
-        if not all(done):
-            raise refused(
-                409,
-                "busy",
-                "Requests are running, or there is no such tier; see the log.",
-            )
-        return {"dropped": tier}
-
-    async def tiered_faults(emulate: str = "") -> Any:
-        """Switch delays and faults on, in place of the former; empty for none."""
-        if not faults_allowed():
-            raise refused(
-                403, "faults_off", f"Faults are off: {FAULT_ENV}=1 is not set."
-            )
-        try:
-            parse_emulation(emulate, EMULATED_TIERS, "emulate")
-        except ConfigError as error:
-            raise refused(400, "input", str(error)) from None
-        manager = http_server._global_state.tokenizer_manager
-        done = await manager.set_internal_state(
-            SetInternalStateReq(server_args={FAULTS_KEY + emulate: 1})
-        )
-        if not all(done):
-            raise refused(409, "busy", "Not switched; the server's log says why.")
-        return {"emulated": emulate}
-
-    async def tiered_load_policy(policy: str) -> Any:
-        """Load by another policy from now on: auto, always or never."""
-        if policy not in LOAD_POLICIES:
-            raise refused(
-                400,
-                "input",
-                f"policy: {policy[:100]!r} is unknown; use {', '.join(LOAD_POLICIES)}.",
-            )
-        manager = http_server._global_state.tokenizer_manager
-        number = LOAD_POLICIES.index(policy)
-        done = await manager.set_internal_state(
-            SetInternalStateReq(server_args={LOAD_POLICY_KNOB: number})
-        )
-        if not all(done):
-            raise refused(409, "busy", "Requests are running; try again when idle.")
-        return {"load_policy": policy}
-
+    guard = _origin_guard(bool(server_args.api_key or server_args.admin_api_key))
     # One place for all: none can be added without its guard and its level.
     for method, path, endpoint, level in (
         ("GET", "/tiered/explain/{rid:path}", tiered_explain, AuthLevel.ADMIN_OPTIONAL),
@@ -239,8 +98,159 @@ def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
             path,
             auth_level(level)(endpoint),
             methods=[method],
-            dependencies=[Depends(refuse_foreign)],
+            dependencies=[Depends(guard)],
         )
+
+
+def _origin_guard(has_key: bool) -> Any:
+    """Return what refuses a browser's call for a page of another origin."""
+    from fastapi import Header, Request
+
+    async def refuse_foreign(
+        request: Any, origin: str | None = Header(None), host: str = Header("")
+    ) -> None:
+        local = None if has_key else (request.scope.get("server") or [None])[0]
+        if is_foreign(origin, host, local):
+            raise _refused(
+                403,
+                "origin",
+                f"A page of {str(origin)[:100]!r} may not call this server; call it "
+                "without a browser.",
+            )
+
+    # FastAPI looks for names of types in the module, which does without FastAPI.
+    refuse_foreign.__annotations__["request"] = Request
+    return refuse_foreign
+
+
+async def tiered_explain(rid: str) -> Any:
+    """Return what became of one request."""
+    found = [told for told in await _explained({"rid": rid}) if told is not None]
+    if not found:
+        raise _refused(
+            404,
+            "unknown",
+            f"{rid[:100]!r} is not known: it is not here, or ended too long ago "
+            "(--tiered-explain-last).",
+        )
+    return found[0]
+
+
+async def tiered_explain_some(last: int = 20, slowest: int = 0) -> Any:
+    """Return what became of the last requests, or of the slowest of those kept."""
+    if not 0 <= min(last, slowest) <= max(last, slowest) <= _MAX_NUMBER:
+        raise _refused(400, "input", "last and slowest are numbers of requests.")
+    question = {"slowest": slowest} if slowest else {"last": last}
+    return [told for answer in await _explained(question) for told in answer or []]
+
+
+async def tiered_stats() -> Any:
+    """Return the state of the tiers, one element per scheduler."""
+    states = await _manager().get_internal_state()
+    return [state.get("tiered") for state in states]
+
+
+async def tiered_profile() -> Any:
+    """Return what attention was summed up to since the sums began."""
+    return (await _states(PROFILE_KEY, "tiered_profile"))[0]
+
+
+async def tiered_profile_begin(local: int = 64, on: bool = True) -> Any:
+    """Sum the attention of prefills up, from nothing; or end that."""
+    if not 0 <= local <= _MAX_NUMBER:
+        raise _refused(400, "input", "local is a number of tokens.")
+    if not await _set(PROFILE_KNOB, local if on else -1):
+        raise _refused(
+            409,
+            "busy",
+            "Requests are running, or GET /tiered/profile says why not; see the log.",
+        )
+    return {"on": on}
+
+
+async def tiered_drop(tier: str) -> Any:
+    """Forget every page of one tier: device, host, cxl or disk."""
+    if tier not in DROP_KNOBS:
+        raise _refused(
+            400,
+            "input",
+            f"tier: {tier[:100]!r} is unknown; use {', '.join(DROP_KNOBS)}.",
+        )
+    if not await _set(DROP_KNOBS[tier], 1):
+        raise _refused(
+            409, "busy", "Requests are running, or there is no such tier; see the log."
+        )
+    return {"dropped": tier}
+
+
+async def tiered_faults(emulate: str = "") -> Any:
+    """Switch delays and faults on, in place of the former; empty for none."""
+    from sgl_tiered.engines.sglang.config import (
+        EMULATED_TIERS,
+        FAULT_ENV,
+        faults_allowed,
+    )
+
+    if not faults_allowed():
+        raise _refused(403, "faults_off", f"Faults are off: {FAULT_ENV}=1 is not set.")
+    try:
+        parse_emulation(emulate, EMULATED_TIERS, "emulate")
+    except ConfigError as error:
+        raise _refused(400, "input", str(error)) from None
+    if not await _set(FAULTS_KEY + emulate, 1):
+        raise _refused(409, "busy", "Not switched; the server's log says why.")
+    return {"emulated": emulate}
+
+
+async def tiered_load_policy(policy: str) -> Any:
+    """Load by another policy from now on: auto, always or never."""
+    if policy not in LOAD_POLICIES:
+        raise _refused(
+            400,
+            "input",
+            f"policy: {policy[:100]!r} is unknown; use {', '.join(LOAD_POLICIES)}.",
+        )
+    if not await _set(LOAD_POLICY_KNOB, LOAD_POLICIES.index(policy)):
+        raise _refused(409, "busy", "Requests are running; try again when idle.")
+    return {"load_policy": policy}
+
+
+def _manager() -> Any:
+    """Return SGLang's token manager, which asks the schedulers."""
+    from sglang.srt.entrypoints import http_server
+
+    return http_server._global_state.tokenizer_manager
+
+
+async def _states(rid: str, name: str) -> list[Any]:
+    """Ask every scheduler; SGLang's question for the state carries ours as rid."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    manager = _manager()
+    manager.auto_create_handle_loop()
+    request = GetInternalStateReq(rid=rid)
+    answers = await manager.get_internal_state_communicator(request)
+    return [answer.internal_state.get(name) for answer in answers]
+
+
+async def _explained(question: dict[str, Any]) -> list[Any]:
+    return await _states(EXPLAIN_KEY + json.dumps(question), "tiered_explain")
+
+
+async def _set(knob: str, number: int) -> bool:
+    """Set a number at every scheduler; return whether all took it."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    request = SetInternalStateReq(server_args={knob: number})
+    return all(await _manager().set_internal_state(request))
+
+
+def _refused(status: int, reason: str, sentence: str) -> Exception:
+    """Count a refusal, and return what to raise."""
+    from fastapi import HTTPException
+
+    _count_refusal(reason)
+    return HTTPException(status, sentence)
 
 
 def _count_refusal(reason: str) -> None:

@@ -23,9 +23,9 @@ from sgl_tiered.engines.sglang.config import TieredConfig, rank_folder
 from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers.base import Tier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
-from sgl_tiered.tiers.emulator import Emulator
 
 __all__ = ["DiskAdoption", "disk_fingerprint", "open_disk"]
 

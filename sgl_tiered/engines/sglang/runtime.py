@@ -63,9 +63,9 @@ from sgl_tiered.serving.namespaces import MAX_NAME_BYTES, NamedSpaces, is_too_lo
 from sgl_tiered.serving.shutdown import close_in_time
 from sgl_tiered.serving.transfers import make_transfers
 from sgl_tiered.serving.weights import WeightsIdentity
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers.base import KeptTier, MemoryTier, Tier
 from sgl_tiered.tiers.breaker import CircuitBreaker
-from sgl_tiered.tiers.emulator import Emulator
 
 __all__ = ["STORE_PATIENCE_S", "Parts", "TieredRuntime"]
 

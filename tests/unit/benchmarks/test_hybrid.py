@@ -39,7 +39,7 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import FitQuality, TokensFit, read_calibration
 from sgl_tiered.engines.sglang.layered.settings import read_layerkv
 from sgl_tiered.policies.activations.balance import split_at
-from sgl_tiered.tiers.emulation import parse_emulation
+from sgl_tiered.testing.emulation import parse_emulation
 
 FIT = TokensFit(0.0, 10e-6, FitQuality(6, 1.0, 0.0, 0.0))
 SCALE = Scale()

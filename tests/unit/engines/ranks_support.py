@@ -55,8 +55,8 @@ from sgl_tiered.policies.order.registry import make_order
 from sgl_tiered.serving.agreement import ARRIVED, Agreement
 from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.sim.device_tree import DeviceTree
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fakes import FakeDevicePool, FakeTier
-from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 from tests.unit.engines.weights_support import FakeWeights
 

@@ -36,9 +36,9 @@ from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.weights import WeightsIdentity
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.tiers.disk import DiskTier
-from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 from tests.unit.engines.weights_support import FakeWeights
 

@@ -20,8 +20,8 @@ from sgl_tiered.engines.sglang.layered.activations.copier import (  # noqa: E402
     FaultyActCopier,
 )
 from sgl_tiered.errors import EngineCompatibilityError  # noqa: E402
-from sgl_tiered.tiers.emulation import parse_emulation  # noqa: E402
-from sgl_tiered.tiers.fault_switch import FaultSwitch  # noqa: E402
+from sgl_tiered.testing.emulation import parse_emulation  # noqa: E402
+from sgl_tiered.testing.fault_switch import FaultSwitch  # noqa: E402
 
 LAYERS, PAGE, HIDDEN, HEADS, DIM = 3, 4, 12, 2, 6
 NUM_ACTS, NUM_ROWS, NUM_PHYSICAL, NUM_POSITIONS = 9, 5, 8, 64

@@ -7,9 +7,9 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.device.layer_copier import FaultyCopier
+from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
-from sgl_tiered.tiers.emulation import parse_emulation
-from sgl_tiered.tiers.emulator import Emulator
 
 ROWS, PLACES = np.array([0]), np.array([1], np.int32)
 TIERS = (TierId.HOST, TierId.DISK)

@@ -30,7 +30,7 @@ from sgl_tiered.engines.sglang.rank_disk import (
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.serving.agreement import Agreement
-from sgl_tiered.tiers.emulator import Emulator
+from sgl_tiered.testing.emulator import Emulator
 from tests.draining import give_back
 from tests.unit.engines.ranks_support import on_two_ranks, parting
 from tests.unit.tiers.disk_support import (

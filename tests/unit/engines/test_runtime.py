@@ -29,11 +29,11 @@ from sgl_tiered.pipelines.offload import CHUNK_PAGES, OffloadWorker
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.weights import WeightsIdentity
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.strategies import spell
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource
-from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 from tests.draining import drain
 from tests.unit.engines.weights_support import FakeWeights, read_out

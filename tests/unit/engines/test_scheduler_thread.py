@@ -18,9 +18,9 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.engines.sglang import runtime as runtime_module
 from sgl_tiered.engines.sglang.rank_disk import disk_fingerprint
+from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers import disk_access, disk_directory
-from sgl_tiered.tiers.emulation import parse_emulation
-from sgl_tiered.tiers.emulator import Emulator
 from tests.draining import drain
 from tests.unit.engines.scheduler_thread_support import (
     DISK_SLOTS,

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import numpy as np
 
 from sgl_tiered.core.clock import Clock
-from sgl_tiered.layered.base import ActPlan, PassRequest
+from sgl_tiered.layered.base import ActPlan, Pace, PassRequest
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.testing.fake_acts import FakeActCopier, kv_of
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
-from sgl_tiered.tiers.throttled import Pace
 from tests.property.layered_driver import FIRST, LAYERS, PAGES, TOKENS, Driver
 
 __all__ = ["ACT_BYTES", "KV_BYTES", "ActDriver", "alternate", "only_acts"]

@@ -19,7 +19,7 @@ from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.layered.weights import PIECE_BYTES, WeightStream
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
-from sgl_tiered.tiers.throttled import Link, Pace
+from sgl_tiered.testing.throttled import Link, LinkPace
 from tests.property.layered_driver import LAYERS, PAGES, TOKENS, Driver
 from tests.unit.layered.act_support import (
     ACT_BYTES,
@@ -477,10 +477,10 @@ def test_rebuilding_without_loads_is_exposed() -> None:
     driver.close()
 
 
-def slept(rate: float) -> tuple[ManualClock, Pace]:
+def slept(rate: float) -> tuple[ManualClock, LinkPace]:
     """Return a clock, and a link on which it moves."""
     clock = ManualClock()
-    return clock, Pace(Link(rate), 0.0, clock, clock.advance)
+    return clock, LinkPace(Link(rate), 0.0, clock, clock.advance)
 
 
 def test_weights_take_the_link_one_layer_ahead() -> None:
@@ -508,7 +508,7 @@ def test_weights_of_a_forward_that_ended_are_passed_over() -> None:
     """Who waits for them is not left waiting, and a new one begins with its first."""
     held = threading.Event()
     clock = ManualClock()
-    pace = Pace(Link(1.0), 0.0, clock, lambda _s: held.wait(PATIENCE_S))
+    pace = LinkPace(Link(1.0), 0.0, clock, lambda _s: held.wait(PATIENCE_S))
     stream = WeightStream(pace, 10)
     stream.begin(2)
     stream.end()

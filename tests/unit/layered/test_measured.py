@@ -14,7 +14,7 @@ from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.cost.rebuild import RebuildCosts
 from sgl_tiered.engines.sglang.layered.activations.build import learn_lines
 from sgl_tiered.layered.unit_stream import Measured
-from sgl_tiered.tiers.throttled import Link, Pace
+from sgl_tiered.testing.throttled import Link, LinkPace
 from tests.property.layered_driver import LAYERS, TOKENS
 from tests.unit.cost.calibration_support import QUALITY
 from tests.unit.layered.act_support import ActDriver, only_acts
@@ -91,7 +91,7 @@ def test_loads_beside_others_are_not_measured():
     driver = ActDriver(
         clock=clock,
         choose=only_kv,
-        pace=Pace(Link(1e6), 0.0, clock, clock.advance),
+        pace=LinkPace(Link(1e6), 0.0, clock, clock.advance),
         weight_bytes=10,
     )
     key, told = away(driver, 4), measured(driver)

@@ -13,7 +13,7 @@ from sgl_tiered.layered.binding import Flight
 from sgl_tiered.layered.mover import LayerMover
 from sgl_tiered.layered.units import Unit
 from sgl_tiered.pipelines.shares import Share
-from sgl_tiered.tiers.throttled import Link, Pace
+from sgl_tiered.testing.throttled import Link, LinkPace
 from tests.unit.layered.layered_support import PATIENCE_S, SteppedCopier
 
 LAYER_PAGE_BYTES = 100
@@ -192,7 +192,7 @@ def test_who_waits_copies_only_without_a_link(
     copier.waiter_copies = True
     threads: list[str] = []
     copier.fails = lambda way: threads.append(threading.current_thread().name) or False  # type: ignore[func-returns-value]
-    pace = Pace(Link(1e9), clock=ManualClock(), sleep=lambda s: None)
+    pace = LinkPace(Link(1e9), clock=ManualClock(), sleep=lambda s: None)
     stream = make(pace=pace if is_paced else None).stream(units(1))
     stream.wait(0)
     mine = threading.current_thread().name
@@ -332,7 +332,7 @@ def test_each_attempt_takes_the_link(
     clock = ManualClock()
     reserved: list[tuple[int, bool]] = []
 
-    class Counting(Pace):
+    class Counting(LinkPace):
         def reserve(self, num_bytes: int, *, is_store: bool) -> float:
             reserved.append((num_bytes, is_store))
             return super().reserve(num_bytes, is_store=is_store)

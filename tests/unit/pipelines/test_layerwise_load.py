@@ -16,10 +16,11 @@ from sgl_tiered.pipelines.layerwise_load import (
     Segment,
     group_layers,
 )
+from sgl_tiered.testing.emulation import Fault
 from sgl_tiered.testing.fakes import FakeDevicePool
+from sgl_tiered.testing.faulty import FaultyTier
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import Fault, FaultyTier
 from tests.unit.pipelines.pipeline_support import LAYOUT, PATIENCE_S, SLOT, load_plan
 
 

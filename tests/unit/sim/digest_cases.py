@@ -8,6 +8,7 @@ What a run uses is read from the settings that it ran with.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,15 +22,7 @@ from sgl_tiered.cli.simulate_workload import from_sessions, make_workload
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.policies.eviction.registry import make_eviction_policy
 from sgl_tiered.policies.routing.registry import make_routing
-from sgl_tiered.sim.activations import BatchSetup, Context, simulate_batch
 from sgl_tiered.sim.capacity import capacity_plan
-from sgl_tiered.sim.cluster import (
-    COLOCATED,
-    DECODE,
-    PREFILL,
-    ClusterConfig,
-    simulate_cluster,
-)
 from sgl_tiered.sim.config import LayerSetup, SchedulerConfig, ServerConfig, TierSetup
 from sgl_tiered.sim.exclusive import ExclusiveTier
 from sgl_tiered.sim.hardware import LinkSpeed, find_hardware
@@ -48,8 +41,21 @@ from sgl_tiered.sim.stack import LRUCurve
 from sgl_tiered.sim.synthetic import fixed_lengths
 from sgl_tiered.sim.times import DeviceTimes
 from tests.unit.sim.replay_support import PAGE_TOKENS, spell_trace
-from tests.unit.sim.sim_loads import PAGE, chats, sessions
+from tests.unit.sim.sim_loads import PAGE, chats
 from tests.unit.workloads import sample_support as samples
+
+# As pytest's settings have it; ``python -m tests.unit.sim.digests`` has not.
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks/sim"))
+from batch_model import BatchSetup, Context, simulate_batch
+from cluster_model import (
+    COLOCATED,
+    DECODE,
+    PREFILL,
+    ClusterConfig,
+    simulate_cluster,
+)
+
+from tests.unit.benchmarks.cluster_loads import sessions
 
 __all__ = ["CASES", "Row", "Run"]
 

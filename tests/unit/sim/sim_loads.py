@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sgl_tiered.sim.cluster import ClusterRequest
 from sgl_tiered.sim.requests import SimWorkload, WorkloadBuilder
 
-__all__ = ["PAGE", "chats", "sessions"]
+__all__ = ["PAGE", "chats"]
 
 PAGE = 4
 
@@ -30,20 +29,3 @@ def chats(
         prompt = 40 + int(rng.integers(1, 30))
         builder.add(now_s, prompt, int(rng.integers(1, longest)), prefix=prefix)
     return builder.build("chats")
-
-
-def sessions(seed: int, num_sessions: int) -> list[ClusterRequest]:
-    """Return sessions of one to three turns over three beginnings."""
-    rng = np.random.default_rng(seed)
-    found: list[ClusterRequest] = []
-    for session in range(num_sessions):
-        tokens = np.array([session % 3] * 8, np.int32)
-        after, at_s = -1, float(rng.uniform(0, 20))
-        for _ in range(int(rng.integers(1, 4))):
-            new = rng.integers(0, 99, int(rng.integers(1, 9))).astype(np.int32)
-            answer = rng.integers(0, 99, int(rng.integers(1, 9))).astype(np.int32)
-            tokens = np.concatenate([tokens, new])
-            found.append(ClusterRequest(at_s, tokens, answer, f"s{session}", after))
-            after = len(found) - 1
-            tokens = np.concatenate([tokens, answer])
-    return found

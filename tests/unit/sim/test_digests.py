@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batch_model import Context
+from cluster_model import COLOCATED, DECODE, PREFILL
 from sgl_tiered_workloads.registry import WORKLOADS
 
 from sgl_tiered.cache.config import DEMOTE_POLICIES, LOAD_POLICIES, WRITE_POLICIES
@@ -19,8 +21,6 @@ from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.policies.prefetch.registry import PREFETCH_POLICIES, PREFETCH_TARGETS
 from sgl_tiered.policies.routing.registry import ROUTINGS
 from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
-from sgl_tiered.sim.activations import Context
-from sgl_tiered.sim.cluster import COLOCATED, DECODE, PREFILL
 from sgl_tiered.sim.config import ADMISSIONS, LOAD_MODES
 from sgl_tiered.sim.links import DISCIPLINES
 from tests.unit.sim import digests

@@ -7,10 +7,10 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.testing.throttled import ThrottledTier
 from sgl_tiered.tiers.cxl import CxlTier
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.tmpfs import TmpfsRegion
-from sgl_tiered.tiers.wrappers import ThrottledTier
 from tests.unit.tiers.sysfs_support import (
     GIB,
     UNIT,

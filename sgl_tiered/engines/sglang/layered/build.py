@@ -38,7 +38,7 @@ from sgl_tiered.engines.sglang.layered.recovery import RepeatedForward
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.step_times import StepTimes, first_decode_cost
 from sgl_tiered.errors import EngineCompatibilityError
-from sgl_tiered.layered.base import LayerCopier
+from sgl_tiered.layered.base import LayerCopier, Pace
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import SUB_UNIT_PAGES, LayerMover
@@ -47,9 +47,8 @@ from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
 from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.layered.ranks import SharedMover
-from sgl_tiered.tiers.emulator import Emulator
-from sgl_tiered.tiers.fault_switch import FaultSwitch
-from sgl_tiered.tiers.throttled import Pace
+from sgl_tiered.testing.emulator import Emulator
+from sgl_tiered.testing.fault_switch import FaultSwitch
 
 __all__ = ["PlacedLayers", "attach_scheduler", "connect", "place_layers"]
 

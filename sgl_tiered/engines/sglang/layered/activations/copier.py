@@ -15,7 +15,7 @@ from sgl_tiered.engines.device.layer_copier import strike
 from sgl_tiered.engines.sglang.layered.activations.projections import LayerProjections
 from sgl_tiered.layered.base import ActCopier
 from sgl_tiered.pipelines.base import Arrival
-from sgl_tiered.tiers.fault_switch import FaultSwitch
+from sgl_tiered.testing.fault_switch import FaultSwitch
 
 __all__ = ["CpuActCopier", "FaultyActCopier"]
 

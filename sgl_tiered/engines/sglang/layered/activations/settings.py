@@ -9,7 +9,7 @@ from typing import Any
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.tiers.emulation import Emulation
+from sgl_tiered.testing.emulation import Emulation
 
 __all__ = [
     "FLAG",

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from sgl_tiered.errors import ConfigError
-from sgl_tiered.policies.routing.registry import ROUTINGS, make_routing
-from sgl_tiered.sim.cluster import (
+from cluster_model import (
     COLOCATED,
     DECODE,
     PREFILL,
@@ -16,9 +13,12 @@ from sgl_tiered.sim.cluster import (
     ClusterResult,
     simulate_cluster,
 )
+
+from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.routing.registry import ROUTINGS, make_routing
 from sgl_tiered.sim.hardware import LinkSpeed
 from sgl_tiered.sim.times import DeviceTimes
-from tests.unit.sim.sim_loads import sessions
+from tests.unit.benchmarks.cluster_loads import sessions
 
 PAGE = 4
 TIMES = DeviceTimes(

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from sgl_tiered.core.plans import TransferResult
+from sgl_tiered.testing.emulation import Delay
+from sgl_tiered.testing.wrapped import WrappedMemory, WrappedTier
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
-from sgl_tiered.tiers.emulation import Delay
-from sgl_tiered.tiers.wrapped import WrappedMemory, WrappedTier
 
 __all__ = ["DelaySwitch", "DelayedMemoryTier", "DelayedTier"]
 

@@ -7,9 +7,9 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers.base import MemoryTier
-from sgl_tiered.tiers.emulation import parse_emulation
-from sgl_tiered.tiers.emulator import Emulator
 from sgl_tiered.tiers.host import HostTier
 from tests.unit.tiers.disk_support import SLOT_BYTES, load, open_tier, page_of, store
 

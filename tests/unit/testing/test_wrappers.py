@@ -7,20 +7,15 @@ import pytest
 
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.testing.delayed import DelayedTier, DelaySwitch
+from sgl_tiered.testing.emulation import Delay, Fault
 from sgl_tiered.testing.fakes import FakeTier
+from sgl_tiered.testing.fault_switch import FaultSwitch
+from sgl_tiered.testing.faulty import FaultyTier
+from sgl_tiered.testing.throttled import Link, ThrottledTier
 from sgl_tiered.testing.tier_kit import make_pages
 from sgl_tiered.tiers.base import MemoryTier, TierIO
 from sgl_tiered.tiers.host import HostTier
-from sgl_tiered.tiers.wrappers import (
-    Delay,
-    DelayedTier,
-    DelaySwitch,
-    Fault,
-    FaultSwitch,
-    FaultyTier,
-    Link,
-    ThrottledTier,
-)
 
 SLOT = 4096
 PATIENCE_S = 10.0

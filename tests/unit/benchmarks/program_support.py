@@ -12,6 +12,8 @@ from multiprocessing.synchronize import Event
 from typing import Any, NoReturn
 
 import numpy as np
+from programs.migration import RunningRequest
+from programs.sequence_parallel import Pattern, SequenceExchange
 
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
@@ -20,14 +22,12 @@ from sgl_tiered.pool.layouts import MemoryForm, Shard
 from sgl_tiered.pool.membership import InstanceKind, Member, View
 from sgl_tiered.pool.mempool import MemPool, PoolConfig
 from sgl_tiered.pool.messages import Envelope, Place, PoolInfo, RankInfo, as_entry
-from sgl_tiered.pool.programs.migration import RunningRequest
-from sgl_tiered.pool.programs.sequence_parallel import Pattern, SequenceExchange
 from sgl_tiered.pool.receiver import Arrival
 from sgl_tiered.pool.table_store import TableStore
 from sgl_tiered.pool.transfer import Rank
 from sgl_tiered.testing.transport_peer import open_transport
 from sgl_tiered.transport.base import TransferStatus
-from tests.unit.pool.toy_decoder import NUM_LAYERS, PAGE, SHAPE, ToyDecoder
+from tests.unit.benchmarks.toy_decoder import NUM_LAYERS, PAGE, SHAPE, ToyDecoder
 
 FAR_S = 60.0
 """A deadline that only a defect meets."""

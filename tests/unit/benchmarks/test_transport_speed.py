@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,9 +12,14 @@ from sgl_tiered.core.clock import ManualClock, SystemClock
 from sgl_tiered.errors import TransportUnavailableError
 from sgl_tiered.transport.base import Transport
 from sgl_tiered.transport.loopback import open_loopback
-from sgl_tiered.transport.measure import measure_transport, spread_blocks
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 32
+
+
+@pytest.fixture
+def speeds(load_script: Callable[[str], ModuleType]) -> ModuleType:
+    """What is tested, as a module."""
+    return load_script("micro/_transport_speed.py")
 
 
 @pytest.fixture
@@ -28,7 +34,9 @@ def ends() -> Iterator[list[Transport]]:
         end.close()
 
 
-def test_all_blocks_travel_and_the_speeds_are_positive(ends: list[Transport]) -> None:
+def test_all_blocks_travel_and_the_speeds_are_positive(
+    speeds: ModuleType, ends: list[Transport]
+) -> None:
     """After a push and a pull of the same blocks both memories agree."""
     rng = np.random.default_rng(1)
     size = BLOCK_BYTES * NUM_BLOCKS
@@ -36,7 +44,7 @@ def test_all_blocks_travel_and_the_speeds_are_positive(ends: list[Transport]) ->
     wanted = memories[0].copy()
     for end, memory in zip(ends, memories, strict=True):
         end.register(memory)
-    speed = measure_transport(
+    speed = speeds.measure_transport(
         ends[0],
         ends[0].connect(ends[1].address),
         SystemClock(),
@@ -47,19 +55,21 @@ def test_all_blocks_travel_and_the_speeds_are_positive(ends: list[Transport]) ->
     assert (speed.block_bytes, speed.num_blocks) == (BLOCK_BYTES, NUM_BLOCKS)
     assert min(speed.push_bytes_per_s, speed.pull_bytes_per_s) > 0
     assert np.array_equal(memories[0], wanted)
-    pieces = spread_blocks(BLOCK_BYTES, NUM_BLOCKS, np.random.default_rng(0))
+    pieces = speeds.spread_blocks(BLOCK_BYTES, NUM_BLOCKS, np.random.default_rng(0))
     for here, there in zip(pieces.local, pieces.remote, strict=True):
         block = memories[1][there : there + BLOCK_BYTES]
         assert np.array_equal(block, wanted[here : here + BLOCK_BYTES])
 
 
-def test_a_transfer_that_fails_is_no_speed(ends: list[Transport]) -> None:
+def test_a_transfer_that_fails_is_no_speed(
+    speeds: ModuleType, ends: list[Transport]
+) -> None:
     """The reason is raised, and nothing is reported."""
     for end in ends:
         end.register(np.zeros(BLOCK_BYTES * NUM_BLOCKS, np.uint8))
     peer = ends[0].connect(ends[1].address)
     ends[0].disconnect(peer)
     with pytest.raises(RuntimeError, match="FAILED: disconnected"):
-        measure_transport(
+        speeds.measure_transport(
             ends[0], peer, ManualClock(), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS
         )

@@ -15,15 +15,15 @@ from typing import TypeVar
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.testing.delayed import DelayedTier, DelaySwitch
+from sgl_tiered.testing.emulation import Delay, Emulation, Fault, parse_emulation
+from sgl_tiered.testing.fault_switch import FaultSwitch
+from sgl_tiered.testing.faulty import FaultyTier
+from sgl_tiered.testing.faulty_calls import FaultyCalls
+from sgl_tiered.testing.throttled import Link, LinkPace, ThrottledTier
+from sgl_tiered.testing.wrapped import WrappedTier
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth
-from sgl_tiered.tiers.delayed import DelayedTier, DelaySwitch
 from sgl_tiered.tiers.disk_io import SystemCalls
-from sgl_tiered.tiers.emulation import Delay, Emulation, Fault, parse_emulation
-from sgl_tiered.tiers.fault_switch import FaultSwitch
-from sgl_tiered.tiers.faulty import FaultyTier
-from sgl_tiered.tiers.faulty_calls import FaultyCalls
-from sgl_tiered.tiers.throttled import Link, Pace, ThrottledTier
-from sgl_tiered.tiers.wrapped import WrappedTier
 
 __all__ = ["Emulator"]
 
@@ -113,11 +113,11 @@ class Emulator:
         # The wrappers of a MemoryTier are MemoryTiers, which no annotation can say.
         return wrapped  # type: ignore[return-value]
 
-    def pace(self, tier: TierId) -> Pace | None:
+    def pace(self, tier: TierId) -> LinkPace | None:
         """Return the pace of copies beside the tier's, over the tier's own link."""
         for section, link in zip(self._sections, self._links, strict=True):
             if tier in section.tiers and section.has_link:
-                return Pace(link, section.latency_s, self._clock)
+                return LinkPace(link, section.latency_s, self._clock)
         return None
 
     def faults(self, tier: TierId) -> FaultSwitch | None:

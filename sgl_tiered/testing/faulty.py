@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.plans import TransferResult
+from sgl_tiered.testing.emulation import Fault
+from sgl_tiered.testing.fault_switch import WRONG_BYTES, FaultSwitch
+from sgl_tiered.testing.wrapped import WrappedMemory, WrappedTier
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
-from sgl_tiered.tiers.emulation import Fault
-from sgl_tiered.tiers.fault_switch import WRONG_BYTES, FaultSwitch
 from sgl_tiered.tiers.memory import aligned_buffer
-from sgl_tiered.tiers.wrapped import WrappedMemory, WrappedTier
 
 __all__ = ["FaultyMemoryTier", "FaultyTier"]
 

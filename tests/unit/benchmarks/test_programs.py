@@ -6,20 +6,16 @@ import time
 
 import numpy as np
 import pytest
+from programs.migration import Migration, RunningRequest, take_migrated
+from programs.notes import read_note, write_note
+from programs.sequence_parallel import Pattern
 
 from sgl_tiered.pool.layouts import Way
 from sgl_tiered.pool.mempool import PoolUsage
 from sgl_tiered.pool.messages import as_entry
-from sgl_tiered.pool.programs.migration import (
-    Migration,
-    RunningRequest,
-    take_migrated,
-)
-from sgl_tiered.pool.programs.notes import read_note, write_note
-from sgl_tiered.pool.programs.sequence_parallel import Pattern
 from sgl_tiered.pool.receiver import Arrival
 from sgl_tiered.transport.base import TransferStatus
-from tests.unit.pool.program_support import (
+from tests.unit.benchmarks.program_support import (
     DONE,
     RUNNING,
     Instance,
@@ -27,7 +23,7 @@ from tests.unit.pool.program_support import (
     Part,
     wait,
 )
-from tests.unit.pool.toy_decoder import PAGE
+from tests.unit.benchmarks.toy_decoder import PAGE
 
 PROMPT = np.random.default_rng(5).integers(0, 40, 4 * PAGE + 3).astype(np.int32)
 NUM_STEPS = 14

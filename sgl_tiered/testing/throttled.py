@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.plans import TransferResult
+from sgl_tiered.testing.wrapped import WrappedMemory, WrappedTier
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
-from sgl_tiered.tiers.wrapped import WrappedMemory, WrappedTier
 
-__all__ = ["Link", "Pace", "ThrottledMemoryTier", "ThrottledTier"]
+__all__ = ["Link", "LinkPace", "ThrottledMemoryTier", "ThrottledTier"]
 
 
 class Link:
@@ -49,7 +49,7 @@ class Link:
         return end_s
 
 
-class Pace:
+class LinkPace:
     """Makes copies take as long as on a link: each ends a latency after its last byte.
 
     Args:
@@ -117,7 +117,7 @@ class ThrottledTier(WrappedTier):
         super().__init__(tier)
         self._clock = clock or SystemClock()
         shared = link if isinstance(link, Link) else Link(link)
-        self._pace = Pace(shared, latency_s, self._clock, sleep)
+        self._pace = LinkPace(shared, latency_s, self._clock, sleep)
 
     def load(self, io: TierIO) -> TransferResult:
         """Read pages, no faster than the link."""

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from sgl_tiered.policies.activations.ratio import PageRatio
-from sgl_tiered.sim.activations import (
+from batch_model import (
     BatchSetup,
     Context,
     LayerTimes,
@@ -17,6 +13,10 @@ from sgl_tiered.sim.activations import (
     layer_pipeline,
     simulate_batch,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_tiered.policies.activations.ratio import PageRatio
 from sgl_tiered.sim.hardware import find_hardware
 from sgl_tiered.sim.models import find_model
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs.migration import Migration, take_migrated
+from programs.sequence_parallel import Pattern
 
 from sgl_tiered.errors import TransportUnavailableError
 from sgl_tiered.pool.layouts import Way
-from sgl_tiered.pool.programs.migration import Migration, take_migrated
-from sgl_tiered.pool.programs.sequence_parallel import Pattern
 from sgl_tiered.testing.transport_peer import open_transport
-from tests.unit.pool.program_support import (
+from tests.unit.benchmarks.program_support import (
     FAR_S,
     RUNNING,
     TRANSPORTS,
@@ -27,7 +27,7 @@ from tests.unit.pool.program_support import (
     serve_until,
     wait,
 )
-from tests.unit.pool.toy_decoder import PAGE, SHAPE, ToyDecoder
+from tests.unit.benchmarks.toy_decoder import PAGE, SHAPE, ToyDecoder
 
 PROMPT = np.random.default_rng(9).integers(0, 40, 7 * PAGE).astype(np.int32)
 NUM_PAGES = (3, 1, 3)

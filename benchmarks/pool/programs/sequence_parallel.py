@@ -32,13 +32,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from programs.notes import read_note, write_note
 
 from sgl_tiered.core.plans import UInt64s
 from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.layouts import Way
 from sgl_tiered.pool.mempool import MemPool
 from sgl_tiered.pool.messages import from_wire, to_wire
-from sgl_tiered.pool.programs.notes import read_note, write_note
 from sgl_tiered.pool.receiver import Arrival
 from sgl_tiered.pool.transfer import Transfer
 from sgl_tiered.transport.base import TransferStatus

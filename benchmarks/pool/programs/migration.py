@@ -22,12 +22,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from programs.notes import read_note, write_note
 
 from sgl_tiered.core.plans import Int32s, UInt64s
 from sgl_tiered.pool.base import BlockType
 from sgl_tiered.pool.layouts import Way
 from sgl_tiered.pool.mempool import MemPool
-from sgl_tiered.pool.programs.notes import read_note, write_note
 from sgl_tiered.pool.receiver import Arrival
 from sgl_tiered.pool.transfer import Transfer
 from sgl_tiered.transport.base import TransferStatus
