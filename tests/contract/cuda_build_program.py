@@ -46,14 +46,14 @@ def plan(
 ) -> Any:
     from sgl_tiered.core.layout import PageLayout
     from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
-    from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
+    from sgl_tiered.serving.options import LayerKv
 
     layout = PageLayout(LAYERS, PAGE, HEADS * DIM * 4)
     counts = [scale * count for count in (NUM_PAGES, NUM_PHYSICAL, HALF)]
     if acts:
         areas = (act_plan(scale), chosen(offload_bytes))
-        return LayerPlan(layout, *counts, LayerKvSettings(), *areas)
-    return LayerPlan(layout, *counts, LayerKvSettings())
+        return LayerPlan(layout, *counts, LayerKv(), *areas)
+    return LayerPlan(layout, *counts, LayerKv())
 
 
 class Server:

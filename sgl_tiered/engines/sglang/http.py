@@ -74,12 +74,8 @@ def http_hooks() -> list[tuple[str, Any, Any]]:
 
 
 def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    from sgl_tiered.engines.sglang.config import (
-        BACKEND_NAME,
-        EMULATED_TIERS,
-        FAULT_ENV,
-        faults_allowed,
-    )
+    from sgl_tiered.serving.option_reader import FAULT_ENV, faults_allowed
+    from sgl_tiered.serving.options import BACKEND_NAME, EMULATED_TIERS
 
     if server_args.radix_cache_backend != BACKEND_NAME:
         return

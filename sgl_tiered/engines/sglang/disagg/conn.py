@@ -61,6 +61,7 @@ from sgl_tiered.serving.disagg.starts import (
     new_start,
     start_of,
 )
+from sgl_tiered.serving.option_clashes import read_pd
 from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place
 from sgl_tiered.transport.release import ReleaseWatch
@@ -153,7 +154,7 @@ class TieredKVManager(MooncakeKVManager):
         """Open the transport that was asked for."""
         self.engine = RawEngine(
             open_kv_transport(
-                self.server_args.tiered_pd_transport or "auto",
+                read_pd(self.server_args).transport,
                 self.local_ip,
                 self.kv_args.ib_device,
                 on_device=has_accelerator(),

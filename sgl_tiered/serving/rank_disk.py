@@ -19,10 +19,11 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import FoundPages
-from sgl_tiered.engines.sglang.config import TieredConfig, rank_folder
 from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Options
+from sgl_tiered.serving.tier_sizes import rank_folder
 from sgl_tiered.tiers.base import Tier
 from sgl_tiered.tiers.disk_striped import open_disk_tier
 from sgl_tiered.tiers.emulator import Emulator
@@ -51,7 +52,7 @@ busy the scan takes some times as long instead."""
 
 
 def open_disk(
-    config: TieredConfig,
+    config: Options,
     layout: PageLayout,
     namespace: Namespace,
     emulator: Emulator,
@@ -70,20 +71,20 @@ def open_disk(
         ConfigError: a size is wrong.
         TierUnavailableError: a folder cannot be used.
     """
-    if not config.disk_paths:
+    if not config.tiers.disk_paths:
         return None
     rank, num_ranks = agreement.rank, agreement.num_ranks
     # One folder has one user.
-    paths = [rank_folder(path, rank, num_ranks) for path in config.disk_paths]
+    paths = [rank_folder(path, rank, num_ranks) for path in config.tiers.disk_paths]
     disk = open_disk_tier(
         paths,
         slot_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
-        max_bytes=config.disk_bytes,
+        max_bytes=config.tiers.disk_bytes,
         fingerprint=disk_fingerprint(namespace, agreement),
-        num_threads=config.disk_threads,
-        io=config.disk_io,
+        num_threads=config.tiers.disk_threads,
+        io=config.tiers.disk_io,
         calls=emulator.calls(TierId.DISK),
     )
     return emulator.wrap(disk)
