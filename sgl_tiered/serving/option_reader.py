@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,16 @@ from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
 from sgl_tiered.policies.length.registry import NO_PREDICTOR
 from sgl_tiered.policies.prefetch.registry import check_prefetch_to
-from sgl_tiered.serving.option_clashes import refuse_own_clashes
+from sgl_tiered.serving.option_clashes import (
+    refuse_clashes,
+    refuse_needed,
+    refuse_on_cuda,
+    refuse_own_clashes,
+    refuse_pd,
+)
 from sgl_tiered.serving.options import (
+    BACKEND_NAME,
+    CONFIG,
     EMULATED_TIERS,
     GROUPS,
     KEEP_FAULT,
@@ -44,9 +52,19 @@ from sgl_tiered.serving.options import (
 from sgl_tiered.serving.tier_sizes import cxl_place, disk_place, host_size
 from sgl_tiered.tiers.emulation import parse_emulation
 
-__all__ = ["FAULT_ENV", "NEEDS", "faults_allowed", "read_options"]
+__all__ = [
+    "FAULT_ENV",
+    "FIELD_PREFIX",
+    "NEEDS",
+    "faults_allowed",
+    "flag_values",
+    "read_options",
+    "read_server",
+]
 
 FAULT_ENV = "SGL_TIERED_ALLOW_FAULTS"
+FIELD_PREFIX = "tiered_"
+"""Of our flags' fields among SGLang's arguments."""
 _MAX_NUMBER = 2**63 - 1
 _FLOOR_SHARE, _FLOOR_S = 0.25, 0.5
 """Least TTFT target of requests: of the server's, or seconds where it has none."""
@@ -112,6 +130,52 @@ def read_options(
     queue = options.queue
     check_prefetch_to(queue.prefetch, queue.prefetch_to, OPTIONS["prefetch_to"].flag)
     refuse_own_clashes(options, settings)
+    return options
+
+
+def flag_values(server_args: Any) -> dict[str, Any]:
+    """Return what was given by flags, by name without ``--tiered-``."""
+    names = (CONFIG.name, *OPTIONS)
+    found = {name: getattr(server_args, FIELD_PREFIX + name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_server(
+    server_args: Any,
+    device: str,
+    resolved: Callable[[Any], Any],
+    *,
+    is_first: bool = False,
+) -> Options | None:
+    """Return the settings, or None where the server is not tiered.
+
+    Args:
+        server_args: SGLang's, with our flags as fields.
+        device: the kind of device that SGLang runs on.
+        resolved: returns SGLang's view of what it has made of its arguments.
+        is_first: no rank of the server has taken memory yet.
+
+    Raises:
+        ConfigError: a setting is wrong, or does not go with another flag.
+    """
+    given = flag_values(server_args)
+    for row in GROUPS["pd"]:
+        given.pop(row.name, None)
+    if server_args.radix_cache_backend != BACKEND_NAME:
+        if given:
+            raise ConfigError(
+                f"--tiered-{min(given).replace('_', '-')}",
+                "has no effect without the tiered cache",
+                f"add --radix-cache-backend {BACKEND_NAME}",
+            )
+        refuse_pd(server_args, None)
+        return None
+    refuse_needed(server_args)
+    num_ranks = getattr(server_args, "tp_size", 1) or 1
+    options = read_options(given, num_ranks=num_ranks, is_first=is_first)
+    refuse_clashes(options, server_args, device, given)
+    if options.layerkv is not None and device == "cuda":
+        refuse_on_cuda(resolved(server_args))
     return options
 
 

@@ -14,27 +14,11 @@ from sglang.srt.arg_groups.arg_utils import NS, Arg
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.server_args import ServerArgs
 
-from sgl_tiered.errors import ConfigError
-from sgl_tiered.serving.option_clashes import (
-    declare_caching,
-    refuse_clashes,
-    refuse_needed,
-    refuse_on_cuda,
-    refuse_pd,
-)
-from sgl_tiered.serving.option_reader import read_options
-from sgl_tiered.serving.options import (
-    BACKEND_NAME,
-    CONFIG,
-    GROUPS,
-    OPTIONS,
-    Option,
-    Options,
-)
+from sgl_tiered.serving.option_clashes import declare_caching
+from sgl_tiered.serving.option_reader import FIELD_PREFIX, read_server
+from sgl_tiered.serving.options import CONFIG, OPTIONS, Option, Options
 
-__all__ = ["TieredServerArgs", "flag_values", "tiered_options"]
-
-_PREFIX = "tiered_"
+__all__ = ["TieredServerArgs", "tiered_options"]
 
 
 def _annotation(row: Option) -> Any:
@@ -50,7 +34,7 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
 
     # Its fields are the rows: SGLang reads a record's annotations at run time.
     __annotations__ = {
-        _PREFIX + row.name: _annotation(row) for row in (CONFIG, *OPTIONS.values())
+        FIELD_PREFIX + row.name: _annotation(row) for row in (CONFIG, *OPTIONS.values())
     }
     vars().update(dict.fromkeys(__annotations__))
 
@@ -72,12 +56,6 @@ class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
         super().check_server_args()
 
 
-def flag_values(server_args: Any) -> dict[str, Any]:
-    """Return the ``--tiered-*`` values by name without the prefix."""
-    names = (CONFIG.name, *OPTIONS)
-    return {name: getattr(server_args, _PREFIX + name, None) for name in names}
-
-
 def tiered_options(server_args: Any, *, is_first: bool = False) -> Options | None:
     """Return the settings, or None where the server is not tiered.
 
@@ -88,26 +66,8 @@ def tiered_options(server_args: Any, *, is_first: bool = False) -> Options | Non
     Raises:
         ConfigError: a setting is wrong, or does not go with another flag.
     """
-    given = {k: v for k, v in flag_values(server_args).items() if v is not None}
-    for row in GROUPS["pd"]:
-        given.pop(row.name, None)
-    if server_args.radix_cache_backend != BACKEND_NAME:
-        if given:
-            raise ConfigError(
-                f"--tiered-{min(given).replace('_', '-')}",
-                "has no effect without the tiered cache",
-                f"add --radix-cache-backend {BACKEND_NAME}",
-            )
-        refuse_pd(server_args, None)
-        return None
     from sglang.srt.platforms import current_platform
 
-    refuse_needed(server_args)
-    num_ranks = getattr(server_args, "tp_size", 1) or 1
-    options = read_options(given, num_ranks=num_ranks, is_first=is_first)
-    named = str(getattr(server_args, "device", None) or "cpu").partition(":")[0]
-    is_cuda = current_platform.is_cuda()
-    refuse_clashes(options, server_args, "cuda" if is_cuda else named, given)
-    if options.layerkv is not None and is_cuda:
-        refuse_on_cuda(resolving_view(server_args))
-    return options
+    given = str(getattr(server_args, "device", None) or "cpu")
+    device = "cuda" if current_platform.is_cuda() else given.partition(":")[0]
+    return read_server(server_args, device, resolving_view, is_first=is_first)
