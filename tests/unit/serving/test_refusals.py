@@ -25,7 +25,7 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", LINES, ids=[str(n) for n in range(1, len(LINES) + 1)])
 def test_the_sentence_is_the_one_of_the_file(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
