@@ -13,6 +13,7 @@ from sgl_tiered.errors import ConfigError
 
 __all__ = [
     "Kind",
+    "absolute",
     "by_flag",
     "choice",
     "count",
@@ -35,13 +36,13 @@ class Kind:
         says: what may be given, for people.
         read: makes a value of what was given by the flag or in a file; is called with
             the flag as well, and raises ConfigError.
-        type: of the flag's word on the command line.
+        word: type of the flag's word on the command line.
         choices: words that it may be; empty for any.
     """
 
     says: str
     read: Callable[[str, Any], Any]
-    type: type = str
+    word: type = str
     choices: tuple[Any, ...] = ()
 
 
@@ -60,13 +61,22 @@ def text(says: str, read: Callable[[str, str], Any] | None = None) -> Kind:
     )
 
 
-def path(says: str, check: Callable[[Path], Any] | None = None) -> Kind:
-    """Return the kind of a path, absolute; of a file that a check can read."""
+def absolute(flag: str, name: str) -> Path:
+    """Return a path in full; a tilde stands for a home."""
+    try:
+        return Path(name).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(
+            flag, f"{name!r} begins with a home that is not known", "write it in full"
+        ) from None
+
+
+def path(says: str, check: Callable[[Path], Any]) -> Kind:
+    """Return the kind of a path, made absolute, that passes a check."""
 
     def read(flag: str, value: object) -> Path:
-        found = Path(str(value)).expanduser().absolute()
-        if check is not None:
-            by_flag(flag, lambda: check(found))
+        found = absolute(flag, str(value))
+        by_flag(flag, lambda: check(found))
         return found
 
     return Kind(says, read)

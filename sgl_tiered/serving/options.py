@@ -12,6 +12,7 @@ Order matters: of several wrong settings the first row's is refused.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
@@ -37,6 +38,7 @@ from sgl_tiered.pool.membership import check_name
 from sgl_tiered.serving.lossy import LOSSY_DEFAULTS, REFUSE
 from sgl_tiered.serving.option_kinds import (
     Kind,
+    absolute,
     by_flag,
     choice,
     count,
@@ -192,7 +194,7 @@ def _pool_name(flag: str, name: str) -> str:
 
 
 def _keys(folder: Path) -> None:
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # where is_dir raises, as of a long name, it is none
         raise ConfigError(
             "keys", f"{folder} is no folder", "make keys with sgl-tiered pool keys"
         )
@@ -206,7 +208,8 @@ def _predictor(flag: str, name: str) -> str:
 
 def _profile(flag: str, name: str) -> SparsityProfile:
     """Read the file; whether it is of the model is seen when that is loaded."""
-    return by_flag(flag, lambda: SparsityProfile.load(Path(name).expanduser()))
+    file = absolute(flag, name)
+    return by_flag(flag, lambda: SparsityProfile.load(file))
 
 
 _SIZE = text("size, `auto`")
@@ -757,11 +760,10 @@ def _rows(part: Any) -> Iterator[Option]:
 
 
 def _groups() -> dict[str, tuple[Option, ...]]:
-    groups = {}
+    groups: dict[str, tuple[Option, ...]] = {}
     for each in fields(Options):
-        switch = each.metadata.get("option")
-        rows = tuple(_rows(each.metadata["part"]))
-        groups[each.name] = rows if switch is None else (switch, *rows)
+        switch = [each.metadata["option"]] if "option" in each.metadata else []
+        groups[each.name] = (*switch, *_rows(each.metadata["part"]))
     return groups
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.serving.option_kinds import size
+from sgl_tiered.serving.option_kinds import absolute, size
 from sgl_tiered.tiers.cxl_source import CxlSource, largest_bytes, parse_source
 from sgl_tiered.tiers.memory import available_memory_bytes
 
@@ -106,7 +106,7 @@ def _folders(value: object) -> tuple[Path, ...]:
     """Make the folders of a comma-separated text, or of a list in a file."""
     names = value if isinstance(value, list) else str(value).split(",")
     folders = tuple(
-        Path(str(name).strip()).expanduser().absolute()
+        absolute("--tiered-disk-path", str(name).strip())
         for name in names
         if str(name).strip()
     )

@@ -329,7 +329,7 @@ BAD = {
 CHOICES = {
     row.flag: row.kind.choices
     for row in OPTIONS.values()
-    if row.kind.choices and row.kind.type is str
+    if row.kind.choices and row.kind.word is str
 }
 BAD_CHOICES = {flag: [*ON, f"{flag}=no"] for flag in CHOICES}
 

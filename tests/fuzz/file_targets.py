@@ -61,7 +61,6 @@ from tests.fuzz.kit import (
     pick,
 )
 from tests.unit.cost.calibration_support import CALIBRATION
-from tests.unit.engines.test_config import NAMES
 
 __all__ = ["Calibrations", "Configs", "DiskMetas", "DiskRecords", "Traces"]
 
@@ -308,7 +307,7 @@ class Configs(_InFolder):
     faults = (
         Fault(
             "numbers have no bounds",
-            lambda patch: _take_any(patch, lambda kind: kind.type is int),
+            lambda patch: _take_any(patch, lambda kind: kind.word is int),
         ),
         Fault(
             "any word is a choice",
@@ -363,7 +362,7 @@ class Configs(_InFolder):
                     name = pick(rng, ("disk_threads", "seed", "order", "load_policy"))
                     values = {name: pick(rng, (0, -1, 257, 2**40, "moon", 1.5, True))}
                 if isinstance(values, dict):
-                    yield "flags", {k: v for k, v in values.items() if k in NAMES}
+                    yield "flags", {k: v for k, v in values.items() if k in OPTIONS}
 
     def check(self, given_input: tuple[str, Any]) -> bool:
         """One sentence, or settings within their bounds."""
@@ -383,7 +382,7 @@ class Configs(_InFolder):
             if what == "file":
                 path.write_bytes(value)
                 value = {"config": str(path)}
-            options = read_options(dict.fromkeys(NAMES) | value)
+            options = read_options(value)
         except ConfigError as error:
             demand(is_sentence(str(error)), f"no sentence: {error}")
             return False

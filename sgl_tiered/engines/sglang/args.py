@@ -25,7 +25,7 @@ def _annotation(row: Option) -> Any:
     """Return the type of a field of SGLang's arguments, with what its flag shows."""
     text = row.help if row.place == "flag" else argparse.SUPPRESS
     choices = list(row.kind.choices) or None
-    kind = Optional[row.kind.type]  # noqa: UP045 - SGLang knows no other spelling
+    kind = Optional[row.kind.word]  # noqa: UP045 - SGLang knows no other spelling
     return Annotated[kind, Arg(help=text, choices=choices), NS("tiered")]
 
 

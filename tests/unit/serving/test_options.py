@@ -14,42 +14,15 @@ from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
 from sgl_tiered.serving import tier_sizes
 from sgl_tiered.serving.option_reader import FAULT_ENV, read_options
-from sgl_tiered.serving.options import OPTIONS
+from sgl_tiered.serving.options import OPTIONS, Queue
 from sgl_tiered.serving.tier_sizes import rank_folder
 from sgl_tiered.tiers.cxl_source import CxlSource
 
 HOST = {"host_size": "1MB"}
-NAMES = (
-    "config",
-    "host_size",
-    "cxl",
-    "cxl_size",
-    "disk_path",
-    "disk_size",
-    "disk_threads",
-    "disk_io",
-    "staging_size",
-    "eviction_policy",
-    "write_policy",
-    "offload_threshold",
-    "demote_policy",
-    "disk_admission",
-    "load_policy",
-    "length_predictor",
-    "order",
-    "prefetch",
-    "prefetch_window",
-    "log_interval",
-    "seed",
-    "explain_last",
-    "emulate",
-    "calibration",
-    "fault_corrupt",
-)
 
 
 def read(**values):
-    return read_options({name: values.get(name) for name in NAMES})
+    return read_options(values)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +86,28 @@ def test_file_stands_for_flags_and_flags_win(tmp_path):
     assert config.loads.load_policy == "always"
 
 
+def test_a_table_stands_for_its_keys(tmp_path):
+    """By the group's name; keys outside of tables go on to stand for their flags."""
+    file = tmp_path / "tiers.toml"
+    file.write_text(
+        'host-size = "1MB"\n[queue]\norder = "car"\nprefetch-window = 3\n'
+        '[layerkv]\nlayerkv = "on"\nlayerkv-retain = 2\n'
+    )
+    options = read(config=str(file), order="fcfs")
+    assert options.tiers.host_bytes == 10**6
+    assert options.queue == Queue(
+        order="fcfs", prefetch_window=3, length_predictor="online"
+    )
+    assert options.layerkv.retain == 2
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[disks]\nseed = 1", "unknown key 'disks'"),
+        ("[tiers]\nhost_sise = 1", "unknown key 'host_sise'"),
+        ("seed = 1\n[experiment]\nseed = 2", "the key 'seed' twice"),
+        ("pd-caching = 2", "unknown key 'pd_caching'"),
         ("host_sise = 1", "unknown key 'host_sise'"),
         ("host_size = ", "is not TOML"),
         ('config = "x.toml"', "unknown key 'config'"),
@@ -239,8 +231,7 @@ def machine(monkeypatch):
 
 
 def on_ranks(num_ranks, *, is_first=True, **values):
-    every = {name: values.get(name) for name in NAMES}
-    return read_options(every, num_ranks=num_ranks, is_first=is_first)
+    return read_options(values, num_ranks=num_ranks, is_first=is_first)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -383,6 +374,15 @@ def test_paths_are_expanded(tmp_path, monkeypatch):
     assert read(**HOST, disk_path="~/kv").tiers.disk_paths == (tmp_path / "kv",)
     monkeypatch.chdir(tmp_path)
     assert read(**HOST, disk_path="kv").tiers.disk_paths == (tmp_path / "kv",)
+
+
+@pytest.mark.parametrize("name", ["calibration", "disk_path", "sparsity_profile"])
+def test_a_home_that_is_not_there_is_refused(name):
+    """In a sentence, as any other path that is none."""
+    given = {"sparsity": "load", name: "~nobody-of-this-name/kv"}
+    with pytest.raises(ConfigError, match="home") as caught:
+        read(**HOST, **given)
+    assert caught.value.setting == OPTIONS[name].flag
 
 
 def test_a_server_of_a_pool_copies_what_others_may_ask_for():
