@@ -117,9 +117,6 @@ def _no(name: str, problem: str, remedy: str = _BOTH) -> ConfigError:
     return ConfigError(flag, problem, remedy)
 
 
-# --- ours with one another -----------------------------------------------------------
-
-
 def refuse_own_clashes(options: Options, given: Collection[str]) -> None:
     """Refuse settings of ours that do not go together.
 
@@ -221,9 +218,6 @@ def _refuse_choice(sparsity: Sparsity, given: Collection[str]) -> None:
                 "of every layer",
                 "use --tiered-sparsity-keep, or --tiered-sparsity load",
             )
-
-
-# --- with SGLang's -------------------------------------------------------------------
 
 
 def refuse_needed(server_args: Any) -> None:
@@ -361,9 +355,6 @@ def _refuse_with_activations(theirs: _Theirs, device: str) -> None:
         )
 
 
-# --- layer-wise KV on CUDA -----------------------------------------------------------
-
-
 def refuse_on_cuda(server_args: Any) -> None:
     """Refuse what layer-wise KV on CUDA was not made for.
 
@@ -423,9 +414,6 @@ def _graphs(theirs: _Theirs, phase: str) -> str:
         return str(named)
     is_off = theirs.disable_cuda_graph or getattr(theirs, f"disable_{phase}_cuda_graph")
     return "disabled" if is_off else "default"
-
-
-# --- prefill and decode apart --------------------------------------------------------
 
 
 def read_pd(server_args: Any) -> Pd:
