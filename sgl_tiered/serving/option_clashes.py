@@ -12,6 +12,7 @@ from typing import Any
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.serving.disagg.caching import read_pd
 from sgl_tiered.serving.options import (
     BACKEND_NAME,
     GROUPS,
@@ -26,10 +27,8 @@ from sgl_tiered.transport.keys import is_loopback
 __all__ = [
     "CUDA_ATTENTION",
     "RUST_ENV",
-    "declare_caching",
     "has_rust_server",
     "names_attention",
-    "read_pd",
     "refuse_clashes",
     "refuse_needed",
     "refuse_on_cuda",
@@ -414,34 +413,6 @@ def _graphs(theirs: _Theirs, phase: str) -> str:
         return str(named)
     is_off = theirs.disable_cuda_graph or getattr(theirs, f"disable_{phase}_cuda_graph")
     return "disabled" if is_off else "default"
-
-
-def read_pd(server_args: Any) -> Pd:
-    """Read the settings of disaggregated serving from SGLang's arguments."""
-    theirs = _Theirs(server_args)
-    caching = theirs.tiered_pd_caching
-    is_tiered = theirs.radix_cache_backend == BACKEND_NAME
-    if caching is None and theirs.mode == "decode" and is_tiered:
-        caching = PdCaching.BOTH
-    return Pd(
-        None if caching is None else PdCaching(caching),
-        theirs.tiered_pd_transport or Pd().transport,
-        theirs.tiered_pd_returns or Pd().returns,
-    )
-
-
-def declare_caching(server_args: Any) -> dict[str, Any]:
-    """Return the fields of SGLang's arguments that a caching mode sets.
-
-    Prefill: the radix cache on, or off for ``NOBODY``. Decode: its radix cache on from
-    ``BOTH`` on, which also makes SGLang ask for missing pages only.
-    """
-    caching = read_pd(server_args).caching
-    if caching is None:
-        return {}
-    if _Theirs(server_args).mode == "prefill":
-        return {"disable_radix_cache": caching is PdCaching.NOBODY}
-    return {"disaggregation_decode_enable_radix_cache": caching >= PdCaching.BOTH}
 
 
 def has_rust_server() -> bool:

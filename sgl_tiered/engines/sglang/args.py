@@ -14,7 +14,7 @@ from sglang.srt.arg_groups.arg_utils import NS, Arg
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.server_args import ServerArgs
 
-from sgl_tiered.serving.option_clashes import declare_caching
+from sgl_tiered.serving.disagg.caching import declare_caching
 from sgl_tiered.serving.option_reader import FIELD_PREFIX, read_server
 from sgl_tiered.serving.options import CONFIG, OPTIONS, Option, Options
 

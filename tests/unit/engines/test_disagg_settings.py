@@ -8,7 +8,8 @@ import pytest
 
 from sgl_tiered.cost.returning import RETURN_POLICIES
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.serving.option_clashes import declare_caching, read_pd, refuse_pd
+from sgl_tiered.serving.disagg.caching import declare_caching, read_pd
+from sgl_tiered.serving.option_clashes import refuse_pd
 from sgl_tiered.serving.option_reader import read_options
 from sgl_tiered.serving.options import Options, PdCaching
 

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from sgl_tiered.engines.sglang.seams import tiered_runtime
-from sgl_tiered.serving.option_clashes import read_pd
+from sgl_tiered.serving.disagg.caching import read_pd
 from sgl_tiered.serving.options import BACKEND_NAME, PdCaching
 
 __all__ = ["add_choice", "disagg_hooks", "pd_state", "service_hooks"]

@@ -41,6 +41,7 @@ from sgl_tiered.engines.sglang.disagg.incoming import (
 )
 from sgl_tiered.engines.sglang.disagg.sockets import Ear, Mouth, tcp
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
+from sgl_tiered.serving.disagg.caching import read_pd
 from sgl_tiered.serving.disagg.engine import FIRST_BYTES_PER_S, RawEngine
 from sgl_tiered.serving.disagg.figures import PrefillFigures, PrefillTold, read_told
 from sgl_tiered.serving.disagg.layers import send_layers
@@ -61,7 +62,6 @@ from sgl_tiered.serving.disagg.starts import (
     new_start,
     start_of,
 )
-from sgl_tiered.serving.option_clashes import read_pd
 from sgl_tiered.transport.incidents import Incidents
 from sgl_tiered.transport.knocking import Place
 from sgl_tiered.transport.release import ReleaseWatch
