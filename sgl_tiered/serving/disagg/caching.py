@@ -1,4 +1,4 @@
-"""Who keeps KV where prefill and decode are servers of their own, and what that sets."""
+"""Who keeps KV where prefill and decode are two servers, and what that sets."""
 
 from __future__ import annotations
 
