@@ -32,6 +32,7 @@ __all__ = [
     "refuse_clashes",
     "refuse_needed",
     "refuse_on_cuda",
+    "refuse_on_store",
     "refuse_own_clashes",
     "refuse_pd",
 ]
@@ -200,15 +201,17 @@ def _refuse_choice(sparsity: Sparsity, given: Collection[str]) -> None:
             "needs a profile to know what the model's layers lose",
             "add --tiered-sparsity-profile FILE, which sgl-tiered profile writes",
         )
-    if not sparsity.on_store:
-        return
-    if sparsity.policy not in _ON_STORE:
+    if sparsity.on_store and sparsity.policy not in _ON_STORE:
         raise _no(
             "sparsity_policy",
             f"{sparsity.policy} does not go with --tiered-sparsity store: it chooses "
             "in pages",
             f"use {' or '.join(_ON_STORE)}, or --tiered-sparsity load",
         )
+
+
+def refuse_on_store(given: Collection[str]) -> None:
+    """Refuse settings, by name, that have no say where tokens are dropped on store."""
     for name in ("sparsity_profile", "sparsity_budget"):
         if name in given:
             raise _no(

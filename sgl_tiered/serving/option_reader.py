@@ -23,6 +23,7 @@ from sgl_tiered.serving.option_clashes import (
     refuse_clashes,
     refuse_needed,
     refuse_on_cuda,
+    refuse_on_store,
     refuse_own_clashes,
     refuse_pd,
 )
@@ -353,6 +354,9 @@ def _sparsity(settings: Mapping[str, Any]) -> Any:
     mode = _word(settings, "sparsity", "off")
     if mode == "off":
         return None
+    if mode == "store":
+        # Before a file is read for nothing.
+        refuse_on_store(settings)
     return _read(Sparsity, settings, on_store=mode == "store")
 
 

@@ -24,9 +24,9 @@ __all__ = ["TieredServerArgs", "tiered_options"]
 def _annotation(row: Option) -> Any:
     """Return the type of a field of SGLang's arguments, with what its flag shows."""
     text = row.help if row.place == "flag" else argparse.SUPPRESS
-    choices = list(row.kind.choices) or None
-    kind = Optional[row.kind.word]  # noqa: UP045 - SGLang knows no other spelling
-    return Annotated[kind, Arg(help=text, choices=choices), NS("tiered")]
+    arg = Arg(help=text, choices=list(row.kind.choices) or None)
+    # SGLang's own small parser knows not every spelling of a union.
+    return Annotated[Optional[row.kind.word], arg, NS("tiered")]  # noqa: UP045
 
 
 class TieredServerArgs(ServerArgs, dict=True):  # type: ignore[call-arg]
