@@ -234,7 +234,7 @@ class SimSpec:
                 )
             if kinds[name] == "float" and type(value) is int:
                 # Checked before, since it might be too long for a float.
-                check_setting(name, value)
+                check_setting(name, SETTINGS[name], value)
                 value = float(value)
             if type(value).__name__ != kinds[name]:
                 raise refusal(name, f"{value!r} is no {kinds[name]}", "correct it")
