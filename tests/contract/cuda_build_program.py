@@ -77,6 +77,7 @@ class Server:
         from sgl_tiered.core.clock import SystemClock
         from sgl_tiered.engines.sglang.layered import build, capacity, cuda
         from sgl_tiered.serving.agreement import Agreement
+        from sgl_tiered.serving.options import STAGING_FAULT, Experiment, Options
         from sgl_tiered.tiers.emulator import Emulator
 
         torch.manual_seed(seed)
@@ -112,9 +113,8 @@ class Server:
         )
         capacity._planned.clear()
         clock = SystemClock()
-        config: Any = SimpleNamespace(
-            prefetch_to="host", breaks_staging=breaks, layerkv=None
-        )
+        fault = STAGING_FAULT if breaks else ""
+        config = Options(experiment=Experiment(fault=fault))
         emulator = Emulator((), clock=clock)
         placing = (self.pool, None, config, clock, emulator, Agreement(clock))
         self.too_early = ""

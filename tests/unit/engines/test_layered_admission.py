@@ -34,7 +34,7 @@ from sgl_tiered.policies.layers.turns import TurnPlan
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
 from sgl_tiered.serving.agreement import Agreement
-from sgl_tiered.serving.options import LayerKv
+from sgl_tiered.serving.options import LayerKv, Options, Slo
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 
 LAYERS, PAGE, LENGTH = 4, 4, 31
@@ -155,9 +155,7 @@ class Both:
         paused_s: Any = None,
     ) -> None:
         self.clock = ManualClock(NOW_S)
-        config: Any = SimpleNamespace(
-            admission="slo", slo_ttft_s=150.0, slo_tpot_s=TPOT_S, slo_floor_s=30.0
-        )
+        config = Options(slo=Slo("slo", 150.0, TPOT_S, 30.0))
         runtime = SimpleNamespace(
             predicted_pass_s=lambda rid, prefix, new: new * TOKEN_S
         )
@@ -273,9 +271,8 @@ class Device:
         binding = LayerBinding(LAYERS, 201, num_layer_pages, first_physical=1)
         self.manager = LayerManager(binding, self.mover, PAGE, plan.half_pages)
         self.driver = LayerDriver(self.manager, plan)
-        config: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=0.0, slo_floor_s=0.0)
         decoders = Decoders(
-            config,
+            Options(),
             LengthReader(LengthBook(ConstantLength(LENGTH))),
             Agreement(self.clock),
         )

@@ -26,7 +26,7 @@ from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.layered.pauses import PauseLog
-from sgl_tiered.serving.options import LayerKv
+from sgl_tiered.serving.options import LayerKv, Options, Slo
 
 LAYERS, PAGE, LENGTH = 4, 16, 101
 LAYOUT = PageLayout(LAYERS, PAGE, token_bytes=8)
@@ -139,9 +139,7 @@ class Rig:
     ) -> None:
         self.clock = ManualClock(NOW_S)
         self.layers = FakeLayers(self.clock)
-        config: Any = SimpleNamespace(
-            slo_ttft_s=0.0, slo_tpot_s=tpot_s, slo_floor_s=0.0
-        )
+        config = Options(slo=Slo(slo_tpot_s=tpot_s))
         reader = LengthReader(LengthBook(ConstantLength(LENGTH)))
         self.decoders = Decoders(
             config, reader if predicts else None, Agreement(self.clock)
