@@ -14,7 +14,6 @@ import json
 import logging
 import time
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
