@@ -53,8 +53,8 @@ _DEVICE_SHARE = 0.88
 _SECTIONS = ("server", "tiers", "scheduler", "workload", "params", "slo")
 
 
-def _row(section: str, default: Any, text: str, *unit: str, **limits: Any) -> Any:
-    row = Setting(section, text, *unit, **limits)
+def _row(section: str, default: Any, text: str, unit: str = "N", **limits: Any) -> Any:
+    row = Setting(section, text, unit, **limits)
     return field(default=default, metadata={"setting": row})
 
 
