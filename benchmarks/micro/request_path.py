@@ -67,8 +67,8 @@ class Way:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         from sgl_tiered.engines.sglang.cache import TieredRadixCache
-        from sgl_tiered.engines.sglang.config import read_config
         from sgl_tiered.engines.sglang.factory import _build_runtime
+        from sgl_tiered.serving.option_reader import read_options
 
         self.watch = watch
         pool = MHATokenToKVPool(
@@ -116,7 +116,7 @@ class Way:
         settings["write_policy"] = write_policy
         if disk is not None:
             settings |= {"disk_path": str(disk), "disk_size": "400MB"}
-        self.runtime = _build_runtime(context, read_config(settings))
+        self.runtime = _build_runtime(context, read_options(settings))
         self.rows = SimpleNamespace(
             req_to_token=torch.zeros((8, POOL_TOKENS), dtype=torch.int32)
         )

@@ -32,7 +32,6 @@ from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
@@ -41,6 +40,7 @@ from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import OffloadWorker
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Options
 from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.tiers.base import TierIO
@@ -99,7 +99,7 @@ def make_runtime(folder: Path, num_slots: int, policy: str) -> TieredRuntime:
     work = (completions, clock, metrics)
     return TieredRuntime(
         Parts(
-            config=TieredConfig(host_bytes=1),
+            config=Options(),
             namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
             weights=WeightsIdentity(FakeWeights().begin, Agreement(clock), metrics),
             clock=clock,

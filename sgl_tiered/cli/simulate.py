@@ -24,8 +24,8 @@ from sgl_tiered.sim.answers import LengthReport
 from sgl_tiered.sim.chrome import write_chrome_trace
 from sgl_tiered.sim.records import SimResult
 from sgl_tiered.sim.server import SimServer
-from sgl_tiered.sim.settings import SETTINGS, Setting, flag_of
-from sgl_tiered.sim.spec import SimSpec, read_spec
+from sgl_tiered.sim.settings import Setting, flag_of
+from sgl_tiered.sim.spec import SETTINGS, SimSpec, read_spec
 from sgl_tiered.sim.summary import Percentiles, SimSummary, Slo, summarize
 
 __all__ = ["register"]

@@ -9,28 +9,43 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sgl_tiered.cache.config import DEMOTE_POLICIES, LOAD_POLICIES, WRITE_POLICIES
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import Calibration, LinkFit
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.policies.admission.registry import ADMISSIONS as SLO_ADMISSIONS
 from sgl_tiered.policies.admission.registry import NO_ADMISSION
-from sgl_tiered.policies.length.registry import NO_PREDICTOR
-from sgl_tiered.sim.config import SchedulerConfig, ServerConfig, TierSetup
+from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
+from sgl_tiered.policies.length.registry import LENGTH_PREDICTORS, NO_PREDICTOR
+from sgl_tiered.policies.order.registry import ORDERS
+from sgl_tiered.policies.prefetch.registry import PREFETCH_POLICIES, PREFETCH_TARGETS
+from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
+from sgl_tiered.sim.config import (
+    ADMISSIONS,
+    LOAD_MODES,
+    SchedulerConfig,
+    ServerConfig,
+    TierSetup,
+)
 from sgl_tiered.sim.hardware import (
     CXL,
+    HARDWARE,
     NVME,
     HardwareProfile,
     LinkSpeed,
     find_hardware,
 )
+from sgl_tiered.sim.links import DISCIPLINES
 from sgl_tiered.sim.models import ModelShape, find_model
-from sgl_tiered.sim.settings import SETTINGS, check_setting, flag_of, refusal
+from sgl_tiered.sim.settings import Setting, check_setting, flag_of, refusal
 from sgl_tiered.sim.times import DeviceTimes, times_of_profile
 
-__all__ = ["SimSpec", "read_spec"]
+__all__ = ["SETTINGS", "SimSpec", "read_spec"]
 
 GB = 1e9
 _DEVICE_SHARE = 0.88
@@ -38,9 +53,19 @@ _DEVICE_SHARE = 0.88
 _SECTIONS = ("server", "tiers", "scheduler", "workload", "params", "slo")
 
 
+def _row(section: str, default: Any, text: str, unit: str = "N", **limits: Any) -> Any:
+    row = Setting(section, text, unit, **limits)
+    return field(default=default, metadata={"setting": row})
+
+
+_of_server, _of_tiers, _of_scheduler, _of_workload, _of_slo = (
+    partial(_row, name) for name in _SECTIONS if name != "params"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SimSpec:
-    """Everything that a simulation can be told; ``SETTINGS`` says what each means.
+    """Everything that a simulation can be told: a row a setting.
 
     Sizes are of all ranks, in decimal GB. ``slo_admission`` has ``ttft_s`` and
     ``tpot_s`` for targets, and ``online`` predicts for it if no ``length_predictor``
@@ -50,58 +75,128 @@ class SimSpec:
         ConfigError: a value is out of range, or two do not go together.
     """
 
-    trace: str = ""
-    limit: int = 0
-    max_prompt_tokens: int = 0
-    slowdown: float = 1.0
-    rate: float = 0.0
-    sessions: bool = False
-    workload: str = ""
-    params: str = ""
-    num_requests: int = 200
-    prompt_tokens: int = 2_048
-    output_tokens: int = 256
-    num_prefixes: int = 0
-    prefix_tokens: int = 0
-    seed: int = 0
-    hardware: str = "H800"
-    model: str = "Llama-3.1-8B"
-    tensor_parallel: int = 1
-    calibration: str = ""
-    device_gb: float = 0.0
-    host_gb: float = 0.0
-    cxl_gb: float = 0.0
-    disk_gb: float = 0.0
-    host_medium: str = "dram"
-    page_size: int = 16
-    admission: str = "sglang"
-    chunk_tokens: int = 8_192
-    max_prefill_tokens: int = 16_384
-    max_running: int = 256
-    ignore_eos: bool = False
-    order: str = "fcfs"
-    slo_admission: str = NO_ADMISSION
-    load_policy: str = "auto"
-    write_policy: str = "auto"
-    demote_policy: str = "write-through"
-    disk_admission: str = "auto"
-    offload_threshold: float = 0.9
-    eviction: str = "lru"
-    device_eviction: str = "lru"
-    load_mode: str = ""
-    link_discipline: str = "fair"
-    prefetch: str = "arrival"
-    prefetch_window: int = 16
-    prefetch_to: str = "host"
-    length_predictor: str = NO_PREDICTOR
-    staging_gb: float = 0.0
-    request_overhead_s: float = 0.0
-    ttft_s: float = 3.0
-    tpot_s: float = 0.2
+    hardware: str = _of_server(
+        "H800",
+        "device, by its data sheet: "
+        + ", ".join(profile.name for profile in HARDWARE.values()),
+        "NAME",
+    )
+    model: str = _of_server(
+        "Llama-3.1-8B",
+        "name of a model, or path of a config.json or of the folder that has one",
+        "NAME|PATH",
+    )
+    tensor_parallel: int = _of_server(1, "devices that share the model", least=1)
+    calibration: str = _of_server(
+        "", "of sgl-tiered calibrate, in place of the data sheet", "FILE"
+    )
+    device_gb: float = _of_server(
+        0.0, "KV pool of all devices; 0 for what the weights leave", "GB"
+    )
+    page_size: int = _of_server(16, "tokens of a page", "TOKENS", least=1)
+    load_mode: str = _of_server(
+        "",
+        "loads run under the prefill layer by layer, or the thread that computes waits "
+        "for them; empty for what the calibrated device does, else layerwise",
+        choices=("", *LOAD_MODES),
+    )
+    request_overhead_s: float = _of_server(0.0, "before a request is queued", "S")
+    seed: int = _of_server(0, "of the synthetic workload and of policies that draw")
+    host_gb: float = _of_tiers(0.0, "host memory, of all devices; 0 for none", "GB")
+    cxl_gb: float = _of_tiers(0.0, "CXL memory below the host; 0 for none", "GB")
+    disk_gb: float = _of_tiers(0.0, "disk; 0 for none", "GB")
+    host_medium: str = _of_tiers(
+        "dram",
+        "what the host tier is made of: over PCIe, or CXL",
+        choices=("dram", "cxl"),
+    )
+    load_policy: str = _of_tiers(
+        "auto", "auto loads what is cheaper than computing it", choices=LOAD_POLICIES
+    )
+    write_policy: str = _of_tiers(
+        "auto", "when a page is copied to the first tier", choices=WRITE_POLICIES
+    )
+    demote_policy: str = _of_tiers(
+        "write-through",
+        "when a page is copied to the next tier",
+        choices=DEMOTE_POLICIES,
+    )
+    disk_admission: str = _of_tiers(
+        "auto", "which pages are written to disk", choices=WRITE_ADMISSIONS
+    )
+    offload_threshold: float = _of_tiers(
+        0.9, "share of the device above which on-evict copies", "SHARE", most=1
+    )
+    eviction: str = _of_tiers(
+        "lru", "which page leaves a full tier", choices=EVICTION_POLICIES
+    )
+    device_eviction: str = _of_tiers(
+        "lru", "which page leaves the device", choices=EVICTION_POLICIES
+    )
+    link_discipline: str = _of_tiers(
+        "fair", "how copies share a link: at once or in turn", choices=DISCIPLINES
+    )
+    prefetch: str = _of_tiers(
+        "arrival", "when reads from disk begin", choices=PREFETCH_POLICIES
+    )
+    prefetch_window: int = _of_tiers(
+        16, "requests at the head of the queue that car looks at", least=1
+    )
+    prefetch_to: str = _of_tiers(
+        "host", "how far car brings pages", choices=PREFETCH_TARGETS
+    )
+    staging_gb: float = _of_tiers(0.0, "memory for reads from disk; 0: no bound", "GB")
+    admission: str = _of_scheduler(
+        "sglang",
+        "SGLang 0.5.23 reserves room for answers, vLLM 0.5.5 preempts",
+        choices=ADMISSIONS,
+    )
+    chunk_tokens: int = _of_scheduler(
+        8_192, "new tokens of a pass; 0: prompts are not cut", "TOKENS"
+    )
+    max_prefill_tokens: int = _of_scheduler(
+        16_384, "new tokens of a pass of several prompts", "TOKENS", least=1
+    )
+    max_running: int = _of_scheduler(256, "requests that decode at a time", least=1)
+    ignore_eos: bool = _of_scheduler(False, "answers have the length asked for")
+    order: str = _of_scheduler("fcfs", "of the queue", choices=ORDERS)
+    slo_admission: str = _of_scheduler(
+        NO_ADMISSION, "hold prefill for the decoders' sake", choices=SLO_ADMISSIONS
+    )
+    length_predictor: str = _of_scheduler(
+        NO_PREDICTOR, f"of answers: {', '.join(LENGTH_PREDICTORS)}", "NAME"
+    )
+    trace: str = _of_workload("", "Mooncake or WEKA JSON lines, gzipped or not", "FILE")
+    limit: int = _of_workload(0, "first requests of the trace; 0 for all")
+    max_prompt_tokens: int = _of_workload(
+        0, "conversations end before a longer prompt; 0: never", "TOKENS"
+    )
+    slowdown: float = _of_workload(
+        1.0, "the trace takes so many times longer", "X", above=True
+    )
+    rate: float = _of_workload(
+        0.0,
+        "requests a second: of a synthetic load, or of a trace in place of its own",
+        "PER_S",
+    )
+    sessions: bool = _of_workload(
+        False, "a trace's turn waits for the answer before it"
+    )
+    workload: str = _of_workload("", "one of sgl-tiered bench, by its name", "NAME")
+    params: str = _of_workload("", "its parameters", "JSON")
+    num_requests: int = _of_workload(200, "of a synthetic load", least=1)
+    prompt_tokens: int = _of_workload(
+        2_048, "of its requests, with the prefix", "TOKENS", least=1
+    )
+    output_tokens: int = _of_workload(256, "of its answers", "TOKENS", least=1)
+    num_prefixes: int = _of_workload(0, "that its prompts begin with; 0 for none")
+    prefix_tokens: int = _of_workload(0, "of each of them", "TOKENS")
+    ttft_s: float = _of_slo(3.0, "target for the first token; 0 for none", "S")
+    tpot_s: float = _of_slo(0.2, "target for each token after it; 0 for none", "S")
 
     def __post_init__(self) -> None:
-        for name in SETTINGS:
-            check_setting(name, getattr(self, name))
+        for name, setting in SETTINGS.items():
+            check_setting(name, setting, getattr(self, name))
         if self.host_medium == "cxl" and self.cxl_gb:
             raise refusal(
                 "cxl_gb",
@@ -139,7 +234,7 @@ class SimSpec:
                 )
             if kinds[name] == "float" and type(value) is int:
                 # Checked before, since it might be too long for a float.
-                check_setting(name, value)
+                check_setting(name, SETTINGS[name], value)
                 value = float(value)
             if type(value).__name__ != kinds[name]:
                 raise refusal(name, f"{value!r} is no {kinds[name]}", "correct it")
@@ -286,6 +381,12 @@ class SimSpec:
                 )
             )
         return tuple(tiers)
+
+
+SETTINGS: dict[str, Setting] = {
+    each.name: each.metadata["setting"] for each in fields(SimSpec)
+}
+"""By the key of a file; the flag is spelt with dashes."""
 
 
 def read_spec(path: Path) -> SimSpec:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from sgl_tiered.core.plans import TransferResult
-from sgl_tiered.testing.emulation import Delay
+from sgl_tiered.serving.emulation import Delay
 from sgl_tiered.testing.wrapped import WrappedMemory, WrappedTier
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO
 

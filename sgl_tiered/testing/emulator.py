@@ -15,8 +15,8 @@ from typing import TypeVar
 from sgl_tiered.core.clock import Clock, SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.serving.emulation import Delay, Emulation, Fault, parse_emulation
 from sgl_tiered.testing.delayed import DelayedTier, DelaySwitch
-from sgl_tiered.testing.emulation import Delay, Emulation, Fault, parse_emulation
 from sgl_tiered.testing.fault_switch import FaultSwitch
 from sgl_tiered.testing.faulty import FaultyTier
 from sgl_tiered.testing.faulty_calls import FaultyCalls

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from sgl_tiered.core.clock import Clock, SystemClock
-from sgl_tiered.testing.emulation import Fault
+from sgl_tiered.serving.emulation import Fault
 
 __all__ = ["WRONG_BYTES", "FaultSwitch"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sgl_tiered.core.plans import TransferResult
-from sgl_tiered.testing.emulation import Fault
+from sgl_tiered.serving.emulation import Fault
 from sgl_tiered.testing.fault_switch import WRONG_BYTES, FaultSwitch
 from sgl_tiered.testing.wrapped import WrappedMemory, WrappedTier
 from sgl_tiered.tiers.base import MemoryTier, Tier, TierHealth, TierIO

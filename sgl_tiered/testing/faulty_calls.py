@@ -15,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from sgl_tiered.core.layout import ALIGNMENT_BYTES
-from sgl_tiered.testing.emulation import Fault
+from sgl_tiered.serving.emulation import Fault
 from sgl_tiered.testing.fault_switch import FaultSwitch
 from sgl_tiered.tiers.disk_io import SystemCalls
 from sgl_tiered.tiers.memory import aligned_buffer

@@ -317,7 +317,7 @@ def parse(model: str, case: dict[str, Any]) -> dict[str, Any]:
     """Parse one command line; say its exit code, its last words and its values."""
     from sglang.srt import server_args
 
-    from sgl_tiered.engines.sglang.args import flag_values
+    from sgl_tiered.serving.option_reader import flag_values
 
     for name, value in case.get("env", {}).items():
         os.environ[name] = value
@@ -328,7 +328,7 @@ def parse(model: str, case: dict[str, Any]) -> dict[str, Any]:
         try:
             argv = ["--model-path", model, *case["argv"]]
             parsed = server_args.prepare_server_args(argv)
-            values = {k: v for k, v in flag_values(parsed).items() if v is not None}
+            values = flag_values(parsed)
         except SystemExit as leaving:
             code = leaving.code
         except Exception as error:  # noqa: BLE001 - the test shows what it was

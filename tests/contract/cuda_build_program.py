@@ -14,7 +14,6 @@ import json
 import logging
 import time
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,14 +45,14 @@ def plan(
 ) -> Any:
     from sgl_tiered.core.layout import PageLayout
     from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
-    from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
+    from sgl_tiered.serving.options import LayerKv
 
     layout = PageLayout(LAYERS, PAGE, HEADS * DIM * 4)
     counts = [scale * count for count in (NUM_PAGES, NUM_PHYSICAL, HALF)]
     if acts:
         areas = (act_plan(scale), chosen(offload_bytes))
-        return LayerPlan(layout, *counts, LayerKvSettings(), *areas)
-    return LayerPlan(layout, *counts, LayerKvSettings())
+        return LayerPlan(layout, *counts, LayerKv(), *areas)
+    return LayerPlan(layout, *counts, LayerKv())
 
 
 class Server:
@@ -77,6 +76,7 @@ class Server:
         from sgl_tiered.core.clock import SystemClock
         from sgl_tiered.engines.sglang.layered import build, capacity, cuda
         from sgl_tiered.serving.agreement import Agreement
+        from sgl_tiered.serving.options import STAGING_FAULT, Experiment, Options
         from sgl_tiered.testing.emulator import Emulator
 
         torch.manual_seed(seed)
@@ -112,9 +112,8 @@ class Server:
         )
         capacity._planned.clear()
         clock = SystemClock()
-        config: Any = SimpleNamespace(
-            prefetch_to="host", breaks_staging=breaks, layerkv=None
-        )
+        fault = STAGING_FAULT if breaks else ""
+        config = Options(experiment=Experiment(fault=fault))
         emulator = Emulator((), clock=clock)
         placing = (self.pool, None, config, clock, emulator, Agreement(clock))
         self.too_early = ""

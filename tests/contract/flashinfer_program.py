@@ -144,7 +144,7 @@ def joined_seen():
     from sglang.srt.platforms.cuda import CudaSRTPlatform
 
     from sgl_tiered.engines.sglang import plugin
-    from sgl_tiered.engines.sglang.args import TieredServerArgs, tiered_config
+    from sgl_tiered.engines.sglang.args import TieredServerArgs, tiered_options
     from sgl_tiered.errors import ConfigError
 
     def said(**given):
@@ -156,7 +156,7 @@ def joined_seen():
             **given,
         )
         try:
-            tiered_config(args)
+            tiered_options(args)
         except ConfigError as error:
             return str(error)
         return ""
@@ -189,14 +189,14 @@ def main() -> None:
     from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
     from sgl_tiered.engines.sglang.layered.cuda import CudaPlaces
     from sgl_tiered.engines.sglang.layered.driver import LayerDriver
-    from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
     from sgl_tiered.errors import EngineCompatibilityError
     from sgl_tiered.layered.binding import LayerBinding
     from sgl_tiered.layered.manager import LayerManager
     from sgl_tiered.layered.mover import LayerMover
+    from sgl_tiered.serving.options import LayerKv
 
     layout = PageLayout(LAYERS, PAGE, HEADS * DIM * 4)
-    plan = LayerPlan(layout, NUM_PAGES - 1, NUM_PHYSICAL, HALF, LayerKvSettings())
+    plan = LayerPlan(layout, NUM_PAGES - 1, NUM_PHYSICAL, HALF, LayerKv())
 
     class Pool(CudaPlaces):
         """A pool of layers on a device, as far as attention asks."""

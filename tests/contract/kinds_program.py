@@ -100,6 +100,7 @@ class Bench:
         from sgl_tiered.policies.eviction.lru import LRUPolicy
         from sgl_tiered.serving.coordinator import LoadCoordinator
         from sgl_tiered.serving.namespaces import NamedSpaces
+        from sgl_tiered.serving.options import Options, Writes
         from sgl_tiered.tiers.breaker import CircuitBreaker
         from sgl_tiered.tiers.host import HostTier
 
@@ -145,7 +146,7 @@ class Bench:
         driver = LayerDriver(self.manager, plan)  # type: ignore[arg-type]
         self.offloader = Offloader(driver)
         host = HostTier(layout.slot_bytes, 64, page_bytes=layout.page_bytes)
-        config = SimpleNamespace(write_policy=write_policy, alters_all=False)
+        config = Options(writes=Writes(write_policy))
 
         class Runtime(LayeredRuntime):
             def __init__(runtime) -> None:  # noqa: N805

@@ -409,9 +409,9 @@ def napping() -> dict[str, Any]:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     from sgl_tiered.core.clock import ManualClock
-    from sgl_tiered.engines.sglang.config import TieredConfig
     from sgl_tiered.engines.sglang.layered import build
     from sgl_tiered.serving.agreement import Agreement
+    from sgl_tiered.serving.options import Options
 
     chosen, waits = [[0, 1], [], [0], [0], [0]], [True, False]
     turns = SimpleNamespace(
@@ -430,7 +430,7 @@ def napping() -> dict[str, Any]:
     prefill = SimpleNamespace(overhead_s=0.0, token_s=0.0, pair_s=0.0)
     runtime: Any = SimpleNamespace(
         layers=SimpleNamespace(plan=plan, manager=manager),
-        config=TieredConfig(host_bytes=1),
+        config=Options(),
         agreement=Agreement(clock),
         cost=SimpleNamespace(prefill=prefill),
         lengths=None,

@@ -55,8 +55,8 @@ class Bench:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         from sgl_tiered.engines.sglang.cache import TieredRadixCache
-        from sgl_tiered.engines.sglang.config import read_config
         from sgl_tiered.engines.sglang.factory import _build_runtime
+        from sgl_tiered.serving.option_reader import read_options
 
         settings: dict[str, Any] = {"host_size": "4MB", "load_policy": "always"}
         if disk is not None:
@@ -70,7 +70,7 @@ class Bench:
         torch.manual_seed(1)
         facts = context()
         pool = facts.params.token_to_kv_pool_allocator.get_kvcache()
-        self.runtime = _build_runtime(facts, read_config(settings))
+        self.runtime = _build_runtime(facts, read_options(settings))
         if self.runtime.parts.adoption is not None:
             # Nothing is written before, and what a former server left is there after.
             self.runtime.parts.adoption.finish()

@@ -37,10 +37,10 @@ def keys(default: str) -> dict[str, Any]:
 
     from sgl_tiered.core.ids import Encoding
     from sgl_tiered.engines.sglang.asking import tokenized_request
-    from sgl_tiered.engines.sglang.config import TieredConfig
     from sgl_tiered.metrics.registry import MetricsRegistry
+    from sgl_tiered.serving.options import Lossy, Options
 
-    config = TieredConfig(1, encoding=Encoding.INT8, lossy_default=default)
+    config = Options(lossy=Lossy(Encoding.INT8, default))
     runtime = SimpleNamespace(
         config=config,
         metrics=MetricsRegistry(),
@@ -87,8 +87,8 @@ def story(backend: str) -> dict[str, Any]:
         EncodedCpuPool,
         encoded_pool_layout,
     )
-    from sgl_tiered.engines.sglang.config import TieredConfig
     from sgl_tiered.serving.lossy import marked_key
+    from sgl_tiered.serving.options import Lossy, Options
 
     read_layout, make_pool = pools.page_layout, pools.make_device_pool
     pools.page_layout = lambda kv, tokens: encoded_pool_layout(
@@ -109,7 +109,7 @@ def story(backend: str) -> dict[str, Any]:
         )
     ]
     tree, runtime = bench.tree, bench.tree.tiered
-    runtime.config = TieredConfig(1, encoding=Encoding.INT8)
+    runtime.config = Options(lossy=Lossy(Encoding.INT8))
     runtime.namespace, runtime.lookahead = lambda *names: b"", None
     runtime.coordinator = SimpleNamespace(
         track=lambda *facts: "tracked", state=lambda rid: None

@@ -34,11 +34,11 @@ def build(layered: bool) -> dict[str, Any]:
     """Build the tiers; return what was refused and what was counted."""
     from sgl_tiered.engines.device.pools import CpuDevicePool
     from sgl_tiered.engines.sglang import factory
-    from sgl_tiered.engines.sglang.config import read_config
     from sgl_tiered.engines.sglang.layered import build as layers
     from sgl_tiered.engines.sglang.layered import cache as layered_cache
     from sgl_tiered.engines.sglang.runtime import TieredRuntime
     from sgl_tiered.errors import ConfigError
+    from sgl_tiered.serving.option_reader import read_options
 
     facts = context()
     pool = facts.params.token_to_kv_pool_allocator.get_kvcache()
@@ -78,7 +78,7 @@ def build(layered: bool) -> dict[str, Any]:
     settings = {"host_size": "4MB"}
     if layered:
         settings |= {"layerkv": "on"}
-    runtime = factory._build_runtime(facts, read_config(settings))
+    runtime = factory._build_runtime(facts, read_options(settings))
     counters = runtime.metrics_snapshot()["counters"]
     runtime.close(runtime.pump)
     elsewhere = LAYER_BYTES if layered else BUFFER_BYTES
@@ -94,7 +94,7 @@ def build_in_parts() -> dict[str, Any]:
     from sgl_tiered.core.ids import TierId
     from sgl_tiered.engines.device.pools import CpuDevicePool
     from sgl_tiered.engines.sglang import factory
-    from sgl_tiered.engines.sglang.config import read_config
+    from sgl_tiered.serving.option_reader import read_options
     from sgl_tiered.tiers import pinning
 
     facts = context()
@@ -118,7 +118,7 @@ def build_in_parts() -> dict[str, Any]:
     )
     pinning.PIN_BYTES = 1 << 20
     settings = {"host_size": "4MiB", "cxl": "emulate:memory", "cxl_size": "4MiB"}
-    runtime = factory._build_runtime(facts, read_config(settings))
+    runtime = factory._build_runtime(facts, read_options(settings))
 
     def slots() -> list[int]:
         runtime.pump()

@@ -88,14 +88,14 @@ def plan_with(share: float, projections: Projections) -> Any:
     """Return the plan of a pool that keeps a share of its pages as activations."""
     from sgl_tiered.core.layout import PageLayout
     from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen
-    from sgl_tiered.engines.sglang.layered.activations.sizes import Demand
     from sgl_tiered.engines.sglang.layered.capacity import plan_layers
-    from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
     from sgl_tiered.policies.activations.base import PageLine
+    from sgl_tiered.serving.layered.act_sizes import Demand
+    from sgl_tiered.serving.options import LayerKv
 
     layout = PageLayout(LAYERS, PAGE, KV_HEADS * DIM * 2)
     # A third of the pool is for activations.
-    settings = LayerKvSettings(
+    settings = LayerKv(
         host_bytes=(NUM_PAGES + 1) * layout.slot_bytes,
         staging_bytes=2 * HALF_PAGES * layout.layer_page_bytes,
     )
@@ -127,14 +127,14 @@ class Bench:
         from sgl_tiered.engines.sglang.layered.build import connect
         from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
         from sgl_tiered.engines.sglang.layered.pool import LayeredPool
-        from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
+        from sgl_tiered.serving.options import LayerKv
 
         self.rng = np.random.default_rng(seed)
         self.torch_rng = torch.Generator().manual_seed(seed)
         self.retain = retain
         layout = PageLayout(LAYERS, PAGE, KV_HEADS * DIM * 2)
         plan = LayerPlan(
-            layout, NUM_PAGES, DEVICE_PAGES * LAYERS, HALF_PAGES, LayerKvSettings()
+            layout, NUM_PAGES, DEVICE_PAGES * LAYERS, HALF_PAGES, LayerKv()
         )
         self.projections: Projections | None = None
         if share:

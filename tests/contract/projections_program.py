@@ -254,9 +254,9 @@ def untouched() -> bool:
 def chosen(make: Callable[[int], Any], kv_heads: int, **settings: Any) -> Any:
     """Return how activations are used for a model, or the sentence that refuses it."""
     from sgl_tiered.core.layout import PageLayout
-    from sgl_tiered.engines.sglang.config import read_config
     from sgl_tiered.engines.sglang.layered.activations.choosing import choose
     from sgl_tiered.errors import TieredError
+    from sgl_tiered.serving.option_reader import read_options
 
     args = {"chunked_prefill_size": 256, "max_running_requests": None}
     configurator = SimpleNamespace(
@@ -270,7 +270,7 @@ def chosen(make: Callable[[int], Any], kv_heads: int, **settings: Any) -> Any:
     for parameter in configurator.model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=gen) * 0.2
     layout = PageLayout(LAYERS, 16, kv_heads * HIDDEN // HEADS * 4)
-    config = read_config({"layerkv": "on", **settings})
+    config = read_options({"layerkv": "on", **settings})
     try:
         told = choose(configurator, config, layout, 1024, None)
     except TieredError as error:

@@ -67,10 +67,10 @@ def context() -> Any:
 
 def build(settings: dict[str, Any]) -> dict[str, Any]:
     """Build the tiers, describe them, close them."""
-    from sgl_tiered.engines.sglang.config import read_config
     from sgl_tiered.engines.sglang.factory import _build_runtime
+    from sgl_tiered.serving.option_reader import read_options
 
-    runtime = _build_runtime(context(), read_config(settings))
+    runtime = _build_runtime(context(), read_options(settings))
     parts = runtime.parts
     try:
         return {

@@ -60,7 +60,6 @@ class Bench:
         from sgl_tiered.cost.prefill import PrefillCost
         from sgl_tiered.engines.device.pools import page_layout
         from sgl_tiered.engines.sglang.cache import TieredRadixCache
-        from sgl_tiered.engines.sglang.config import TieredConfig
         from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
         from sgl_tiered.metrics.registry import MetricsRegistry
         from sgl_tiered.pipelines.completions import CompletionQueue
@@ -69,6 +68,7 @@ class Bench:
         from sgl_tiered.pipelines.stream_pool import StreamPool
         from sgl_tiered.policies.eviction.lru import LRUPolicy
         from sgl_tiered.serving.agreement import Agreement
+        from sgl_tiered.serving.options import Options, Writes
         from sgl_tiered.serving.weights import WeightsHash, WeightsIdentity
         from sgl_tiered.testing.emulator import Emulator
         from sgl_tiered.tiers.host import HostTier
@@ -116,7 +116,7 @@ class Bench:
         work = (completions, clock, metrics)
         self.runtime = TieredRuntime(
             Parts(
-                config=TieredConfig(host_bytes=1, write_policy="write-through"),
+                config=Options(writes=Writes("write-through")),
                 namespace=Namespace("m", "bfloat16", PAGE),
                 weights=WeightsIdentity(
                     lambda: lambda *_: WeightsHash("m", 0, 0), Agreement(clock), metrics

@@ -1,12 +1,15 @@
 """Our flags in SGLang's command line: known, checked, refused in one sentence."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
-from sgl_tiered.engines.sglang.config import CHOICES, FAULT_ENV, RUST_ENV
+from sgl_tiered.serving.option_clashes import RUST_ENV
+from sgl_tiered.serving.option_reader import FAULT_ENV
+from sgl_tiered.serving.options import CONFIG, OPTIONS
 from tests.contract.story_support import told_once
 
 pytestmark = pytest.mark.sglang
@@ -323,7 +326,12 @@ BAD = {
     "data parallel": ([*ON, "--dp-size=2"], "--dp-size"),
 }
 # These are argparse's own: it prints the usage first.
-BAD_CHOICES = {name: [*ON, f"--tiered-{name.replace('_', '-')}=no"] for name in CHOICES}
+CHOICES = {
+    row.flag: row.kind.choices
+    for row in OPTIONS.values()
+    if row.kind.choices and row.kind.word is str
+}
+BAD_CHOICES = {flag: [*ON, f"{flag}=no"] for flag in CHOICES}
 
 
 @pytest.fixture(scope="session")
@@ -369,9 +377,10 @@ def test_the_classes_are_replaced(seen):
 
 
 def test_help_shows_the_flags(seen):
-    """--help lists our flags among SGLang's."""
-    for flag in ("config", "host-size", "cxl", "disk-path", "load-policy", "emulate"):
-        assert f"--tiered-{flag}" in seen["help"]
+    """--help lists those flags of ours that are no keys of a file first."""
+    shown = re.findall(r"\[(--tiered-[a-z-]+)", seen["help"])
+    rows = [CONFIG, *OPTIONS.values()]
+    assert shown == [row.flag for row in rows if row.place == "flag"]
 
 
 @pytest.mark.parametrize("name", [*GOOD, "fault allowed"])

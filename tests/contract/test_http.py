@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from sgl_tiered.engines.sglang.config import FAULT_ENV
+from sgl_tiered.serving.option_reader import FAULT_ENV
 from tests.contract.story_support import output_of
 
 pytestmark = pytest.mark.sglang

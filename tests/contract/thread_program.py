@@ -23,8 +23,8 @@ def main() -> None:
     import runtime_program
 
     from sgl_tiered.core.ids import TierId
-    from sgl_tiered.engines.sglang.config import read_config
     from sgl_tiered.engines.sglang.factory import _build_runtime
+    from sgl_tiered.serving.option_reader import read_options
     from sgl_tiered.serving.prometheus import PrometheusSink
     from tests.unit.engines.scheduler_thread_support import Scheduler, ThreadGuard
 
@@ -38,7 +38,7 @@ def main() -> None:
         "prefetch": "car",
         "log_interval": 0.001,
     }
-    runtime = _build_runtime(runtime_program.context(), read_config(settings))
+    runtime = _build_runtime(runtime_program.context(), read_options(settings))
     runtime.publish = PrometheusSink(runtime.page_tokens).publish
     scheduler = Scheduler(runtime)
     stats = runtime.cache.stats

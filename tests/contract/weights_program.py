@@ -106,8 +106,8 @@ class Server:
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
         from sgl_tiered.engines.sglang.cache import TieredRadixCache
-        from sgl_tiered.engines.sglang.config import read_config
         from sgl_tiered.engines.sglang.factory import _build_runtime
+        from sgl_tiered.serving.option_reader import read_options
 
         ctx = context()
         self.runner = Runner(ctx.tp_worker.model_runner.model)
@@ -125,7 +125,7 @@ class Server:
             kvcache=self.kv,
             need_sort=False,
         )
-        config = read_config(
+        config = read_options(
             {
                 "host_size": "4MB",
                 "disk_path": str(disk),

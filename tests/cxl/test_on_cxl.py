@@ -18,13 +18,13 @@ from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import DemotePlan, LoadPlan, OffloadPlan
-from sgl_tiered.engines.sglang.config import read_config
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
 from sgl_tiered.pipelines.demote import DemoteWorker
 from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader, LoadJob, Segment
 from sgl_tiered.pipelines.offload import OffloadWorker
+from sgl_tiered.serving.option_reader import read_options
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.tier_kit import TierKit, make_records
 from sgl_tiered.tiers.cxl import CxlTier
@@ -154,13 +154,13 @@ def test_more_than_the_node_has_is_refused():
 @needs_node
 def test_the_flag_finds_the_nodes():
     """auto takes them all, the host gets of the rest, a node with cores is refused."""
-    config = read_config({"cxl": "auto", "host_size": "auto"})
-    assert config.cxl == CxlSource(nodes=NODES)
-    assert 0 < config.cxl_bytes <= sum(free_node_bytes(node) for node in NODES)
-    assert config.host_bytes > 0
+    config = read_options({"cxl": "auto", "host_size": "auto"})
+    assert config.tiers.cxl == CxlSource(nodes=NODES)
+    assert 0 < config.tiers.cxl_bytes <= sum(free_node_bytes(node) for node in NODES)
+    assert config.tiers.host_bytes > 0
     near = nodes_with_cores()[0]
     with pytest.raises(ConfigError, match=f"node {near} has cores"):
-        read_config({"cxl": f"node:{near}", "cxl_size": "1MB", "host_size": "1MB"})
+        read_options({"cxl": f"node:{near}", "cxl_size": "1MB", "host_size": "1MB"})
 
 
 @needs_node
@@ -219,9 +219,9 @@ def test_two_users_of_the_device_keep_apart():
 def test_the_flag_takes_the_device():
     """By its path, with all of it behind an offset, beside the machine's memory."""
     unit = DEVICE.align_bytes
-    config = read_config({"cxl": f"{DEVICE.path}@{unit}", "host_size": "1MB"})
-    assert config.cxl == CxlSource(path=DEVICE.path, offset_bytes=unit)
-    assert config.cxl_bytes == DEVICE.size_bytes - unit
+    config = read_options({"cxl": f"{DEVICE.path}@{unit}", "host_size": "1MB"})
+    assert config.tiers.cxl == CxlSource(path=DEVICE.path, offset_bytes=unit)
+    assert config.tiers.cxl_bytes == DEVICE.size_bytes - unit
     assert DEVICE.target_node not in NODES
 
 
@@ -309,12 +309,12 @@ def test_a_device_becomes_a_node():
     nodes = memory_only_nodes()
     assert nodes == (*NODES, node)
     with pytest.raises(ConfigError, match=f"give node:{node} instead"):
-        read_config({"cxl": str(DEVICE.path), "host_size": "1MB"})
-    config = read_config({"cxl": "auto", "host_size": "1MB"})
-    assert config.cxl == CxlSource(nodes=nodes)
+        read_options({"cxl": str(DEVICE.path), "host_size": "1MB"})
+    config = read_options({"cxl": "auto", "host_size": "1MB"})
+    assert config.tiers.cxl == CxlSource(nodes=nodes)
     alone = NumaRegion(64 * MIB // PAGE, PAGE, (node,))
     assert pages_by_node(alone.array)[0] == {node: 64 * MIB // PAGE}
-    tier = CxlTier(config.cxl, 8192, 96 * MIB // 8192)
+    tier = CxlTier(config.tiers.cxl, 8192, 96 * MIB // 8192)
     found, _ = pages_by_node(tier.region)
     assert set(found) == set(nodes)
     assert sum(found.values()) == 96 * MIB // PAGE

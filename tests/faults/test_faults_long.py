@@ -16,7 +16,7 @@ from sgl_tiered_workloads.server import ServerStartError, SglangServer, free_por
 from sgl_tiered_workloads.sessions import replay
 
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.testing.emulation import DISK_KINDS, MEMORY_KINDS
+from sgl_tiered.serving.emulation import DISK_KINDS, MEMORY_KINDS
 from sgl_tiered.testing.fault_switch import WRONG_BYTES
 from tests.e2e.e2e_support import (
     PATIENCE_S,

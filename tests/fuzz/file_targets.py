@@ -7,12 +7,13 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 from sgl_tiered_workloads.traces import files as trace_files
 from sgl_tiered_workloads.traces.azure import read_azure
 from sgl_tiered_workloads.traces.base import Trace, TraceError
@@ -29,9 +30,10 @@ from sgl_tiered.core import json_file
 from sgl_tiered.core.plans import PageRecords, namespace_rows
 from sgl_tiered.cost import calibration
 from sgl_tiered.cost.calibration import calibration_from_dict, read_calibration
-from sgl_tiered.engines.sglang import config as server_config
-from sgl_tiered.engines.sglang.config import CHOICES, read_config
 from sgl_tiered.errors import ConfigError, TierUnavailableError
+from sgl_tiered.serving.option_kinds import Kind
+from sgl_tiered.serving.option_reader import read_options
+from sgl_tiered.serving.options import OPTIONS, Options
 from sgl_tiered.sim.spec import SimSpec, read_spec
 from sgl_tiered.tiers import disk_directory, disk_files, disk_format
 from sgl_tiered.tiers.disk_directory import DiskDirectory
@@ -59,7 +61,6 @@ from tests.fuzz.kit import (
     pick,
 )
 from tests.unit.cost.calibration_support import CALIBRATION
-from tests.unit.engines.test_config import NAMES
 
 __all__ = ["Calibrations", "Configs", "DiskMetas", "DiskRecords", "Traces"]
 
@@ -306,19 +307,11 @@ class Configs(_InFolder):
     faults = (
         Fault(
             "numbers have no bounds",
-            lambda patch: patch.setattr(
-                server_config,
-                "_whole",
-                lambda settings, name, default, **bounds: settings.get(name, default),
-            ),
+            lambda patch: _take_any(patch, lambda kind: kind.word is int),
         ),
         Fault(
             "any word is a choice",
-            lambda patch: patch.setattr(
-                server_config,
-                "_choice",
-                lambda settings, name, default: settings.get(name, default),
-            ),
+            lambda patch: _take_any(patch, lambda kind: kind.choices),
         ),
         Fault(
             "a simulation takes any type",
@@ -369,7 +362,7 @@ class Configs(_InFolder):
                     name = pick(rng, ("disk_threads", "seed", "order", "load_policy"))
                     values = {name: pick(rng, (0, -1, 257, 2**40, "moon", 1.5, True))}
                 if isinstance(values, dict):
-                    yield "flags", {k: v for k, v in values.items() if k in NAMES}
+                    yield "flags", {k: v for k, v in values.items() if k in OPTIONS}
 
     def check(self, given_input: tuple[str, Any]) -> bool:
         """One sentence, or settings within their bounds."""
@@ -389,7 +382,7 @@ class Configs(_InFolder):
             if what == "file":
                 path.write_bytes(value)
                 value = {"config": str(path)}
-            config = read_config(dict.fromkeys(NAMES) | value)
+            options = read_options(value)
         except ConfigError as error:
             demand(is_sentence(str(error)), f"no sentence: {error}")
             return False
@@ -404,12 +397,27 @@ class Configs(_InFolder):
             ("log_interval_s", 0, 1e12),
             ("slo_ttft_s", 0, math.inf),
         ):
-            found = getattr(config, name)
+            found = _setting(options, name)
             is_number = type(found) in (int, float)
             demand(is_number and low <= found <= high, f"{name} is {str(found)[:99]}")
         for name in ("eviction_policy", "write_policy", "load_policy", "order"):
-            demand(getattr(config, name) in CHOICES[name], f"{name} is no choice")
+            choices = OPTIONS[name].kind.choices
+            demand(_setting(options, name) in choices, f"{name} is no choice")
         return True
+
+
+def _setting(options: Options, name: str) -> Any:
+    """Return a value by its field, whichever part has it."""
+    parts = [getattr(options, each.name) for each in fields(options)]
+    return next(getattr(part, name) for part in parts if hasattr(part, name))
+
+
+def _take_any(patch: pytest.MonkeyPatch, concerns: Callable[[Kind], Any]) -> None:
+    """Let settings of a kind be whatever is given."""
+    anything = Kind("anything", lambda flag, value: value)
+    for name, row in OPTIONS.items():
+        if concerns(row.kind):
+            patch.setitem(OPTIONS, name, replace(row, kind=anything))
 
 
 def _with_any(spec: SimSpec, values: dict[str, Any]) -> SimSpec:

@@ -313,7 +313,7 @@ class TieredBodies(Target):
             from sglang.srt.entrypoints import http_server
 
         from sgl_tiered.engines.sglang import http
-        from sgl_tiered.engines.sglang.config import FAULT_ENV
+        from sgl_tiered.serving.option_reader import FAULT_ENV
 
         self.reached: list[Any] = []
         os.environ[FAULT_ENV] = "1"
@@ -332,7 +332,7 @@ class TieredBodies(Target):
         """Put back what was there."""
         from sglang.srt.entrypoints import http_server
 
-        from sgl_tiered.engines.sglang.config import FAULT_ENV
+        from sgl_tiered.serving.option_reader import FAULT_ENV
 
         http_server._global_state, http_server.app = self._former
         os.environ.pop(FAULT_ENV)
@@ -383,7 +383,7 @@ class TieredBodies(Target):
     def _can_be_taken(self, sent: Any) -> None:
         from sgl_tiered.cache.config import LOAD_POLICIES
         from sgl_tiered.engines.sglang import http
-        from sgl_tiered.testing.emulation import parse_emulation as parse
+        from sgl_tiered.serving.emulation import parse_emulation as parse
 
         if isinstance(sent, str):
             if sent.startswith(http.EXPLAIN_KEY):

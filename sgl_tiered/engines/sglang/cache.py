@@ -699,7 +699,7 @@ class TieredRadixCache(LendingRadixCache):
         num_pages = num_tokens // self.page_size
         if num_pages == 0 or (state is not None and num_pages <= state.num_offloaded):
             return
-        policy = self.tiered.config.write_policy
+        policy = self.tiered.config.writes.write_policy
         counts_twice = policy == "selective" or (policy == "auto" and state is None)
         if counts_twice and not req.finished():
             # Each plan counts as a sighting, and a request is to be one.

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.prefetching import allowed_tokens
 from sgl_tiered.policies.admission.base import NO_TARGET, RunningFacts
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Options
 from sgl_tiered.serving.targets import Targets, request_targets
 
 __all__ = ["Decoders"]
@@ -31,12 +31,12 @@ class Decoders:
     """
 
     def __init__(
-        self, config: TieredConfig, lengths: LengthReader | None, agreement: Agreement
+        self, config: Options, lengths: LengthReader | None, agreement: Agreement
     ) -> None:
         self._defaults = Targets(
-            config.slo_ttft_s or NO_TARGET, config.slo_tpot_s or NO_TARGET
+            config.slo.slo_ttft_s or NO_TARGET, config.slo.slo_tpot_s or NO_TARGET
         )
-        self._floor_s = config.slo_floor_s
+        self._floor_s = config.slo.slo_floor_s
         self._lengths = lengths
         self._agreement = agreement
         self._targets: dict[str, Targets] = {}

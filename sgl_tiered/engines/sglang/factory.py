@@ -36,16 +36,14 @@ from sgl_tiered.engines.device.probe import common_costs, measure_costs
 from sgl_tiered.engines.device.ranks import group_ranks
 from sgl_tiered.engines.device.tokens import plain_tokens
 from sgl_tiered.engines.sglang.adapters import Adapters
-from sgl_tiered.engines.sglang.args import tiered_config
+from sgl_tiered.engines.sglang.args import tiered_options
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.config import FAULT_ENV, TieredConfig
 from sgl_tiered.engines.sglang.device_eviction import (
     DeviceStrategy,
     use_device_policy,
 )
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.page_forms import page_form
-from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, open_disk
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.engines.sglang.seams import require_seams
 from sgl_tiered.engines.sglang.served import machine_facts, model_facts, report
@@ -65,6 +63,9 @@ from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.policies.prefetch.registry import make_prefetch_policy
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.option_reader import FAULT_ENV
+from sgl_tiered.serving.options import Options
+from sgl_tiered.serving.rank_disk import DiskAdoption, open_disk
 from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers.base import MemoryTier
@@ -91,7 +92,7 @@ def build_cache(ctx: Any) -> Any:
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
     require_seams(http=False)
-    config = tiered_config(ctx.server_args)
+    config = tiered_options(ctx.server_args)
     assert config is not None, "the factory is only called for --radix-cache-backend"
     refuse_unsupported(ctx)
     runtime = _build_runtime(ctx, config)
@@ -116,7 +117,7 @@ def build_cache(ctx: Any) -> Any:
     return cache
 
 
-def _tree_class(config: TieredConfig, mode: str) -> type[TieredRadixCache]:
+def _tree_class(config: Options, mode: str) -> type[TieredRadixCache]:
     """Return the class of the tree that the settings ask for."""
     if config.layerkv is not None:
         from sgl_tiered.engines.sglang.layered.cache import LayeredRadixCache
@@ -164,7 +165,7 @@ def refuse_unsupported(ctx: Any) -> None:
             )
 
 
-def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
+def _build_runtime(ctx: Any, config: Options) -> TieredRuntime:
     # Pipelines time what they do; decisions read the clock that all ranks share.
     clock = SystemClock()
     agreement = Agreement(clock, group_ranks(getattr(ctx.tp_group, "cpu_group", None)))
@@ -210,9 +211,8 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         return pin_if_possible(cuda_register(setting, device), device, refused)
 
     register = pins("--tiered-host-size")
-    emulator = Emulator(
-        config.emulate, switchable=config.switchable_faults, clock=clock
-    )
+    given = config.experiment
+    emulator = Emulator(given.emulate, switchable=given.switchable_faults, clock=clock)
     forward_stream = getattr(runner, "forward_stream", None)
     placed = sparse = None
     if config.layerkv is not None:
@@ -247,7 +247,12 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     cxl = None if cxl_memory is None else emulator.wrap(cxl_memory)
     # Of these, a device pins a part after the other.
     pinned = [memory for memory in (host_memory, cxl_memory) if memory is not None]
-    disk = open_disk(config, layout, namespace, emulator, agreement)
+    calls = emulator.calls(TierId.DISK)
+    disk = open_disk(config, layout, namespace, calls, agreement)
+    if disk is not None:
+        disk = emulator.wrap(disk)
+    path = config.loads.calibration
+    calibration = read_fitting("--tiered-calibration", path, model)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
@@ -260,13 +265,13 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         num_cxl_slots=0 if cxl_memory is None else cxl_memory.num_ready,
         disk=disk,
         clock=clock,
-        calibration=read_fitting("--tiered-calibration", config.calibration, model),
+        calibration=calibration,
         kv_gen=None if placed is None else placed.plan.kv_gen,
     )
     if sparse is not None:
         end_probe(pool)
     cost = common_costs(cost, agreement)
-    rng = np.random.default_rng(config.seed)
+    rng = np.random.default_rng(config.experiment.seed)
     lookahead = _lookahead(config, layout)
     tiers = [tier for tier in (host, cxl, disk) if tier is not None]
     _refuse_unknown_tiers(config, [tier.tier_id for tier in tiers])
@@ -296,21 +301,21 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
                 )
                 for tier, num_slots in zip(tiers, slots, strict=True)
             ),
-            load_policy=config.load_policy,
-            write_policy=config.write_policy,
-            demote_policy=config.demote_policy,
-            disk_admission=config.disk_admission,
+            load_policy=config.loads.load_policy,
+            write_policy=config.writes.write_policy,
+            demote_policy=config.writes.demote_policy,
+            disk_admission=config.writes.disk_admission,
             device_pages=min(agreement.gathered(allocator.size // layout.page_tokens)),
             load_overlaps=_loads_overlap(
                 device, host, waits_whole=waits_whole, is_cuda=is_cuda
             ),
-            tombstones=cells_for(sum(slots)) if config.explain_last else 0,
+            tombstones=cells_for(sum(slots)) if config.observe.explain_last else 0,
             act_page_bytes=0 if placed is None else placed.plan.act_page_bytes,
             act_refusal="" if placed is None else placed.plan.act_refusal,
         ),
         cost=cost,
         eviction={
-            tier.tier_id: make_eviction_policy(config.eviction_policy, rng)
+            tier.tier_id: make_eviction_policy(config.tiers.eviction_policy, rng)
             for tier in tiers
         },
         clock=decision_clock,
@@ -336,7 +341,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     adoption: DiskAdoption | None = None
     if disk is not None:
         adoption = DiskAdoption(cache, disk, agreement, metrics)
-        num_rows = max(config.staging_bytes // layout.slot_bytes, 1)
+        num_rows = max(config.tiers.staging_bytes // layout.slot_bytes, 1)
         part = part_pages(*cost.link_figures(TierId.DISK), layout.page_bytes)
         stager = StagingReader(
             disk,
@@ -349,7 +354,7 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
         )
         reader = stager
         shares.watch(Share.LOAD, lambda: reader.busy)
-        looks_ahead = make_prefetch_policy(config.prefetch).looks_ahead
+        looks_ahead = make_prefetch_policy(config.queue.prefetch).looks_ahead
         # Peers are sent what memory has, and what it gets for them.
         if looks_ahead or config.pool is not None:
             promoter = ahead = PromoteWorker(
@@ -423,25 +428,25 @@ def _build_runtime(ctx: Any, config: TieredConfig) -> TieredRuntime:
     return TieredRuntime(parts, wait_whole=waits_whole)
 
 
-def _lookahead(config: TieredConfig, layout: PageLayout) -> QueueLookahead | None:
+def _lookahead(config: Options, layout: PageLayout) -> QueueLookahead | None:
     """Return the queue's view where a policy looks at it."""
-    names = {config.eviction_policy, config.device_eviction} - {None}
-    rng = np.random.default_rng(config.seed)
+    names = {config.tiers.eviction_policy, config.tiers.device_eviction} - {None}
+    rng = np.random.default_rng(config.experiment.seed)
     if any(make_eviction_policy(str(name), rng).needs_queue for name in names):
         return QueueLookahead(layout.page_tokens)
     return None
 
 
 def _device_strategy(
-    ctx: Any, config: TieredConfig, runtime: TieredRuntime
+    ctx: Any, config: Options, runtime: TieredRuntime
 ) -> DeviceStrategy | None:
     """Plug a policy into SGLang's tree where one was asked for."""
-    if config.device_eviction is None:
+    if config.tiers.device_eviction is None:
         return None
     page_tokens = ctx.params.page_size
     ranking = DeviceRanking(
         make_eviction_policy(
-            config.device_eviction, np.random.default_rng(config.seed)
+            config.tiers.device_eviction, np.random.default_rng(config.experiment.seed)
         ),
         max(1, ctx.params.token_to_kv_pool_allocator.size // page_tokens),
         page_tokens,
@@ -453,36 +458,37 @@ def _device_strategy(
 
 
 def _deferred(
-    config: TieredConfig,
+    config: Options,
     num_device_pages: int,
     layout: PageLayout,
     lookahead: QueueLookahead | None,
     rng: np.random.Generator,
 ) -> DeferredOffloads | None:
-    if config.write_policy != "on-evict":
+    if config.writes.write_policy != "on-evict":
         return None
     return DeferredOffloads(
-        make_eviction_policy(config.eviction_policy, rng),
+        make_eviction_policy(config.tiers.eviction_policy, rng),
         layout.page_tokens,
         num_device_pages,
-        config.offload_threshold,
+        config.writes.offload_threshold,
         lookahead,
     )
 
 
-def _lengths(config: TieredConfig) -> LengthReader | None:
-    predictor = make_length_predictor(config.length_predictor)
+def _lengths(config: Options) -> LengthReader | None:
+    predictor = make_length_predictor(config.queue.length_predictor)
     return None if predictor is None else LengthReader(LengthBook(predictor))
 
 
 def _open_host(
-    config: TieredConfig, layout: PageLayout, register: Any, device: torch.device
+    config: Options, layout: PageLayout, register: Any, device: torch.device
 ) -> HostTier:
-    num_slots = config.host_bytes // layout.slot_bytes
+    num_slots = config.tiers.host_bytes // layout.slot_bytes
     if num_slots == 0:
         raise ConfigError(
             "--tiered-host-size",
-            f"{config.host_bytes} bytes is less than a page of {layout.slot_bytes}",
+            f"{config.tiers.host_bytes} bytes is less than a page of "
+            f"{layout.slot_bytes}",
             "give more",
         )
     return HostTier(
@@ -494,20 +500,19 @@ def _open_host(
     )
 
 
-def _open_cxl(
-    config: TieredConfig, layout: PageLayout, register: Any
-) -> CxlTier | None:
-    if config.cxl is None:
+def _open_cxl(config: Options, layout: PageLayout, register: Any) -> CxlTier | None:
+    if config.tiers.cxl is None:
         return None
-    num_slots = config.cxl_bytes // layout.slot_bytes
+    num_slots = config.tiers.cxl_bytes // layout.slot_bytes
     if num_slots == 0:
         raise ConfigError(
             "--tiered-cxl-size",
-            f"{config.cxl_bytes} bytes is less than a page of {layout.slot_bytes}",
+            f"{config.tiers.cxl_bytes} bytes is less than a page of "
+            f"{layout.slot_bytes}",
             "give more",
         )
     return CxlTier(
-        config.cxl,
+        config.tiers.cxl,
         layout.slot_bytes,
         num_slots,
         register=register,
@@ -522,9 +527,9 @@ def _tell_ready(
     completions.post(SlotsReady(tier, min(num_ready, num_slots)))
 
 
-def _refuse_unknown_tiers(config: TieredConfig, present: list[TierId]) -> None:
+def _refuse_unknown_tiers(config: Options, present: list[TierId]) -> None:
     """Refuse an experiment on a tier that there is not: it would show nothing."""
-    for section in config.emulate:
+    for section in config.experiment.emulate:
         for tier in section.tiers:
             if tier not in present:
                 raise ConfigError(
@@ -606,7 +611,7 @@ def _log_start(parts: Parts, layout: PageLayout) -> None:
         texts.append(f"{tier.tier_id.label} {tokens} tokens, {size:.2f} GB{note}")
     if isinstance(layout, EncodedLayout):
         texts.append(f"as {layout.form}, {layout.ratio:.2f} times smaller")
-    calibration = parts.config.calibration
+    calibration = parts.config.loads.calibration
     source = "" if calibration is None else f"; costs from {calibration}"
     logger.info("sgl-tiered: %s%s; measured %s", "; ".join(texts), source, parts.probe)
     if parts.emulator.switchable:

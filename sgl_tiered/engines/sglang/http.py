@@ -21,7 +21,7 @@ from sgl_tiered.cache.config import LOAD_POLICIES
 from sgl_tiered.core.origin import is_foreign
 from sgl_tiered.engines.sglang.pooled.hints import add_hints
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.serving.emulation import parse_emulation
 
 __all__ = [
     "DROP_KNOBS",
@@ -74,7 +74,7 @@ def http_hooks() -> list[tuple[str, Any, Any]]:
 
 
 def _add_endpoints(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    from sgl_tiered.engines.sglang.config import BACKEND_NAME
+    from sgl_tiered.serving.options import BACKEND_NAME
 
     if server_args.radix_cache_backend != BACKEND_NAME:
         return
@@ -185,11 +185,8 @@ async def tiered_drop(tier: str) -> Any:
 
 async def tiered_faults(emulate: str = "") -> Any:
     """Switch delays and faults on, in place of the former; empty for none."""
-    from sgl_tiered.engines.sglang.config import (
-        EMULATED_TIERS,
-        FAULT_ENV,
-        faults_allowed,
-    )
+    from sgl_tiered.serving.option_reader import FAULT_ENV, faults_allowed
+    from sgl_tiered.serving.options import EMULATED_TIERS
 
     if not faults_allowed():
         raise _refused(403, "faults_off", f"Faults are off: {FAULT_ENV}=1 is not set.")

@@ -77,7 +77,9 @@ def schedule_policy(scheduler: Any, agreement: Agreement) -> Any:
 
     cache = scheduler.tree_cache
     facts = EngineFacts(cache)
-    queue: QueueOrder[str] = QueueOrder(make_order(cache.tiered.config.order), facts)
+    queue: QueueOrder[str] = QueueOrder(
+        make_order(cache.tiered.config.queue.order), facts
+    )
     metrics = cache.tiered.metrics
 
     class TieredSchedulePolicy(SchedulePolicy):

@@ -13,8 +13,8 @@ from sgl_tiered.engines.device.encoded_pools import (
     LEAST_PAGE_TOKENS,
     encoded_pool_layout,
 )
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.serving.options import Options
 from sgl_tiered.sparse.keep import SINKS
 
 __all__ = ["PageForm", "page_form"]
@@ -34,12 +34,12 @@ class PageForm:
     whole: PageLayout
     name: str
 
-    def facts(self, config: TieredConfig) -> dict[str, Any]:
+    def facts(self, config: Options) -> dict[str, Any]:
         """Return what ``served`` says of the form; empty where all KV is exact."""
         whole, told = self.whole, dict[str, Any]()
         if isinstance(whole, EncodedLayout):
             told = {
-                "encoding": config.encoding.label,
+                "encoding": config.lossy.encoding.label,
                 "encoding_form": whole.form,
                 "encoding_ratio": round(whole.ratio, 3),
             }
@@ -50,7 +50,7 @@ class PageForm:
         return told
 
 
-def page_form(pool: Any, raw: PageLayout, config: TieredConfig) -> PageForm:
+def page_form(pool: Any, raw: PageLayout, config: Options) -> PageForm:
     """Return the form that the settings ask for.
 
     Args:
@@ -66,7 +66,7 @@ def page_form(pool: Any, raw: PageLayout, config: TieredConfig) -> PageForm:
     def written(layout: PageLayout) -> PageLayout:
         if not config.is_encoded:
             return layout
-        return encoded_pool_layout(pool, layout, config.encoding)
+        return encoded_pool_layout(pool, layout, config.lossy.encoding)
 
     whole = written(raw)
     name = f" {whole.form}" if isinstance(whole, EncodedLayout) else ""

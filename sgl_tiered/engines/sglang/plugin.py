@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from sgl_tiered.engines.sglang.config import BACKEND_NAME
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError, TieredError
+from sgl_tiered.serving.options import BACKEND_NAME
 
 __all__ = ["activate"]
 
@@ -138,11 +138,11 @@ def _device_hooks() -> list[tuple[str, Any, Any]]:
 
 def _refuse_in_one_sentence(original: Any, argv: list[str]) -> Any:
     """Turn a wrong setting into an exit with its sentence, like argparse does."""
-    from sgl_tiered.engines.sglang.args import tiered_config
+    from sgl_tiered.engines.sglang.args import tiered_options
 
     try:
         server_args = original(argv)
-        tiered_config(server_args)
+        tiered_options(server_args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -113,7 +113,7 @@ def _attach_scheduler(result: Any, scheduler: Any) -> None:
     scheduler.tree_cache.watch_queue(scheduler)
     if runtime.lengths is not None:
         runtime.lengths.watch(scheduler, runtime.ledger, runtime.metrics, runtime.clock)
-    if runtime.config.order != "fcfs":
+    if runtime.config.queue.order != "fcfs":
         scheduler.policy = schedule_policy(scheduler, runtime.agreement)
     if runtime.config.layerkv is not None:
         from sgl_tiered.engines.sglang.layered.build import attach_scheduler
@@ -244,7 +244,7 @@ def _report(runtime: Any, rid: str) -> dict[str, Any] | None:
     report: dict[str, Any] | None = runtime.take_report(rid)
     if report is None or not runtime.config.is_encoded:
         return report
-    return {**report, "encoding": runtime.config.encoding.label}
+    return {**report, "encoding": runtime.config.lossy.encoding.label}
 
 
 def _errors(runtime: Any) -> dict[str, Any]:

@@ -30,9 +30,7 @@ from sgl_tiered.core.plans import (
 )
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.engines.sglang.adapters import Adapters
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.lengths import LengthReader
-from sgl_tiered.engines.sglang.rank_disk import DiskAdoption, disk_fingerprint
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission
 from sgl_tiered.engines.sglang.step_times import PassTimes
 from sgl_tiered.errors import ConfigError
@@ -60,6 +58,8 @@ from sgl_tiered.serving.coordinator import LoadCoordinator, RequestState
 from sgl_tiered.serving.explain import Explainer
 from sgl_tiered.serving.layer_counter import LayerCounter
 from sgl_tiered.serving.namespaces import MAX_NAME_BYTES, NamedSpaces, is_too_long
+from sgl_tiered.serving.options import Options
+from sgl_tiered.serving.rank_disk import DiskAdoption, disk_fingerprint
 from sgl_tiered.serving.shutdown import close_in_time
 from sgl_tiered.serving.transfers import make_transfers
 from sgl_tiered.serving.weights import WeightsIdentity
@@ -95,7 +95,7 @@ _MAX_REPORTS = 1024
 class Parts:
     """What the factory puts together; ``clock`` is what decisions read."""
 
-    config: TieredConfig
+    config: Options
     namespace: Namespace
     weights: WeightsIdentity
     clock: Clock
@@ -175,18 +175,18 @@ class TieredRuntime:
         # Refines the recompute cost from a prefill: prefix, new tokens, seconds.
         self.observe_prefill = self.agreement.learned(parts.cost.observe_prefill)
         # Rank 0 answers, and tells its own times.
-        keep = 0 if self.agreement.rank else parts.config.explain_last
+        keep = 0 if self.agreement.rank else parts.config.observe.explain_last
         self.ledger = RequestLedger(keep, self.agreement.own_clock)
         self.explainer = Explainer(self.ledger, parts.cache)
-        policy = make_prefetch_policy(parts.config.prefetch)
+        policy = make_prefetch_policy(parts.config.queue.prefetch)
         self.reads_at_arrival = policy.at_arrival
         self.prefetcher: Prefetcher | None = None
         promoter = self.transfers.promoter
         device: DevicePrefetcher | None = None
-        if parts.config.prefetch_to == "device":
+        if parts.config.queue.prefetch_to == "device":
             device = DevicePrefetcher(parts.cache, policy)
         if policy.looks_ahead and (promoter or device) is not None:
-            window = parts.config.prefetch_window
+            window = parts.config.queue.prefetch_window
             self.prefetcher = Prefetcher(
                 parts.cache, policy, promoter, parts.clock, window, device
             )
@@ -231,7 +231,7 @@ class TieredRuntime:
         return self.parts.metrics
 
     @property
-    def config(self) -> TieredConfig:
+    def config(self) -> Options:
         """The settings."""
         return self.parts.config
 
@@ -694,7 +694,7 @@ class TieredRuntime:
             self.parts.adoption.advance()
         if self.engine_free():
             self.namespaces.drop_empty()
-        interval_s = self.config.log_interval_s
+        interval_s = self.config.observe.log_interval_s
         now = self.parts.clock.now()
         if self._told_copying != self.cache.copies_at_once:
             self._tell_copying(now)
@@ -728,7 +728,7 @@ class TieredRuntime:
 
         Under write policy ``auto``, the only one that ever changes.
         """
-        interval_s = self.config.log_interval_s
+        interval_s = self.config.observe.log_interval_s
         if interval_s == 0 or now_s - self._told_copying_at_s < interval_s:
             return
         self._told_copying_at_s = now_s

@@ -19,7 +19,6 @@ from typing import Any
 
 from sgl_tiered.core.clock import Clock
 from sgl_tiered.cost.decode import DecodeCost
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.seams import tiered_runtime
@@ -34,6 +33,7 @@ from sgl_tiered.policies.admission.control import AdmissionControl, Waiter
 from sgl_tiered.policies.admission.pieces import LEAST_PIECE_SHARE
 from sgl_tiered.policies.admission.registry import NO_ADMISSION, make_admission
 from sgl_tiered.serving.agreement import ARRIVED, Agreement
+from sgl_tiered.serving.options import Options
 
 __all__ = ["ServedAdmission", "adder_class"]
 
@@ -62,7 +62,7 @@ class ServedAdmission:
 
     def __init__(
         self,
-        config: TieredConfig,
+        config: Options,
         runtime: Any,
         lengths: LengthReader,
         decode: DecodeCost,
@@ -84,7 +84,7 @@ class ServedAdmission:
         self._decoders = Decoders(config, lengths, self._agreement)
         least = int(max(chunk_tokens or 0, 0) * LEAST_PIECE_SHARE)
         self.control = AdmissionControl(
-            make_admission(config.admission), page_tokens, least
+            make_admission(config.slo.admission), page_tokens, least
         )
 
     def begin_pass(
@@ -202,7 +202,7 @@ def adder_class(original: Any, scheduler: Any) -> Any:
 def _holding_adder_class(original: Any, scheduler: Any) -> Any:
     base = prefill_adder_class(original, scheduler)
     runtime = tiered_runtime(scheduler.tree_cache)
-    if runtime is None or runtime.config.admission == NO_ADMISSION:
+    if runtime is None or runtime.config.slo.admission == NO_ADMISSION:
         return base
     if runtime.admission is None:
         runtime.admission = _served(runtime, scheduler)

@@ -11,7 +11,7 @@ from sgl_tiered.cost.calibrated import calibrated_decode
 from sgl_tiered.cost.calibration import read_calibration
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.prefill import PrefillSnapshot
-from sgl_tiered.engines.sglang.config import TieredConfig
+from sgl_tiered.serving.options import Options
 
 __all__ = ["PassTimes", "StepTimes", "context_tokens", "first_decode_cost"]
 
@@ -86,16 +86,16 @@ def context_tokens(reqs: list[Any]) -> int:
     return sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
 
 
-def first_decode_cost(config: TieredConfig, prefill: PrefillSnapshot) -> DecodeCost:
+def first_decode_cost(config: Options, prefill: PrefillSnapshot) -> DecodeCost:
     """Return what a step is taken to cost before any was seen.
 
     Args:
         config: names the calibration, if there is one.
         prefill: what a step is guessed from without.
     """
-    if config.calibration is not None:
+    if config.loads.calibration is not None:
         # The factory has checked that it fits the model.
-        found = calibrated_decode(read_calibration(config.calibration))
+        found = calibrated_decode(read_calibration(config.loads.calibration))
         if found is not None:
             return found
     return DecodeCost.guessed(prefill)

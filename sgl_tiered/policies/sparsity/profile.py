@@ -29,9 +29,11 @@ __all__ = [
     "PROFILE_VERSION",
     "SparsityProfile",
     "held_curve",
+    "refuse_other_model",
 ]
 
 PROFILE_VERSION = 1
+_NEW_PROFILE = "measure this model with sgl-tiered profile"
 FRACTIONS: tuple[float, ...] = (
     0.01,
     0.02,
@@ -178,6 +180,49 @@ def held_curve(
     wanted = np.asarray(fractions, np.float64) * len(running) - 1e-9
     places: FloatArray = running[np.ceil(wanted).astype(np.int64) - 1]
     return places
+
+
+def refuse_other_model(
+    profile: SparsityProfile,
+    flag: str,
+    *,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    fingerprint: str,
+) -> None:
+    """Refuse a profile of another model than the server's.
+
+    Args:
+        profile: as read from its file.
+        flag: that names the file.
+        num_layers, num_heads, num_kv_heads: of the server's model.
+        fingerprint: of its architecture, weights and engine.
+
+    Raises:
+        ConfigError: one sentence that says what differs.
+    """
+    name = profile.model or "another model"
+    for what, theirs, ours in (
+        ("layers", profile.num_layers, num_layers),
+        ("query heads", profile.num_heads, num_heads),
+        ("KV heads", profile.num_kv_heads, num_kv_heads),
+    ):
+        if theirs != ours:
+            raise ConfigError(
+                flag,
+                f"is of {name} with {theirs} {what}, and the server's model has {ours}",
+                _NEW_PROFILE,
+            )
+    # An empty one is not known.
+    if profile.fingerprint and profile.fingerprint != fingerprint:
+        engine = f" ({profile.engine})" if profile.engine else ""
+        raise ConfigError(
+            flag,
+            f"is of {name}, whose weights, configuration or engine{engine} differ from "
+            "the server's by their digest",
+            _NEW_PROFILE,
+        )
 
 
 def _array(name: str, value: object) -> FloatArray:

@@ -168,7 +168,7 @@ def teller(
         place: says who it is in the pool.
     """
     parts = runtime.parts
-    path: Path | None = parts.config.calibration
+    path: Path | None = parts.config.loads.calibration
     calibration = None if path is None else read_calibration(path)
     fitted = None if calibration is None else ContextCaching.calibrated(calibration)
     if fitted is not None and TierId.HOST not in fitted.places:

@@ -613,7 +613,8 @@ def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
     """The flags of the benchmark pass the check that a CUDA server makes."""
     from types import SimpleNamespace
 
-    from sgl_tiered.engines.sglang.layered.settings import read_layerkv, refuse_on_cuda
+    from sgl_tiered.serving.option_clashes import refuse_on_cuda
+    from sgl_tiered.serving.option_reader import read_options
 
     servers = load("movement.servers")
     flags = servers.CUDA_FLAGS[:2] + servers.CUDA_FLAGS[3:]
@@ -625,8 +626,7 @@ def test_a_layered_server_is_started_with_what_cuda_asks_for(load):
         flag.removeprefix("--tiered-").replace("-", "_"): value
         for flag, value in told.items()
     }
-    del settings["load_policy"]
-    layers = read_layerkv(settings)
+    layers = read_options(settings).layerkv
     assert layers is not None
     assert layers.retain == 0
     assert layers.staging_bytes * 4 < layers.host_bytes

@@ -37,9 +37,9 @@ from sgl_tiered_workloads.records import RequestRecord
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.calibration import FitQuality, TokensFit, read_calibration
-from sgl_tiered.engines.sglang.layered.settings import read_layerkv
 from sgl_tiered.policies.activations.balance import split_at
-from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.serving.emulation import parse_emulation
+from sgl_tiered.serving.option_reader import read_options
 
 FIT = TokensFit(0.0, 10e-6, FitQuality(6, 1.0, 0.0, 0.0))
 SCALE = Scale()
@@ -144,7 +144,7 @@ def test_sizes_fit_the_load(tmp_path):
         (True, SCALE.batch_tokens + SCALE.prefixes * SCALE.prefix_tokens),
     ):
         spec = spec_of(ARMS["kv_only"], tmp_path, SCALE, Link(), reloads=reloads)
-        settings = read_layerkv(settings_of(spec))
+        settings = read_options(settings_of(spec)).layerkv
         assert settings.host_bytes >= tokens * TOKEN_BYTES * MODEL.num_layers
         assert settings.staging_bytes == 2 * HALF_PAGES * PAGE * TOKEN_BYTES
         assert settings.decode == "stream"
@@ -156,7 +156,7 @@ def test_sizes_fit_the_load(tmp_path):
     resident = resident_spec(tmp_path, SCALE)
     pool = int(resident.flags[resident.flags.index("--max-total-tokens") + 1])
     assert pool > SCALE.batch_tokens
-    assert read_layerkv(settings_of(resident)).retain is None
+    assert read_options(settings_of(resident)).layerkv.retain is None
 
 
 def test_the_link_is_read_as_meant():

@@ -18,14 +18,12 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.decode import DecodeCost
 from sgl_tiered.cost.streaming import StreamingCost
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.errors import TieredError
@@ -39,6 +37,7 @@ from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.registry import make_length_predictor
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.layered.ranks import SharedMover
+from sgl_tiered.serving.options import LayerKv, Options
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 from tests.unit.engines.ranks_support import in_threads
 
@@ -151,7 +150,7 @@ class LayeredRank:
         layers = LAYOUT.num_layers
         binding = LayerBinding(layers, PAGES + 1, LAYER_PAGES, first_physical=1)
         self.manager = LayerManager(binding, self.mover, PAGE, HALF)
-        plan = LayerPlan(LAYOUT, PAGES, LAYER_PAGES, HALF, LayerKvSettings())
+        plan = LayerPlan(LAYOUT, PAGES, LAYER_PAGES, HALF, LayerKv())
         self.driver = LayerDriver(self.manager, plan)
         # A page of all layers takes half a step.
         bytes_per_s = LAYOUT.page_bytes / 5e-3
@@ -162,7 +161,7 @@ class LayeredRank:
         decode = DecodeCost(0.008, 0.0005, 1e-5)
         self.learn = agreement.learned(decode.observe)
         self.lengths = LengthReader(LengthBook(make_length_predictor("online")))
-        decoders = Decoders(TieredConfig(host_bytes=1), self.lengths, agreement)
+        decoders = Decoders(Options(), self.lengths, agreement)
         forecast = LayerForecast(self.driver, decoders.tokens_left)
         self.admission = LayerAdmission(self.driver, self.runtime, forecast)
         policy = PauseTurns()

@@ -28,7 +28,6 @@ from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
 from sgl_tiered.engines.device.probe import common_costs
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.prefetching import QueuePrefetch
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
@@ -53,6 +52,7 @@ from sgl_tiered.policies.order.base import Location
 from sgl_tiered.policies.order.queue import Outlook, QueueOrder
 from sgl_tiered.policies.order.registry import make_order
 from sgl_tiered.serving.agreement import ARRIVED, Agreement
+from sgl_tiered.serving.options import Observe, Options, Queue, Slo
 from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.sim.device_tree import DeviceTree
 from sgl_tiered.testing.emulator import Emulator
@@ -351,13 +351,10 @@ class Rank:
             lookahead=lookahead,
         )
         self.host = HostTier(LAYOUT.slot_bytes, HOST_SLOTS)
-        self.config = TieredConfig(
-            host_bytes=1,
-            prefetch="car",
-            admission="slo",
-            slo_ttft_s=2.0,
-            slo_tpot_s=0.025,
-            explain_last=0,
+        self.config = Options(
+            queue=Queue(prefetch="car"),
+            slo=Slo("slo", slo_ttft_s=2.0, slo_tpot_s=0.025),
+            observe=Observe(explain_last=0),
         )
         pipes = self.pipes
         self.weights = FakeWeights()

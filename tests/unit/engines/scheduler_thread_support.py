@@ -24,7 +24,6 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import Parts, TieredRuntime
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.pipelines.completions import CompletionQueue
@@ -35,6 +34,7 @@ from sgl_tiered.pipelines.promote import PromoteWorker
 from sgl_tiered.pipelines.staging import StagingReader
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Observe, Options
 from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fakes import FakeDevicePool
@@ -102,7 +102,7 @@ def make_runtime(folder, calls=None, *, slow_io_s=1e6, emulator=None):
     work = (completions, clock, metrics)
     runtime = TieredRuntime(
         Parts(
-            config=TieredConfig(host_bytes=1, log_interval_s=1e-9),
+            config=Options(observe=Observe(1e-9)),
             namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
             weights=WeightsIdentity(weights.begin, Agreement(clock), metrics),
             clock=clock,

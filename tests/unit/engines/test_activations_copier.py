@@ -20,7 +20,7 @@ from sgl_tiered.engines.sglang.layered.activations.copier import (  # noqa: E402
     FaultyActCopier,
 )
 from sgl_tiered.errors import EngineCompatibilityError  # noqa: E402
-from sgl_tiered.testing.emulation import parse_emulation  # noqa: E402
+from sgl_tiered.serving.emulation import parse_emulation  # noqa: E402
 from sgl_tiered.testing.fault_switch import FaultSwitch  # noqa: E402
 
 LAYERS, PAGE, HIDDEN, HEADS, DIM = 3, 4, 12, 2, 6

@@ -6,25 +6,20 @@ import numpy as np
 import pytest
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.config import read_config
 from sgl_tiered.engines.sglang.layered.activations.choosing import Links, page_chooser
 from sgl_tiered.engines.sglang.layered.activations.reports import (
     activation_report,
     count_report,
 )
-from sgl_tiered.engines.sglang.layered.activations.settings import (
-    ActivationSettings,
-    read_activations,
-    read_weight_bytes,
-    refuse_with_activations,
-)
-from sgl_tiered.engines.sglang.layered.activations.sizes import Demand, share_bytes
 from sgl_tiered.engines.sglang.layered.capacity import plan_layers
-from sgl_tiered.engines.sglang.layered.settings import read_layerkv
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.layered.base import LayerReport
 from sgl_tiered.policies.activations.base import PageLine
+from sgl_tiered.serving.layered.act_sizes import Demand, share_bytes
 from sgl_tiered.serving.layered.batches import Packing
+from sgl_tiered.serving.option_clashes import refuse_clashes
+from sgl_tiered.serving.option_reader import read_options
+from sgl_tiered.serving.options import Activations, LayerKv, Options
 
 ON = {"layerkv": "on"}
 LAYOUT = PageLayout(num_layers=12, page_tokens=16, token_bytes=512)
@@ -41,22 +36,21 @@ HOST_BYTES = 256 << 20
         ("off", None),
         ("0", None),
         (0.0, None),
-        ("auto", ActivationSettings(None)),
-        ("1", ActivationSettings(1.0)),
-        (0.25, ActivationSettings(0.25)),
+        ("auto", Activations(None)),
+        ("1", Activations(1.0)),
+        (0.25, Activations(0.25)),
     ],
 )
 def test_a_share_is_a_number_or_a_word(value, told):
     """Of 0, nothing is built."""
     settings = ON if value is None else {**ON, "activations": value}
-    assert read_activations(settings) == told
-    assert read_layerkv(settings).activations == told
+    assert read_options(settings).layerkv.activations == told
 
 
 def test_a_size_goes_with_a_share():
     """It is read where there is something to hold."""
     settings = {**ON, "activations": "auto", "activations_device_size": "1MiB"}
-    assert read_activations(settings) == ActivationSettings(None, 1 << 20)
+    assert read_options(settings).layerkv.activations == Activations(None, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -79,60 +73,60 @@ def test_a_size_goes_with_a_share():
 def test_a_wrong_flag_is_named(settings, flag):
     """One sentence about the first setting that is wrong."""
     with pytest.raises(ConfigError) as caught:
-        read_activations(settings)
+        read_options(settings)
     assert str(caught.value).startswith(flag)
 
 
 def test_weights_are_emulated_on_an_emulated_link_only():
     """Bytes for each layer; without such a link they would be free."""
     told = {**ON, "emulate_weights": "2MB"}
-    assert read_weight_bytes(told) == 2_000_000
-    assert read_weight_bytes({}) == 0
     with pytest.raises(ConfigError, match="emulate-weights"):
-        read_weight_bytes({"emulate_weights": "2MB"})
+        read_options({"emulate_weights": "2MB"})
     slow = {**told, "emulate": "host:bandwidth=1GB"}
-    assert read_config(slow).layerkv.weight_bytes == 2_000_000
+    assert read_options(slow).layerkv.weight_bytes == 2_000_000
     for emulate in ("", "host:delay=0.2@0.01"):
         with pytest.raises(ConfigError, match="emulated link"):
-            read_config({**told, "emulate": emulate})
+            read_options({**told, "emulate": emulate})
+
+
+def layered(share):
+    """Return the settings of a server with activations."""
+    return Options(layerkv=LayerKv(activations=Activations(share)))
 
 
 def test_what_it_was_not_shown_to_work_with_is_refused():
     """Other devices, and whatever changes weights behind our back."""
-    told = ActivationSettings(None)
-    refuse_with_activations(SimpleNamespace(enable_lora=None, tp_size=2), "cpu", told)
+    told = layered(None)
+    refuse_clashes(told, SimpleNamespace(enable_lora=None, tp_size=2), "cpu")
     with pytest.raises(ConfigError, match="xpu"):
-        refuse_with_activations(SimpleNamespace(), "xpu", told)
+        refuse_clashes(told, SimpleNamespace(), "xpu")
     for device in ("cpu", "cuda"):
         with pytest.raises(ConfigError, match="enable-lora"):
-            refuse_with_activations(
-                SimpleNamespace(enable_lora=True), device, ActivationSettings(0.5)
-            )
+            refuse_clashes(layered(0.5), SimpleNamespace(enable_lora=True), device)
 
 
 @pytest.mark.parametrize("share", [0.5, None])
 def test_on_cuda_one_rank_is_taken(share):
     """With a share or auto; ranks there were tried by nobody."""
-    told = ActivationSettings(share)
-    refuse_with_activations(SimpleNamespace(tp_size=1), "cuda", told)
+    told = layered(share)
+    refuse_clashes(told, SimpleNamespace(tp_size=1), "cuda")
     with pytest.raises(ConfigError, match="tp-size"):
-        refuse_with_activations(SimpleNamespace(tp_size=2), "cuda", told)
+        refuse_clashes(told, SimpleNamespace(tp_size=2), "cuda")
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_weights_in_host_memory_are_taken_from_one_offloader(device):
     """The other one is for models whose KV is no K and V."""
-    share = ActivationSettings(0.5)
     given = SimpleNamespace(cpu_offload_gb=4, offload_group_size=-1, tp_size=1)
-    refuse_with_activations(given, device, share)
+    refuse_clashes(layered(0.5), given, device)
     given.offload_group_size = 2
     with pytest.raises(ConfigError, match="--cpu-offload-gb"):
-        refuse_with_activations(given, device, share)
+        refuse_clashes(layered(0.5), given, device)
 
 
 def planned(share, **changed):
     """Return the plan of a pool with and without activations."""
-    settings = read_layerkv({**ON, "layerkv_host_size": str(HOST_BYTES)})
+    settings = read_options({**ON, "layerkv_host_size": str(HOST_BYTES)}).layerkv
     demand = Demand(share, changed.pop("token_bytes", ACT_TOKEN_BYTES), 8, 64)
     if changed:
         demand = Demand(share, ACT_TOKEN_BYTES, 8, 64, **changed)
@@ -258,7 +252,7 @@ def test_reports_say_what_was_hidden():
 def test_the_emulated_link_is_the_link():
     """Of both directions or of reads, whichever is slower; else a guess."""
     told = {**ON, "emulate": "host:bandwidth=2GB,read-bandwidth=1GB,latency=0.001"}
-    link = Links.known(read_config(told), None)
+    link = Links.known(read_options(told), None)
     assert link.is_emulated
     assert link.line(1_000_000) == PageLine(0.001, 0.001)
-    assert not Links.known(read_config(ON), None).is_emulated
+    assert not Links.known(read_options(ON), None).is_emulated

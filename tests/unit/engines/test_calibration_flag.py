@@ -21,7 +21,6 @@ from sgl_tiered.cost.calibration import (
     write_calibration,
 )
 from sgl_tiered.engines.device.probe import measure_costs
-from sgl_tiered.engines.sglang.config import read_config
 from sgl_tiered.engines.sglang.served import (
     machine_facts,
     model_facts,
@@ -29,6 +28,7 @@ from sgl_tiered.engines.sglang.served import (
     report,
 )
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.serving.option_reader import read_options
 
 LAYOUT = PageLayout(num_layers=2, page_tokens=16, token_bytes=64)
 QUALITY = FitQuality(5, 1.0, 0.0, 0.0)
@@ -167,15 +167,15 @@ def test_the_flag_leads_to_the_file(calibration, tmp_path):
     settings = tmp_path / "tiers.toml"
     settings.write_text(f'calibration = "{path}"\n')
     for values in ({"calibration": str(path)}, {"config": str(settings)}):
-        config = read_config(
+        config = read_options(
             {"host_size": "1MB", "config": None, "calibration": None, **values}
         )
-        assert config.calibration == path
-        read = read_fitting("--f", config.calibration, calibration.model)
+        assert config.loads.calibration == path
+        read = read_fitting("--f", config.loads.calibration, calibration.model)
         assert read == calibration
-    config = read_config({"host_size": "1MB", "config": None, "calibration": None})
-    assert config.calibration is None
-    assert read_fitting("--f", config.calibration, calibration.model) is None
+    config = read_options({"host_size": "1MB", "config": None, "calibration": None})
+    assert config.loads.calibration is None
+    assert read_fitting("--f", config.loads.calibration, calibration.model) is None
 
 
 @pytest.mark.parametrize("text", [None, "{}", "no json"])
@@ -185,7 +185,7 @@ def test_a_bad_file_is_refused_by_its_flag(tmp_path, text):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_config({"host_size": "1MB", "calibration": str(path)})
+        read_options({"host_size": "1MB", "calibration": str(path)})
     assert caught.value.setting == "--tiered-calibration"
     assert "\n" not in str(caught.value)
 

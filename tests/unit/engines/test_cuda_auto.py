@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,6 @@ from sgl_tiered.engines.device.device_figures import (  # noqa: E402
     TorchWork,
     sample_work,
 )
-from sgl_tiered.engines.sglang import config  # noqa: E402
 from sgl_tiered.engines.sglang.layered.activations import choosing, projections  # noqa: E402
 from sgl_tiered.engines.sglang.layered.activations.choosing import (  # noqa: E402
     Links,
@@ -30,6 +30,8 @@ from sgl_tiered.engines.sglang.layered.activations.choosing import (  # noqa: E4
 from sgl_tiered.errors import EngineCompatibilityError  # noqa: E402
 from sgl_tiered.policies.activations.base import LayerFacts, PageLine  # noqa: E402
 from sgl_tiered.policies.activations.choice import choose_share  # noqa: E402
+from sgl_tiered.serving.option_reader import read_options  # noqa: E402
+from sgl_tiered.serving.options import Loads  # noqa: E402
 
 LAYERS, PAGE, HIDDEN, HEADS, DIM = 4, 16, 4096, 32, 128
 DEVICE_TOKENS, HOST_PAGES = 4096, 2048
@@ -89,7 +91,8 @@ class Played:
             "activations": "auto",
             "layerkv_host_size": str(HOST_PAGES * self.layout.slot_bytes),
         }
-        told = config.read_config({**given, **settings})
+        loads = Loads(calibration=settings.pop("calibration", None))
+        told = replace(read_options({**given, **settings}), loads=loads)
         return choose(configurator, told, self.layout, DEVICE_TOKENS, ranks)
 
 
@@ -185,8 +188,7 @@ def test_a_calibrated_link_is_believed(monkeypatch, has_decode):
         decode=decode if has_decode else None,
         link=lambda source, target: link,
     )
-    for module in (choosing, config):
-        monkeypatch.setattr(module, "read_calibration", lambda path: calibration)
+    monkeypatch.setattr(choosing, "read_calibration", lambda path: calibration)
     server = Played(monkeypatch)
     told = server.choose(calibration="a.json")
     assert told.load_kv.overhead_s == 1e-6
@@ -207,10 +209,10 @@ def test_the_first_rank_decides(monkeypatch):
 def test_an_emulated_latency_is_on_top_of_a_real_link():
     """A bandwidth that is emulated stays; one that is not is sampled."""
     told = {"layerkv": "on", "emulate": "host:latency=0.001"}
-    link = Links.known(config.read_config(told), None).sampled(LINK)
+    link = Links.known(read_options(told), None).sampled(LINK)
     assert link == Links(0.001 + LINK.latency_s, LINK.upload_bytes_per_s, True)
     told["emulate"] = "host:bandwidth=1GB"
-    link = Links.known(config.read_config(told), None)
+    link = Links.known(read_options(told), None)
     assert link.sampled(LINK) == link
 
 

@@ -7,15 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_tiered.cost.returning import RETURN_POLICIES
-from sgl_tiered.engines.sglang.config import TieredConfig, read_config
-from sgl_tiered.engines.sglang.disagg.settings import (
-    PdCaching,
-    declare_caching,
-    pd_caching,
-    pd_returns,
-    refuse_with_disaggregation,
-)
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.serving.disagg.caching import declare_caching, read_pd
+from sgl_tiered.serving.option_clashes import refuse_pd
+from sgl_tiered.serving.option_reader import read_options
+from sgl_tiered.serving.options import Options, PdCaching
 
 RADIX = "disaggregation_decode_enable_radix_cache"
 
@@ -32,13 +28,13 @@ def args(mode: str = "prefill", caching: int | None = None, **others: object):
     return SimpleNamespace(**given)
 
 
-def tiers(**settings: object) -> TieredConfig:
-    return read_config({"host_size": "1MB", **settings})
+def tiers(**settings: object) -> Options:
+    return read_options({"host_size": "1MB", **settings})
 
 
-def refusal(server_args: object, config: TieredConfig | None = None) -> str:
+def refusal(server_args: object, config: Options | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        refuse_with_disaggregation(server_args, config)
+        refuse_pd(server_args, config)
     return str(caught.value)
 
 
@@ -56,7 +52,7 @@ def test_without_a_mode_sglangs_flags_hold() -> None:
     for mode in ("null", "prefill", "decode"):
         assert declare_caching(args(mode)) == {}
     with_tiers = args("decode", radix_cache_backend="tiered")
-    assert pd_caching(with_tiers) is PdCaching.BOTH
+    assert read_pd(with_tiers).caching is PdCaching.BOTH
     assert declare_caching(with_tiers) == {RADIX: True}
 
 
@@ -79,29 +75,29 @@ def test_flags_without_use_are_refused(given: dict, server: dict) -> None:
 
 def test_nothing_is_refused_where_nothing_is_asked() -> None:
     """Plain servers, tiered ones, and SGLang's own disaggregation."""
-    refuse_with_disaggregation(args("null"), None)
-    refuse_with_disaggregation(args("null", radix_cache_backend="tiered"), tiers())
+    refuse_pd(args("null"), None)
+    refuse_pd(args("null", radix_cache_backend="tiered"), tiers())
     sglangs = args(disaggregation_transfer_backend="mooncake")
-    refuse_with_disaggregation(sglangs, None)
+    refuse_pd(sglangs, None)
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_what_goes_together(mode: str) -> None:
     """Every mode without tiers but the one that needs them; 2 with tiers."""
     for caching in (None, 0, 1, 2):
-        refuse_with_disaggregation(args(mode, caching), None)
+        refuse_pd(args(mode, caching), None)
     with_tiers = args(mode, 2, radix_cache_backend="tiered")
-    refuse_with_disaggregation(with_tiers, tiers())
+    refuse_pd(with_tiers, tiers())
     for policy in (None, *RETURN_POLICIES):
         returned = args(mode, 3, radix_cache_backend="tiered", tiered_pd_returns=policy)
-        refuse_with_disaggregation(returned, tiers(pool="local"))
-        assert pd_returns(returned) == (policy or "auto")
+        refuse_pd(returned, tiers(pool="local"))
+        assert read_pd(returned).returns == (policy or "auto")
 
 
 def test_prefill_may_place_layers_one_by_one() -> None:
     """Layers are sent from where they are; what is no KV there is not sent."""
     layered = args("prefill", 2, radix_cache_backend="tiered")
-    refuse_with_disaggregation(layered, tiers(layerkv="on", layerkv_retain="0"))
+    refuse_pd(layered, tiers(layerkv="on", layerkv_retain="0"))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +165,8 @@ def test_sglangs_rust_server_does_not_prefill(monkeypatch) -> None:
         text = refusal(args("prefill"))
         assert text.startswith("--disaggregation-transfer-backend: tiered")
         assert "SGLANG_RUST_SERVER" in text
-        refuse_with_disaggregation(args("decode"), None)
+        refuse_pd(args("decode"), None)
         sglangs = args("prefill", disaggregation_transfer_backend="mooncake")
-        refuse_with_disaggregation(sglangs, None)
+        refuse_pd(sglangs, None)
     monkeypatch.setenv("SGLANG_RUST_SERVER", "false")
-    refuse_with_disaggregation(args("prefill"), None)
+    refuse_pd(args("prefill"), None)

@@ -12,10 +12,11 @@ from sgl_tiered.core.encoded import EncodedLayout  # noqa: E402
 from sgl_tiered.core.ids import Encoding, TierId  # noqa: E402
 from sgl_tiered.engines.device.encoded_pools import EncodedCpuPool, encoded_pool_layout  # noqa: E402
 from sgl_tiered.engines.device.pools import page_layout  # noqa: E402
-from sgl_tiered.engines.sglang.config import TieredConfig, read_config  # noqa: E402
 from sgl_tiered.engines.sglang.page_forms import page_form  # noqa: E402
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError  # noqa: E402
 from sgl_tiered.serving.lossy import kept_exact, marked_key  # noqa: E402
+from sgl_tiered.serving.option_reader import read_options  # noqa: E402
+from sgl_tiered.serving.options import Lossy, Options  # noqa: E402
 
 NUM_LAYERS, HEADS, HEAD_DIM, NUM_PAGES, PAGE = 3, 2, 32, 8, 16
 ENCODINGS = [Encoding.FP8, Encoding.INT8, Encoding.INT4]
@@ -121,11 +122,11 @@ def test_what_cannot_be_encoded_is_refused_in_a_sentence():
 
 def test_an_encoding_is_a_setting():
     """Off by default; with it, who says nothing refuses."""
-    plain = read_config({"host_size": "1MB"})
+    plain = read_options({"host_size": "1MB"})
     assert plain.encoding is Encoding.RAW
     assert not plain.is_lossy
-    config = read_config({"host_size": "1MB", "encoding": "int4"})
-    assert config.encoding is Encoding.INT4
+    config = read_options({"host_size": "1MB", "encoding": "int4"})
+    assert config.lossy.encoding is Encoding.INT4
     assert config.is_lossy
     assert config.lossy_default == "refuse"
 
@@ -143,7 +144,7 @@ def test_an_encoding_is_a_setting():
 def test_a_server_says_who_speaks_for_requests_that_do_not(settings, told):
     """Wherever KV may be altered, be it only on its way up."""
     pool = fake_pool()
-    config = read_config({"host_size": "1MB", **settings})
+    config = read_options({"host_size": "1MB", **settings})
     form = page_form(pool, page_layout(pool, PAGE), config)
     assert form.facts(config).get("lossy_default") == told
 
@@ -160,17 +161,17 @@ def test_a_server_says_who_speaks_for_requests_that_do_not(settings, told):
 def test_settings_that_do_not_fit_are_refused(settings, flag):
     """In a sentence that names the flag."""
     with pytest.raises(ConfigError, match=flag):
-        read_config({"host_size": "1MB", **settings})
+        read_options({"host_size": "1MB", **settings})
 
 
 def test_who_refuses_is_served_without_encoded_tiers():
     """And with raw ones, whatever else the server may do to KV of others."""
     exact = SimpleNamespace(extra_key="key")
     lossy = SimpleNamespace(extra_key=marked_key("key", allows=True))
-    encoded = TieredConfig(1, encoding=Encoding.FP8)
+    encoded = Options(lossy=Lossy(Encoding.FP8))
     assert kept_exact(exact, encoded)
     assert not kept_exact(lossy, encoded)
-    assert not kept_exact(exact, TieredConfig(1))
+    assert not kept_exact(exact, Options())
 
 
 def test_copies_of_a_table_are_in_its_encoding():

@@ -10,8 +10,8 @@ from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.layered.base import ActPlan, PassRequest
+from sgl_tiered.serving.options import LayerKv
 from tests.property.layered_driver import LAYERS, PAGES, TOKENS
 from tests.unit.layered.act_support import ACT_BYTES, ActDriver, only_acts
 
@@ -33,7 +33,7 @@ def make():
         machine = ActDriver(num_physical, HALF, plan=acts, choose=only_acts)
         made.append(machine)
         layout = PageLayout(LAYERS, TOKENS, token_bytes=4)
-        settings = LayerKvSettings(retain=0)
+        settings = LayerKv(retain=0)
         plan = LayerPlan(layout, PAGES - 1, num_physical, HALF, settings, acts)
         driver = LayerDriver(machine.manager, plan)
         forecast = LayerForecast(driver, lambda req: 1)

@@ -14,9 +14,9 @@ from sgl_tiered.engines.sglang.layered import recovery
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.recovery import PAUSES_S, RepeatedForward
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.layered.base import PassRequest
 from sgl_tiered.layered.outage import ATTEMPTS
+from sgl_tiered.serving.options import LayerKv
 from tests.property.layered_driver import LAYERS, PAGES, TOKENS
 from tests.unit.layered.act_support import ActDriver, only_acts
 
@@ -47,7 +47,7 @@ class Server:
             assert machine.forward([key], 2 * TOKENS) == [key]
         machine.sent_away()
         layout = PageLayout(LAYERS, TOKENS, token_bytes=4)
-        settings = LayerKvSettings(retain=0)
+        settings = LayerKv(retain=0)
         plan = LayerPlan(layout, PAGES - 1, NUM_PHYSICAL, HALF, settings, machine.plan)
         self.driver = LayerDriver(machine.manager, plan)
         self.slept = []

@@ -22,7 +22,6 @@ from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver, NoRoomError
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.engines.sglang.slo_admission import ServedAdmission, _slo_adder_class
@@ -35,6 +34,7 @@ from sgl_tiered.policies.layers.turns import TurnPlan
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import LayerKv, Options, Slo
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 
 LAYERS, PAGE, LENGTH = 4, 4, 31
@@ -155,9 +155,7 @@ class Both:
         paused_s: Any = None,
     ) -> None:
         self.clock = ManualClock(NOW_S)
-        config: Any = SimpleNamespace(
-            admission="slo", slo_ttft_s=150.0, slo_tpot_s=TPOT_S, slo_floor_s=30.0
-        )
+        config = Options(slo=Slo("slo", 150.0, TPOT_S, 30.0))
         runtime = SimpleNamespace(
             predicted_pass_s=lambda rid, prefix, new: new * TOKEN_S
         )
@@ -267,15 +265,14 @@ class Device:
         self.clock = ManualClock(NOW_S)
         num_layer_pages = 2 * HALF + capacity
         layout = PageLayout(LAYERS, PAGE, token_bytes=8)
-        plan = LayerPlan(layout, 200, num_layer_pages, HALF, LayerKvSettings())
+        plan = LayerPlan(layout, 200, num_layer_pages, HALF, LayerKv())
         copier = FakeLayerCopier(LAYERS, 201, num_layer_pages + 1, PAGE)
         self.mover = LayerMover(copier, layout.layer_page_bytes, self.clock)
         binding = LayerBinding(LAYERS, 201, num_layer_pages, first_physical=1)
         self.manager = LayerManager(binding, self.mover, PAGE, plan.half_pages)
         self.driver = LayerDriver(self.manager, plan)
-        config: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=0.0, slo_floor_s=0.0)
         decoders = Decoders(
-            config,
+            Options(),
             LengthReader(LengthBook(ConstantLength(LENGTH))),
             Agreement(self.clock),
         )

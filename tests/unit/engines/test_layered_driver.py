@@ -7,8 +7,8 @@ import torch
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver, NoRoomError
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.layered.base import LayerReadError, PassRequest
+from sgl_tiered.serving.options import LayerKv
 from tests.unit.layered.layered_support import Pool
 
 EVERYTHING = np.ones(Pool.LAYERS, np.bool_)
@@ -25,7 +25,7 @@ def pool():
 @pytest.fixture
 def driver(pool):
     layout = PageLayout(Pool.LAYERS, Pool.TOKENS, 64)
-    return LayerDriver(pool.manager, LayerPlan(layout, 15, 26, 4, LayerKvSettings()))
+    return LayerDriver(pool.manager, LayerPlan(layout, 15, 26, 4, LayerKv()))
 
 
 def prompt(rid, pages, retained=None):

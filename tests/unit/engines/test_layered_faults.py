@@ -7,7 +7,7 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.engines.device.layer_copier import FaultyCopier
-from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.serving.emulation import parse_emulation
 from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 

@@ -9,11 +9,11 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.layered.base import ActPlan
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.serving.options import LayerKv
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 
 LAYERS, PAGES = 3, 12
@@ -58,7 +58,7 @@ class Manager:
 
 def driver_of(acts):
     manager = Manager(acts)
-    plan = LayerPlan(LAYOUT, PAGES - 1, 30, 4, LayerKvSettings(), acts=acts)
+    plan = LayerPlan(LAYOUT, PAGES - 1, 30, 4, LayerKv(), acts=acts)
     return LayerDriver(manager, plan)
 
 
@@ -152,7 +152,7 @@ def served():
     acts = SimpleNamespace()
     mover = LayerMover(copier, 16, ManualClock(), acts=acts, act_page_bytes=40)
     manager = LayerManager(binding, mover, 2, 4)
-    plan = LayerPlan(LAYOUT, PAGES - 1, 30, 4, LayerKvSettings(), acts=ACTS)
+    plan = LayerPlan(LAYOUT, PAGES - 1, 30, 4, LayerKv(), acts=ACTS)
     yield LayerDriver(manager, plan)
     manager.close()
 

@@ -10,11 +10,11 @@ from sgl_tiered.engines.sglang.layered.admission import LayerAdmission
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.layered.base import PassRequest
 from sgl_tiered.layered.binding import LayerBinding
 from sgl_tiered.layered.manager import LayerManager
 from sgl_tiered.layered.mover import LayerMover
+from sgl_tiered.serving.options import LayerKv
 from sgl_tiered.testing.fake_layers import FakeLayerCopier
 
 LAYERS, TOKENS, HALF, ROOM = 4, 16, 4, 32
@@ -33,7 +33,7 @@ def driver():
         NUM_PAGES,
         physical,
         HALF,
-        LayerKvSettings(retain=LAYERS),
+        LayerKv(retain=LAYERS),
     )
     driver = LayerDriver(LayerManager(binding, mover, TOKENS, HALF), plan)
     yield driver

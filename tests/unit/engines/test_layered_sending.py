@@ -13,9 +13,9 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.driver import LayerDriver
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.layered.base import PassRequest
 from sgl_tiered.serving.disagg.layers import send_layers
+from sgl_tiered.serving.options import LayerKv
 from tests.unit.layered.layered_support import Pool
 
 LAYERS = Pool.LAYERS
@@ -32,7 +32,7 @@ class Rig:
     def __init__(self) -> None:
         rng = np.random.default_rng(3)
         self.pool = Pool(PHYSICAL, 4)
-        plan = LayerPlan(LAYOUT, Pool.PAGES - 1, PHYSICAL, 4, LayerKvSettings())
+        plan = LayerPlan(LAYOUT, Pool.PAGES - 1, PHYSICAL, 4, LayerKv())
         self.driver = LayerDriver(self.pool.manager, plan)
 
         def noise(*shape: int) -> np.ndarray:

@@ -5,17 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.config import read_config
 from sgl_tiered.engines.sglang.layered.capacity import HOST_FACTOR, plan_layers
-from sgl_tiered.engines.sglang.layered.settings import (
-    LayerKvSettings,
-    read_layerkv,
-    refuse_on_cuda,
-    refuse_with_layerkv,
-)
 from sgl_tiered.errors import ConfigError
+from sgl_tiered.serving.option_clashes import refuse_clashes, refuse_on_cuda
+from sgl_tiered.serving.option_reader import read_options
+from sgl_tiered.serving.options import LayerKv, Options
 
 LAYOUT = PageLayout(num_layers=12, page_tokens=16, token_bytes=512)
+LAYERED = Options(layerkv=LayerKv())
 DEVICE_TOKENS = 4096
 PAGES = DEVICE_TOKENS // LAYOUT.page_tokens
 ARGS = {
@@ -29,13 +26,13 @@ ARGS = {
 
 def test_it_is_off_by_default():
     """Nothing is made of no flag, and of the word off."""
-    assert read_layerkv({}) is None
-    assert read_layerkv({"layerkv": "off"}) is None
+    assert read_options({}).layerkv is None
+    assert read_options({"layerkv": "off"}).layerkv is None
 
 
 def test_the_flags_are_read():
     """Sizes in bytes, auto as None and 0."""
-    told = read_layerkv(
+    told = read_options(
         {
             "layerkv": "on",
             "layerkv_host_size": "64MiB",
@@ -44,9 +41,9 @@ def test_the_flags_are_read():
             "layerkv_staging_size": "1MiB",
             "layerkv_guard": "off",
         }
-    )
-    assert told == LayerKvSettings(64 << 20, "stream", 3, 1 << 20, False)
-    assert read_layerkv({"layerkv": "on"}) == LayerKvSettings(0, "pause", None, 0)
+    ).layerkv
+    assert told == LayerKv(64 << 20, "stream", 3, 1 << 20, False)
+    assert read_options({"layerkv": "on"}).layerkv == LayerKv(0, "pause", None, 0)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +60,7 @@ def test_the_flags_are_read():
 def test_a_wrong_flag_is_named(settings, flag):
     """One sentence about the first setting that is wrong."""
     with pytest.raises(ConfigError) as caught:
-        read_layerkv(settings)
+        read_options(settings)
     assert str(caught.value).startswith(flag)
 
 
@@ -77,9 +74,9 @@ def test_a_wrong_flag_is_named(settings, flag):
 )
 def test_what_it_was_not_shown_to_work_with_is_refused(changed, word):
     """Each in a sentence that names it; the rest passes."""
-    refuse_with_layerkv(SimpleNamespace(**ARGS))
+    refuse_clashes(LAYERED, SimpleNamespace(**ARGS))
     with pytest.raises(ConfigError, match=word):
-        refuse_with_layerkv(SimpleNamespace(**{**ARGS, **changed}))
+        refuse_clashes(LAYERED, SimpleNamespace(**{**ARGS, **changed}))
 
 
 def resolved(**changed):
@@ -160,7 +157,7 @@ def test_flags_are_refused_before_anything_is_resolved(changed, flag):
 def test_the_host_region_says_how_many_tokens_are_admitted():
     """A row per logical page, one more for padding; the device keeps its size."""
     rows = 1000
-    settings = LayerKvSettings(host_bytes=rows * LAYOUT.slot_bytes)
+    settings = LayerKv(host_bytes=rows * LAYOUT.slot_bytes)
     plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1024, settings)
     assert plan.num_pages == rows - 1
     assert plan.num_layer_pages == PAGES * LAYOUT.num_layers
@@ -169,21 +166,21 @@ def test_the_host_region_says_how_many_tokens_are_admitted():
 
 def test_a_default_size_follows_the_pool():
     """Four pools, as there is memory for these few MB."""
-    plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1024, LayerKvSettings())
+    plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1024, LayerKv())
     assert plan.num_pages == HOST_FACTOR * PAGES - 1
 
 
 def test_staging_takes_a_tenth_of_the_pool_at_most():
     """A context that is longer keeps all its layers."""
-    plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1 << 20, LayerKvSettings())
+    plan = plan_layers(LAYOUT, DEVICE_TOKENS, 1 << 20, LayerKv())
     assert plan.half_pages == plan.num_layer_pages // 20
     with pytest.raises(ConfigError, match="staging"):
-        plan_layers(LAYOUT, DEVICE_TOKENS, 1024, LayerKvSettings(staging_bytes=1 << 30))
+        plan_layers(LAYOUT, DEVICE_TOKENS, 1024, LayerKv(staging_bytes=1 << 30))
 
 
 def test_a_region_smaller_than_the_pool_is_refused():
     """It could not even hold what plain SGLang holds."""
-    settings = LayerKvSettings(host_bytes=PAGES * LAYOUT.slot_bytes)
+    settings = LayerKv(host_bytes=PAGES * LAYOUT.slot_bytes)
     with pytest.raises(ConfigError, match="less than the device's pool"):
         plan_layers(LAYOUT, DEVICE_TOKENS, 1024, settings)
 
@@ -196,9 +193,9 @@ def test_a_prefetch_to_the_device_is_refused():
         "prefetch": "car",
         "prefetch_to": "device",
     }
-    assert read_config({**values, "prefetch_to": "host"}).layerkv is not None
+    assert read_options({**values, "prefetch_to": "host"}).layerkv is not None
     with pytest.raises(ConfigError) as caught:
-        read_config(values)
+        read_options(values)
     assert str(caught.value) == (
         "--tiered-prefetch-to: device does not go with --tiered-layerkv yet; give host."
     )

@@ -15,7 +15,6 @@ from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.layered.base import LayerRoom
@@ -27,10 +26,11 @@ from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.layered.pauses import PauseLog
+from sgl_tiered.serving.options import LayerKv, Options, Slo
 
 LAYERS, PAGE, LENGTH = 4, 16, 101
 LAYOUT = PageLayout(LAYERS, PAGE, token_bytes=8)
-PLAN = LayerPlan(LAYOUT, 1_000, 1_020, 10, LayerKvSettings())
+PLAN = LayerPlan(LAYOUT, 1_000, 1_020, 10, LayerKv())
 NOW_S, STEP_S, LINK = 100.0, 0.02, 1e6
 PAGES = 6
 """Of each prompt, whole ones."""
@@ -139,9 +139,7 @@ class Rig:
     ) -> None:
         self.clock = ManualClock(NOW_S)
         self.layers = FakeLayers(self.clock)
-        config: Any = SimpleNamespace(
-            slo_ttft_s=0.0, slo_tpot_s=tpot_s, slo_floor_s=0.0
-        )
+        config = Options(slo=Slo(slo_tpot_s=tpot_s))
         reader = LengthReader(LengthBook(ConstantLength(LENGTH)))
         self.decoders = Decoders(
             config, reader if predicts else None, Agreement(self.clock)

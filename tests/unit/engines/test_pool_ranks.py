@@ -12,9 +12,9 @@ from sgl_tiered.core.addresses import slots_of
 from sgl_tiered.core.clock import SystemClock
 from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.engines.sglang.pooled.server import join_pool
-from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
 from sgl_tiered.errors import ConfigError, TransportUnavailableError
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Pool
 from sgl_tiered.transport.loopback import open_loopback
 from tests.unit.engines.ranks_support import PAGE, Meeting, Rank, on_two_ranks
 
@@ -41,7 +41,7 @@ class Server:
         self.number = number
         self.runtime = self.rank.runtime
         self.served = self.runtime.pool = join_pool(
-            PoolSettings(url, name, transport="loopback"),
+            Pool(url, name, transport="loopback"),
             self.runtime,
             SimpleNamespace(host="127.0.0.1", port=1),
             2,

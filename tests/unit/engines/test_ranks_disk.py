@@ -19,18 +19,17 @@ from sgl_tiered.core.plans import FoundPages, PageRecords, namespace_rows
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang import rank_disk
-from sgl_tiered.engines.sglang.config import TieredConfig
-from sgl_tiered.engines.sglang.rank_disk import (
+from sgl_tiered.metrics.registry import MetricsRegistry
+from sgl_tiered.policies.eviction.registry import make_eviction_policy
+from sgl_tiered.serving import rank_disk
+from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Options, Tiers
+from sgl_tiered.serving.rank_disk import (
     _IDLE_S,
     _SHARE,
     DiskAdoption,
     open_disk,
 )
-from sgl_tiered.metrics.registry import MetricsRegistry
-from sgl_tiered.policies.eviction.registry import make_eviction_policy
-from sgl_tiered.serving.agreement import Agreement
-from sgl_tiered.testing.emulator import Emulator
 from tests.draining import give_back
 from tests.unit.engines.ranks_support import on_two_ranks, parting
 from tests.unit.tiers.disk_support import (
@@ -380,11 +379,11 @@ def test_what_is_dropped_is_forgotten_though_it_is_never_read(tmp_path, how):
 
 def test_each_rank_has_a_folder_of_its_own(tmp_path):
     """A folder has one user; that of a single rank is the one that was given."""
-    config = TieredConfig(host_bytes=1, disk_paths=(tmp_path,), disk_bytes=1 << 22)
+    config = Options(Tiers(disk_paths=(tmp_path,), disk_bytes=1 << 22))
     namespace = Namespace("model", "bfloat16", LAYOUT.page_tokens, "0/2")
 
     def work(rank, agreement):
-        disk = open_disk(config, LAYOUT, namespace, Emulator(), agreement)
+        disk = open_disk(config, LAYOUT, namespace, None, agreement)
         disk.close()
         return disk.num_slots
 
@@ -392,9 +391,9 @@ def test_each_rank_has_a_folder_of_its_own(tmp_path):
     assert first == second > 0
     assert {path.name for path in tmp_path.iterdir()} == {"rank-0-of-2", "rank-1-of-2"}
     alone = tmp_path / "alone"
-    config = TieredConfig(host_bytes=1, disk_paths=(alone,), disk_bytes=1 << 22)
+    config = Options(Tiers(disk_paths=(alone,), disk_bytes=1 << 22))
     clock = ManualClock()
-    disk = open_disk(config, LAYOUT, namespace, Emulator(), Agreement(clock))
+    disk = open_disk(config, LAYOUT, namespace, None, Agreement(clock))
     disk.close()
     assert not (alone / "rank-0-of-1").exists()
 

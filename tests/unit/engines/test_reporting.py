@@ -9,6 +9,7 @@ import pytest
 
 from sgl_tiered.engines.sglang import reporting
 from sgl_tiered.engines.sglang.step_times import PassTimes
+from sgl_tiered.serving.options import Options
 
 
 class Cache:
@@ -87,7 +88,7 @@ def test_a_scheduler_idles_only_where_nothing_was_launched(busy):
     """The overlap schedule takes no note of a prefill it has launched until later."""
     cache = Cache()
     cache.watch_queue = lambda scheduler: None
-    cache.tiered.config = SimpleNamespace(order="fcfs", layerkv=None, sparsity=None)
+    cache.tiered.config = Options()
     cache.tiered.lengths = cache.tiered.pool = None
     running = SimpleNamespace(is_empty=lambda: busy != "running")
     scheduler = SimpleNamespace(

@@ -15,7 +15,6 @@ from sgl_tiered.core.plans import TransferResult
 from sgl_tiered.cost.links import LinkCost
 from sgl_tiered.cost.model import CostModel
 from sgl_tiered.cost.prefill import PrefillCost
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.runtime import (
     STORE_PATIENCE_S,
     Parts,
@@ -28,6 +27,7 @@ from sgl_tiered.pipelines.layerwise_load import LayerwiseLoader
 from sgl_tiered.pipelines.offload import CHUNK_PAGES, OffloadWorker
 from sgl_tiered.policies.eviction.lru import LRUPolicy
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Options
 from sgl_tiered.serving.weights import WeightsIdentity
 from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fakes import FakeDevicePool
@@ -75,7 +75,7 @@ class Rig:
         work = (completions, clock, metrics)
         self.runtime = TieredRuntime(
             Parts(
-                config=TieredConfig(host_bytes=1),
+                config=Options(),
                 namespace=Namespace("model", "bfloat16", LAYOUT.page_tokens),
                 weights=weights,
                 clock=clock,
@@ -226,7 +226,7 @@ def test_copies_that_stop_and_begin_again_are_told(caplog):
     see(0, 4)
     assert runtime.metrics_snapshot()["copies_at_once"]
     assert "prompts come again" not in caplog.text
-    clock.advance(runtime.config.log_interval_s)
+    clock.advance(runtime.config.observe.log_interval_s)
     see(0, 4)
     assert "prompts come again" in caplog.text
     runtime.close(runtime.pump)

@@ -17,8 +17,8 @@ from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.plans import LoadPlan
 from sgl_tiered.engines.sglang import runtime as runtime_module
-from sgl_tiered.engines.sglang.rank_disk import disk_fingerprint
-from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.serving.emulation import parse_emulation
+from sgl_tiered.serving.rank_disk import disk_fingerprint
 from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers import disk_access, disk_directory
 from tests.draining import drain

@@ -17,6 +17,7 @@ from sgl_tiered.engines.sglang.slo_admission import (
 )
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
+from sgl_tiered.serving.options import Options, Slo
 
 
 class AddReqResult(enum.Enum):
@@ -105,12 +106,7 @@ class Rig:
 
     def __init__(self, slack_s, *, priorities=False, admission="slo", floor_s=0.0):
         self.clock = ManualClock(200.0)
-        config = SimpleNamespace(
-            admission=admission,
-            slo_ttft_s=150.0,
-            slo_tpot_s=TPOT_S,
-            slo_floor_s=floor_s,
-        )
+        config = Options(slo=Slo(admission, 150.0, TPOT_S, floor_s))
         runtime = SimpleNamespace(
             predicted_pass_s=lambda rid, prefix, new: new * TOKEN_S
         )

@@ -7,35 +7,36 @@ import numpy as np
 import pytest
 
 from sgl_tiered.core.ids import Encoding
-from sgl_tiered.engines.sglang.config import FAULT_ENV, read_config
-from sgl_tiered.engines.sglang.sparse.settings import (
-    SparsitySettings,
-    refuse_device,
-    refuse_other_model,
-    refuse_with_sparsity,
-)
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.policies.sparsity.profile import FRACTIONS, SparsityProfile
+from sgl_tiered.policies.sparsity.profile import (
+    FRACTIONS,
+    SparsityProfile,
+    refuse_other_model,
+)
 from sgl_tiered.policies.sparsity.registry import SELECTIONS
+from sgl_tiered.serving.option_clashes import refuse_clashes
+from sgl_tiered.serving.option_reader import FAULT_ENV, read_options
+from sgl_tiered.serving.options import KEEP_FAULT, Options, Sparsity
 from sgl_tiered.serving.sparse_report import SparseLoad, shares_by_layer
 
 HOST = {"host_size": "1MB"}
+FLAG = "--tiered-sparsity-profile"
 
 
 def test_off_is_the_default_and_alters_nothing():
     """Without the flag, and with it off, no KV is lossy."""
     for given in ({}, {"sparsity": "off"}):
-        config = read_config({**HOST, **given})
+        config = read_options({**HOST, **given})
         assert config.sparsity is None
         assert not config.is_lossy
 
 
 def test_on_is_lossy():
     """With a share of a half, or the one that was given."""
-    config = read_config({**HOST, "sparsity": "load"})
+    config = read_options({**HOST, "sparsity": "load"})
     assert config.sparsity.keep == 0.5
     assert config.is_lossy
-    config = read_config({**HOST, "sparsity": "load", "sparsity_keep": 1})
+    config = read_options({**HOST, "sparsity": "load", "sparsity_keep": 1})
     assert config.sparsity.keep == 1.0
     assert config.sparsity.policy == "car"
 
@@ -43,7 +44,7 @@ def test_on_is_lossy():
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_every_selection_can_be_named(name):
     """By the word that the registry has for it."""
-    config = read_config({**HOST, "sparsity": "load", "sparsity_policy": name})
+    config = read_options({**HOST, "sparsity": "load", "sparsity_policy": name})
     assert config.sparsity.policy == name
 
 
@@ -70,10 +71,10 @@ def profile_file(tmp_path):
 def test_a_profile_is_read_with_a_budget_or_a_share(profile_file):
     """Bytes or quality; the file is read at the start."""
     given = {**HOST, "sparsity": "load", "sparsity_profile": profile_file}
-    config = read_config({**given, "sparsity_budget": 0.05})
+    config = read_options({**given, "sparsity_budget": 0.05})
     assert config.sparsity.budget == 0.05
     assert config.sparsity.profile.model == "demo"
-    config = read_config({**given, "sparsity_keep": 0.25, "sparsity_queries": 128})
+    config = read_options({**given, "sparsity_keep": 0.25, "sparsity_queries": 128})
     assert (config.sparsity.budget, config.sparsity.keep) == (None, 0.25)
     assert config.sparsity.queries == 128
 
@@ -83,7 +84,7 @@ def test_a_budget_and_a_share_are_too_much(profile_file):
     given = {"sparsity": "load", "sparsity_profile": profile_file}
     both = {"sparsity_budget": 0.1, "sparsity_keep": 0.5}
     with pytest.raises(ConfigError, match=r"-budget: and .*-keep both"):
-        read_config({**HOST, **given, **both})
+        read_options({**HOST, **given, **both})
 
 
 def test_a_file_that_is_no_profile_is_refused(tmp_path):
@@ -93,7 +94,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path):
         if text is not None:
             path.write_text(text)
         with pytest.raises(ConfigError, match="--tiered-sparsity-profile"):
-            read_config({**HOST, "sparsity": "load", "sparsity_profile": str(path)})
+            read_options({**HOST, "sparsity": "load", "sparsity_profile": str(path)})
 
 
 SERVED = {
@@ -116,26 +117,26 @@ SERVED = {
 def test_a_profile_of_another_model_is_refused(changes, words):
     """The sentence says what differs."""
     with pytest.raises(ConfigError, match="--tiered-sparsity-profile") as caught:
-        refuse_other_model(PROFILE, **{**SERVED, **changes})
+        refuse_other_model(PROFILE, FLAG, **{**SERVED, **changes})
     assert words in str(caught.value)
     assert "demo" in str(caught.value)
 
 
 def test_a_profile_of_this_model_is_taken():
     """Also where its digest is not known."""
-    refuse_other_model(PROFILE, **SERVED)
+    refuse_other_model(PROFILE, FLAG, **SERVED)
     unknown = replace(PROFILE, fingerprint="")
-    refuse_other_model(unknown, **{**SERVED, "fingerprint": "cd" * 16})
+    refuse_other_model(unknown, FLAG, **{**SERVED, "fingerprint": "cd" * 16})
 
 
 def test_what_is_dropped_on_store_is_nobodys_exact_page():
     """Then all that the tiers hold is altered, as where it is encoded; both go."""
-    config = read_config({**HOST, "sparsity": "load", "encoding": "int4"})
+    config = read_options({**HOST, "sparsity": "load", "encoding": "int4"})
     assert config.sparsity is not None
     assert config.alters_all
     assert not config.sparsity.on_store
-    assert not read_config({**HOST, "sparsity": "load"}).alters_all
-    config = read_config({**HOST, "sparsity": "store", "sparsity_keep": 0.3})
+    assert not read_options({**HOST, "sparsity": "load"}).alters_all
+    config = read_options({**HOST, "sparsity": "store", "sparsity_keep": 0.3})
     assert config.sparsity.on_store
     assert config.alters_all
     assert config.sparsity.tokens_of(16) == 5
@@ -173,7 +174,7 @@ def test_what_is_dropped_on_store_is_nobodys_exact_page():
 def test_what_does_not_go_together_is_named(given, words):
     """One sentence, with the other flag in it."""
     with pytest.raises(ConfigError, match="--tiered-sparsity") as caught:
-        read_config({**HOST, **given})
+        read_options({**HOST, **given})
     assert words in str(caught.value)
 
 
@@ -182,22 +183,24 @@ def test_the_wrong_choice_has_to_be_allowed(monkeypatch):
     given = {**HOST, "sparsity": "load", "fault_corrupt": "keep"}
     monkeypatch.delenv(FAULT_ENV, raising=False)
     with pytest.raises(ConfigError, match="on purpose"):
-        read_config(given)
+        read_options(given)
     monkeypatch.setenv(FAULT_ENV, "1")
-    config = read_config(given)
-    assert config.keeps_wrong
-    assert config.emulate == ()
+    config = read_options(given)
+    assert config.experiment.fault == KEEP_FAULT
+    assert config.experiment.emulate == ()
+
+
+SPARSE = Options(sparsity=Sparsity())
 
 
 def server_args(**changes):
-    facts = {"page_size": 16, "tp_size": 1, "disable_overlap_schedule": True}
+    facts = {"page_size": 16, "device": "cpu", "disable_overlap_schedule": True}
     return SimpleNamespace(**{**facts, **changes})
 
 
 def test_a_plain_server_is_served():
     """On a CPU, with pages of several tokens."""
-    refuse_with_sparsity(server_args())
-    refuse_device("cpu")
+    refuse_clashes(SPARSE, server_args())
 
 
 @pytest.mark.parametrize(
@@ -213,13 +216,13 @@ def test_a_plain_server_is_served():
 def test_what_was_not_shown_to_work_is_refused(changes, words):
     """Each in its own words."""
     with pytest.raises(ConfigError, match=words):
-        refuse_with_sparsity(server_args(**changes))
+        refuse_clashes(SPARSE, server_args(**changes))
 
 
 def test_a_gpu_is_refused():
     """Attention over rows is the CPU platform's."""
     with pytest.raises(ConfigError, match="CPU only"):
-        refuse_device("cuda")
+        refuse_clashes(SPARSE, server_args(), "cuda")
 
 
 def test_a_load_is_reported():
@@ -263,4 +266,4 @@ def test_a_share_of_a_page_is_rounded_up_but_not_for_a_rounding(
     keep, page_tokens, count
 ):
     """0.07 * 100 is a little more than 7 in floating point, and means 7."""
-    assert SparsitySettings(keep).tokens_of(page_tokens) == count
+    assert Sparsity(keep).tokens_of(page_tokens) == count

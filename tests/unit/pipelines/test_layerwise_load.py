@@ -16,7 +16,7 @@ from sgl_tiered.pipelines.layerwise_load import (
     Segment,
     group_layers,
 )
-from sgl_tiered.testing.emulation import Fault
+from sgl_tiered.serving.emulation import Fault
 from sgl_tiered.testing.fakes import FakeDevicePool
 from sgl_tiered.testing.faulty import FaultyTier
 from sgl_tiered.testing.tier_kit import make_pages

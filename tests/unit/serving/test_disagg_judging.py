@@ -25,6 +25,7 @@ from sgl_tiered.serving.disagg.figures import (
     teller,
 )
 from sgl_tiered.serving.disagg.judging import ReturnJudge
+from sgl_tiered.serving.options import Loads, Options
 from tests.unit.cost.calibration_support import CALIBRATION, QUALITY
 
 LAYOUT = PageLayout(num_layers=4, page_tokens=16, token_bytes=256)
@@ -95,7 +96,7 @@ def served(calibration: object = None) -> SimpleNamespace:
     prefill = PrefillCost.from_coefficients(1e-3, 1e-4, 1e-9)
     cost = CostModel(prefill, {TierId.HOST: LinkCost(1e-5, 1e9)})
     parts = SimpleNamespace(
-        config=SimpleNamespace(calibration=calibration),
+        config=Options(loads=Loads(calibration=calibration)),
         cost=cost,
         device=SimpleNamespace(layout=LAYOUT),
         cache=SimpleNamespace(config=SimpleNamespace(load_overlaps=False)),

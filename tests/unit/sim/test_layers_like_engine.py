@@ -17,7 +17,6 @@ from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.capacity import LayerPlan
 from sgl_tiered.engines.sglang.layered.facts import LayerFacts, _Turn
 from sgl_tiered.engines.sglang.layered.forecasting import LayerForecast
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.layered.turns import DecodeTurns
 from sgl_tiered.engines.sglang.lengths import LengthReader
 from sgl_tiered.layered.base import LayerRoom
@@ -28,6 +27,7 @@ from sgl_tiered.policies.length.base import LengthFacts
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import LayerKv
 from sgl_tiered.sim import layers
 from sgl_tiered.sim.config import LayerSetup, ServerConfig
 from sgl_tiered.sim.events import EventQueue
@@ -89,7 +89,7 @@ def test_the_same_facts_give_the_same_choice(
         1_000,
         memory.capacity + staging,
         staging // 2,
-        LayerKvSettings(decode=decode),
+        LayerKv(decode=decode),
     )
     policy = make_turns(decode)
     cost: Any = SimpleNamespace(

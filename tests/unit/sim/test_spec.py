@@ -11,8 +11,7 @@ import pytest
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.sim.models import find_model
-from sgl_tiered.sim.settings import SETTINGS
-from sgl_tiered.sim.spec import SimSpec, read_spec
+from sgl_tiered.sim.spec import SETTINGS, SimSpec, read_spec
 from tests.unit.cost import calibration_support
 
 CALIBRATION = replace(
@@ -95,12 +94,6 @@ def test_a_word_that_is_no_choice_is_refused(name: str) -> None:
     """Whether or not a tier is there that would read it; the choices are named."""
     with pytest.raises(ConfigError, match=f"{name}.*xyz.*{SETTINGS[name].choices[-1]}"):
         SimSpec().with_values({name: "xyz"})
-
-
-def test_every_setting_is_one_row() -> None:
-    """What is checked and what is told is what there is."""
-    assert set(SETTINGS) == {field.name for field in fields(SimSpec)}
-    assert all(setting.text for setting in SETTINGS.values())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.testing.emulation import Delay, Emulation, Fault, parse_emulation
+from sgl_tiered.serving.emulation import Delay, Emulation, Fault, parse_emulation
 
 TIERS = (TierId.HOST, TierId.CXL, TierId.DISK)
 

@@ -7,7 +7,7 @@ import pytest
 
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.errors import ConfigError
-from sgl_tiered.testing.emulation import parse_emulation
+from sgl_tiered.serving.emulation import parse_emulation
 from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.tiers.base import MemoryTier
 from sgl_tiered.tiers.host import HostTier

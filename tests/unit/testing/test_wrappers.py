@@ -7,8 +7,8 @@ import pytest
 
 from sgl_tiered.core.clock import ManualClock
 from sgl_tiered.core.ids import TierId
+from sgl_tiered.serving.emulation import Delay, Fault
 from sgl_tiered.testing.delayed import DelayedTier, DelaySwitch
-from sgl_tiered.testing.emulation import Delay, Fault
 from sgl_tiered.testing.fakes import FakeTier
 from sgl_tiered.testing.fault_switch import FaultSwitch
 from sgl_tiered.testing.faulty import FaultyTier

@@ -6,13 +6,9 @@ import math
 import threading
 from typing import Any
 
-from sgl_tiered.engines.sglang.disagg.settings import (
-    TRANSFER_BACKEND,
-    PdCaching,
-    pd_caching,
-    pd_returns,
-)
 from sgl_tiered.engines.sglang.seams import tiered_runtime
+from sgl_tiered.serving.disagg.caching import read_pd
+from sgl_tiered.serving.options import BACKEND_NAME, PdCaching
 
 __all__ = ["add_choice", "disagg_hooks", "pd_state", "service_hooks"]
 
@@ -26,8 +22,8 @@ def add_choice() -> None:
     """Let the command line take our name; called before it is parsed."""
     from sglang.srt.arg_groups import choices
 
-    if TRANSFER_BACKEND not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
-        choices.add_disagg_transfer_backend_choices([TRANSFER_BACKEND])
+    if BACKEND_NAME not in choices.DISAGG_TRANSFER_BACKEND_CHOICES:
+        choices.add_disagg_transfer_backend_choices([BACKEND_NAME])
 
 
 def service_hooks() -> list[tuple[str, Any, Any]]:
@@ -72,12 +68,12 @@ def _add_member(backends: Any) -> None:
     if isinstance(getattr(backends, "_tiered", None), backends):
         return
     member = object.__new__(backends)
-    member._name_ = TRANSFER_BACKEND.upper()
-    member._value_ = TRANSFER_BACKEND
+    member._name_ = BACKEND_NAME.upper()
+    member._value_ = BACKEND_NAME
 
     def missing(cls: Any, value: object) -> Any:
         del cls
-        return member if value == TRANSFER_BACKEND else None
+        return member if value == BACKEND_NAME else None
 
     backends._missing_ = classmethod(missing)
     backends._tiered = member
@@ -88,7 +84,7 @@ def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     from sglang.srt.disaggregation.utils import KVClassType
 
     name = getattr(transfer_backend, "value", None)
-    if name != TRANSFER_BACKEND or class_type == KVClassType.KVARGS:
+    if name != BACKEND_NAME or class_type == KVClassType.KVARGS:
         return original(transfer_backend, class_type)
     from sgl_tiered.engines.sglang.disagg import conn
 
@@ -110,7 +106,7 @@ def _after_init(result: Any, scheduler: Any) -> None:
     if queue is not None:
         # Never by the clock: ``ReleaseWatch`` knows when.
         queue.deferred_kv_release_timeout = math.inf
-    caching = pd_caching(scheduler.server_args)
+    asked = read_pd(scheduler.server_args)
     runtime = tiered_runtime(scheduler.tree_cache)
     sources = getattr(runtime, "sources", None)
     if sources is not None:
@@ -120,7 +116,7 @@ def _after_init(result: Any, scheduler: Any) -> None:
         scheduler.tree_cache.watch_prefill(manager.prefill_of)
     elif runtime is not None:
         manager.weights = runtime.weights.told
-    if caching is not PdCaching.RETURNED or runtime is None:
+    if asked.caching is not PdCaching.RETURNED or runtime is None:
         return
     node = runtime.pool.node
     if queue is None:
@@ -134,9 +130,7 @@ def _after_init(result: Any, scheduler: Any) -> None:
     def is_there(instance: int, incarnation: int) -> bool:
         return bool(node.view.has(instance, incarnation))
 
-    judge = ReturnJudge(
-        pd_returns(scheduler.server_args), runtime.parts.device.layout, manager.count
-    )
+    judge = ReturnJudge(asked.returns, runtime.parts.device.layout, manager.count)
     manager.returning = judge.stats
     returns = AnswerReturns(node.pool, is_there, manager.count)
     scheduler.tree_cache.return_answers(returns, manager.take_prefill, judge)

@@ -41,6 +41,7 @@ from sgl_tiered.engines.sglang.disagg.incoming import (
 )
 from sgl_tiered.engines.sglang.disagg.sockets import Ear, Mouth, tcp
 from sgl_tiered.engines.sglang.layered.sending import LayerSources
+from sgl_tiered.serving.disagg.caching import read_pd
 from sgl_tiered.serving.disagg.engine import FIRST_BYTES_PER_S, RawEngine
 from sgl_tiered.serving.disagg.figures import PrefillFigures, PrefillTold, read_told
 from sgl_tiered.serving.disagg.layers import send_layers
@@ -153,7 +154,7 @@ class TieredKVManager(MooncakeKVManager):
         """Open the transport that was asked for."""
         self.engine = RawEngine(
             open_kv_transport(
-                self.server_args.tiered_pd_transport or "auto",
+                read_pd(self.server_args).transport,
                 self.local_ip,
                 self.kv_args.ib_device,
                 on_device=has_accelerator(),

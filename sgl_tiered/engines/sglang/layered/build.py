@@ -13,7 +13,6 @@ from sgl_tiered.core.clock import Clock
 from sgl_tiered.core.ids import TierId
 from sgl_tiered.cost.streaming import StreamingCost
 from sgl_tiered.engines.device.layer_copier import FaultyCopier
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.decoders import Decoders
 from sgl_tiered.engines.sglang.layered.activations.build import (
     attach_activations,
@@ -47,6 +46,7 @@ from sgl_tiered.pipelines.contention import ContentionGuard, sub_unit_pages
 from sgl_tiered.policies.layers.registry import make_turns
 from sgl_tiered.serving.agreement import Agreement
 from sgl_tiered.serving.layered.ranks import SharedMover
+from sgl_tiered.serving.options import STAGING_FAULT, Options
 from sgl_tiered.testing.emulator import Emulator
 from sgl_tiered.testing.fault_switch import FaultSwitch
 
@@ -75,7 +75,7 @@ class PlacedLayers:
 def place_layers(
     pool: Any,
     model: Any,
-    config: TieredConfig,
+    config: Options,
     clock: Clock,
     emulator: Emulator,
     agreement: Agreement,
@@ -106,7 +106,7 @@ def place_layers(
         clock,
         emulator.pace(TierId.HOST),
         forward_stream=forward_stream,
-        breaks_staging=config.breaks_staging,
+        breaks_staging=config.experiment.fault == STAGING_FAULT,
         agreement=agreement,
         faults=emulator.faults(TierId.HOST),
     )

@@ -15,12 +15,12 @@ from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibration import TokensFit
 from sgl_tiered.engines.device.ranks import group_ranks
 from sgl_tiered.engines.sglang.layered.activations.choosing import Chosen, choose
-from sgl_tiered.engines.sglang.layered.activations.sizes import Demand, share_bytes
-from sgl_tiered.engines.sglang.layered.settings import LayerKvSettings
 from sgl_tiered.engines.sglang.sparse.capacity import plan_rows
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.layered.base import ActPlan
 from sgl_tiered.serving.agreement import Ranks
+from sgl_tiered.serving.layered.act_sizes import Demand, share_bytes
+from sgl_tiered.serving.options import LayerKv
 from sgl_tiered.tiers.memory import available_memory_bytes
 
 __all__ = ["LayerPlan", "allocator_class", "plan_layers", "pool_class", "sized"]
@@ -49,7 +49,7 @@ class LayerPlan:
     num_pages: int
     num_layer_pages: int
     half_pages: int
-    settings: LayerKvSettings
+    settings: LayerKv
     acts: ActPlan | None = None
     chosen: Chosen | None = None
 
@@ -100,7 +100,7 @@ def plan_layers(
     layout: PageLayout,
     device_tokens: int,
     context_tokens: int,
-    settings: LayerKvSettings,
+    settings: LayerKv,
     *,
     available_bytes: int | None = None,
     demand: Demand | None = None,
@@ -191,12 +191,12 @@ def sized(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
     """
     from sglang.srt.runtime_context import get_server_args
 
-    from sgl_tiered.engines.sglang.args import tiered_config
+    from sgl_tiered.engines.sglang.args import tiered_options
 
     _planned.clear()
     plan_rows(None)
     config = original(configurator, *args, **kwargs)
-    tiered = tiered_config(get_server_args())
+    tiered = tiered_options(get_server_args())
     page_size = get_server_args().page_size or 1
     if tiered is not None and tiered.sparsity is not None:
         layout = _layout(configurator, page_size, "--tiered-sparsity")

@@ -33,11 +33,11 @@ from sgl_tiered.engines.sglang.layered.activations.cuda import (
 )
 from sgl_tiered.engines.sglang.layered.capacity import allocator_class, pool_class
 from sgl_tiered.engines.sglang.layered.device_pool import LayerCopies
-from sgl_tiered.engines.sglang.layered.settings import CUDA_ATTENTION, names_attention
 from sgl_tiered.pipelines.stream_acts import StreamActCopier
 from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
 from sgl_tiered.pipelines.stream_pool import StreamPool, scattered
 from sgl_tiered.pipelines.stream_weights import WeightSlots
+from sgl_tiered.serving.option_clashes import CUDA_ATTENTION, names_attention
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = [

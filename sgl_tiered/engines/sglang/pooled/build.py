@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from sgl_tiered.engines.sglang.cache import TieredRadixCache
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.pooled.cache import pooled
 from sgl_tiered.engines.sglang.pooled.server import ServedPool, join_pool
-from sgl_tiered.engines.sglang.pooled.settings import named_pool
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
+from sgl_tiered.pool.membership import default_name
 from sgl_tiered.pool.node import PoolNode
+from sgl_tiered.serving.options import POOL_FAULT, Options
 
 __all__ = ["attach_scheduler", "enter_pool"]
 
 
 def enter_pool(
     ctx: Any,
-    config: TieredConfig,
+    config: Options,
     runtime: TieredRuntime,
     tree: type[TieredRadixCache],
 ) -> type[TieredRadixCache]:
@@ -33,15 +34,18 @@ def enter_pool(
         ConfigError: a setting does not fit the machine.
         TransportUnavailableError: registry, address or transport cannot be used.
     """
-    assert config.pool is not None
-    port = int(getattr(ctx.server_args, "port", 0) or 0)
+    pool = config.pool
+    assert pool is not None
+    if not pool.name:
+        port = int(getattr(ctx.server_args, "port", 0) or 0)
+        pool = replace(pool, name=default_name(port))
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runtime.pool = join_pool(
-        named_pool(config.pool, port),
+        pool,
         runtime,
         ctx.server_args,
         int(kv_pool.k_buffer[0].shape[1]),
-        spoils_sent=config.spoils_sent,
+        spoils_sent=config.experiment.fault == POOL_FAULT,
     )
     return pooled(tree)
 

@@ -22,7 +22,6 @@ import numpy as np
 
 from sgl_tiered.cache.prefetcher import DEFAULT_WINDOW
 from sgl_tiered.engines.sglang.pooled.endpoints import endpoints_of
-from sgl_tiered.engines.sglang.pooled.settings import PoolSettings
 from sgl_tiered.engines.sglang.runtime import TieredRuntime
 from sgl_tiered.pipelines.completions import CompletionQueue, PromoteFinished
 from sgl_tiered.pool.base import BlockStore
@@ -36,6 +35,7 @@ from sgl_tiered.pool.node_peers import NodePeers
 from sgl_tiered.pool.pulls import PeerPulls
 from sgl_tiered.pool.rank_node import RankNode
 from sgl_tiered.serving.agreement import Agreement
+from sgl_tiered.serving.options import Pool
 from sgl_tiered.serving.pool_shape import pool_shape
 from sgl_tiered.transport.by_name import open_transport
 
@@ -137,7 +137,7 @@ class ServedPool:
 
 
 def join_pool(
-    settings: PoolSettings,
+    settings: Pool,
     runtime: TieredRuntime,
     server_args: Any,
     kv_heads: int,

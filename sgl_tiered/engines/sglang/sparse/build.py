@@ -11,12 +11,12 @@ from sgl_tiered.core.encoded import EncodedLayout
 from sgl_tiered.engines.device.encoded_sparse_pool import EncodedSparsePool
 from sgl_tiered.engines.device.sparse_parts import SparseParts
 from sgl_tiered.engines.device.sparse_pool import SparseDevicePool
-from sgl_tiered.engines.sglang.config import TieredConfig
 from sgl_tiered.engines.sglang.page_forms import PageForm
-from sgl_tiered.engines.sglang.sparse.settings import refuse_other_model
 from sgl_tiered.errors import EngineCompatibilityError
+from sgl_tiered.policies.sparsity.profile import refuse_other_model
 from sgl_tiered.policies.sparsity.registry import make_selection
 from sgl_tiered.policies.sparsity.solver import HeldCurves
+from sgl_tiered.serving.options import KEEP_FAULT, OPTIONS, Options
 from sgl_tiered.sparse.gauge import MassGauge
 from sgl_tiered.sparse.keep import SpanChoice
 from sgl_tiered.sparse.stored import StoredTokens
@@ -30,7 +30,7 @@ _MASS_BYTES = 256 * 2**20
 2 more for all heads, half a percent of the KV where heads have 128 elements."""
 
 
-def place_rows(pool: Any, config: TieredConfig, form: PageForm) -> SparseParts:
+def place_rows(pool: Any, config: Options, form: PageForm) -> SparseParts:
     """Make what rules the rows of a `SparsePool`.
 
     Pages are bound until ``end_probe``, so that the start measures real copies.
@@ -46,7 +46,8 @@ def place_rows(pool: Any, config: TieredConfig, form: PageForm) -> SparseParts:
     settings = config.sparsity
     assert settings is not None, "sparse KV is off"
     layout = form.layout
-    selection = make_selection(settings.policy, np.random.default_rng(config.seed))
+    rng = np.random.default_rng(config.experiment.seed)
+    selection = make_selection(settings.policy, rng)
     profile = settings.profile
     choice = SpanChoice(
         selection,
@@ -54,7 +55,7 @@ def place_rows(pool: Any, config: TieredConfig, form: PageForm) -> SparseParts:
         settings.keep,
         max_lost=settings.budget,
         curves=None if profile is None else HeldCurves.of_profile(profile),
-        is_wrong=config.keeps_wrong,
+        is_wrong=config.experiment.fault == KEEP_FAULT,
     )
     pool.gauge = MassGauge(
         selection,
@@ -97,7 +98,7 @@ def _device_pool(pool: Any, form: PageForm) -> SparseDevicePool:
 
 
 def check_profile(
-    config: TieredConfig, pool: Any, model_config: Any, fingerprint: str
+    config: Options, pool: Any, model_config: Any, fingerprint: str
 ) -> None:
     """Refuse a sparsity profile that is not of the model that is served.
 
@@ -108,6 +109,7 @@ def check_profile(
     if settings is not None and settings.profile is not None:
         refuse_other_model(
             settings.profile,
+            OPTIONS["sparsity_profile"].flag,
             num_layers=int(pool.layer_num),
             num_heads=int(model_config.num_attention_heads),
             num_kv_heads=int(pool.head_num),

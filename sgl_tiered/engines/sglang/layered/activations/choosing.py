@@ -20,8 +20,6 @@ import numpy.typing as npt
 from sgl_tiered.core.ids import Representation, TierId
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.cost.calibration import Calibration, TokensFit, read_calibration
-from sgl_tiered.engines.sglang.layered.activations.settings import FLAG
-from sgl_tiered.engines.sglang.layered.activations.sizes import Demand
 from sgl_tiered.errors import ConfigError, EngineCompatibilityError
 from sgl_tiered.layered.base import ActChooser
 from sgl_tiered.pipelines.stream_weights import NUM_SLOTS
@@ -29,11 +27,11 @@ from sgl_tiered.policies.activations.base import LayerFacts, PageLine
 from sgl_tiered.policies.activations.choice import choose_share
 from sgl_tiered.policies.activations.ratio import PageRatio, next_page
 from sgl_tiered.policies.activations.refusal import refusal_of_model
+from sgl_tiered.serving.layered.act_sizes import FLAG, Demand
 
 if TYPE_CHECKING:
     # One needs SGLang, and the other us.
     from sgl_tiered.engines.device.device_figures import DeviceFigures
-    from sgl_tiered.engines.sglang.config import TieredConfig
     from sgl_tiered.engines.sglang.layered.activations.offloaded import (
         OffloadedWeights,
     )
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
         LayerProjections,
     )
     from sgl_tiered.serving.agreement import Ranks
+    from sgl_tiered.serving.options import Options
 
 __all__ = ["Chosen", "Links", "choose", "page_chooser"]
 
@@ -103,9 +102,9 @@ class Links:
     is_guessed: bool = False
 
     @classmethod
-    def known(cls, config: TieredConfig, calibration: Calibration | None) -> Links:
+    def known(cls, config: Options, calibration: Calibration | None) -> Links:
         """Return the emulated link, else the calibrated one, else a guess."""
-        for section in config.emulate:
+        for section in config.experiment.emulate:
             if TierId.HOST in section.tiers and section.has_link:
                 fastest = min(section.bandwidth_bytes_per_s, section.read_bytes_per_s)
                 is_guessed = math.isinf(fastest)
@@ -137,7 +136,7 @@ class Links:
 
 def choose(
     configurator: Any,
-    config: TieredConfig,
+    config: Options,
     layout: PageLayout,
     device_tokens: int,
     ranks: Ranks | None,
@@ -190,8 +189,8 @@ def choose(
         if refusal is not None:
             return _told(Chosen(0.0, refusal))
     calibration = None
-    if config.calibration is not None:
-        calibration = read_calibration(config.calibration)
+    if config.loads.calibration is not None:
+        calibration = read_calibration(config.loads.calibration)
     link = Links.known(config, calibration)
     fit = _kv_gen(found, layout.page_tokens, calibration)
     kv_gen = PageLine(
@@ -281,7 +280,7 @@ def _kv_gen(
 
 
 def _best(
-    config: TieredConfig,
+    config: Options,
     layout: PageLayout,
     device_tokens: int,
     found: LayerProjections,
@@ -317,7 +316,7 @@ def _device_figures(found: LayerProjections) -> DeviceFigures:
 
 
 def _facts(
-    config: TieredConfig,
+    config: Options,
     layout: PageLayout,
     device_tokens: int,
     found: LayerProjections,

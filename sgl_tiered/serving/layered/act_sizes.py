@@ -9,11 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_tiered.core.layout import PageLayout
-from sgl_tiered.engines.sglang.layered.activations.settings import FLAG
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.layered.base import ActPlan
+from sgl_tiered.serving.options import OPTIONS
 
-__all__ = ["ActSizes", "Demand", "share_bytes"]
+__all__ = ["FLAG", "ActSizes", "Demand", "share_bytes"]
+
+FLAG = OPTIONS["activations"].flag
 
 _MOST_OF_POOL = 3
 """Without a size that is named, the act area takes a part of so many at most: then it
@@ -101,7 +103,7 @@ def share_bytes(
         most = max(most, pool_bytes // 2 // page_bytes)
     if not least <= num_acts <= most:
         raise ConfigError(
-            f"{FLAG}-device-size",
+            OPTIONS["activations_device_size"].flag,
             f"{num_acts * page_bytes} bytes are not from {least * page_bytes} to "
             f"half of the pool's {pool_bytes}",
             "give another size, or a larger --max-total-tokens",
@@ -109,7 +111,7 @@ def share_bytes(
     left = (pool_bytes - num_acts * page_bytes) // layout.layer_page_bytes
     if 4 * half_pages > left:
         raise ConfigError(
-            f"{FLAG}-device-size",
+            OPTIONS["activations_device_size"].flag,
             f"{num_acts * page_bytes} bytes leave {left} layer-pages, and staging "
             f"takes {2 * half_pages}",
             "give less, or a smaller --tiered-layerkv-staging-size",

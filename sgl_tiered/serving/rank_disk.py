@@ -19,12 +19,13 @@ from sgl_tiered.core.ids import TierId
 from sgl_tiered.core.keys import Namespace
 from sgl_tiered.core.layout import PageLayout
 from sgl_tiered.core.plans import FoundPages
-from sgl_tiered.engines.sglang.config import TieredConfig, rank_folder
 from sgl_tiered.errors import RanksPartedError
 from sgl_tiered.metrics.registry import MetricsRegistry
 from sgl_tiered.serving.agreement import Agreement
-from sgl_tiered.testing.emulator import Emulator
+from sgl_tiered.serving.options import Options
+from sgl_tiered.serving.tier_sizes import rank_folder
 from sgl_tiered.tiers.base import Tier
+from sgl_tiered.tiers.disk_io import SystemCalls
 from sgl_tiered.tiers.disk_striped import open_disk_tier
 
 __all__ = ["DiskAdoption", "disk_fingerprint", "open_disk"]
@@ -51,10 +52,10 @@ busy the scan takes some times as long instead."""
 
 
 def open_disk(
-    config: TieredConfig,
+    config: Options,
     layout: PageLayout,
     namespace: Namespace,
-    emulator: Emulator,
+    calls: SystemCalls | None,
     agreement: Agreement,
 ) -> Tier | None:
     """Open the disk tier of a rank; None where there is none.
@@ -63,30 +64,29 @@ def open_disk(
         config: names its folders.
         layout: shape of a page.
         namespace: of all ranks; a folder belongs to one and to the rank.
-        emulator: slows it down where that was asked for.
+        calls: of the system, where some of them fail; None for the real ones.
         agreement: between the ranks.
 
     Raises:
         ConfigError: a size is wrong.
         TierUnavailableError: a folder cannot be used.
     """
-    if not config.disk_paths:
+    if not config.tiers.disk_paths:
         return None
     rank, num_ranks = agreement.rank, agreement.num_ranks
     # One folder has one user.
-    paths = [rank_folder(path, rank, num_ranks) for path in config.disk_paths]
-    disk = open_disk_tier(
+    paths = [rank_folder(path, rank, num_ranks) for path in config.tiers.disk_paths]
+    return open_disk_tier(
         paths,
         slot_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
         page_tokens=layout.page_tokens,
-        max_bytes=config.disk_bytes,
+        max_bytes=config.tiers.disk_bytes,
         fingerprint=disk_fingerprint(namespace, agreement),
-        num_threads=config.disk_threads,
-        io=config.disk_io,
-        calls=emulator.calls(TierId.DISK),
+        num_threads=config.tiers.disk_threads,
+        io=config.tiers.disk_io,
+        calls=calls,
     )
-    return emulator.wrap(disk)
 
 
 def disk_fingerprint(namespace: Namespace, agreement: Agreement) -> str:

@@ -7,11 +7,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sgl_tiered.core.sizes import parse_size
-from sgl_tiered.engines.sglang.config import CHOICES, read_config
 from sgl_tiered.errors import ConfigError
-from tests.unit.engines.test_config import NAMES
+from sgl_tiered.serving.option_reader import read_options
+from sgl_tiered.serving.options import OPTIONS
 
-FUZZED = [name for name in sorted({*NAMES, *CHOICES}) if name != "config"]
+FUZZED = sorted(OPTIONS)
 numbers = (
     st.integers()
     | st.floats()
@@ -21,7 +21,9 @@ digits = st.sampled_from(["9" * 400, "1" + "0" * 5000, "0." + "3" * 400, "1e9", 
 units = st.sampled_from(["", "B", "GB", "TiB", " GiB", "XB", "gb"])
 texts = (
     st.text(max_size=20)
-    | st.sampled_from([choice for each in CHOICES.values() for choice in each])
+    | st.sampled_from(
+        [str(word) for row in OPTIONS.values() for word in row.kind.choices]
+    )
     | st.tuples(digits | st.from_regex("[0-9]{1,30}", fullmatch=True), units).map(
         "".join
     )
@@ -64,7 +66,7 @@ def is_one_sentence(text):
 def test_settings_are_read_or_refused_in_a_sentence(given_values):
     """Numbers without end, other types and texts of any kind included."""
     every = dict.fromkeys(FUZZED) | given_values
-    why = refusal(lambda: read_config(every))
+    why = refusal(lambda: read_options(every))
     assert why is None or is_one_sentence(why)
 
 
@@ -95,6 +97,6 @@ def test_a_file_is_read_or_refused_in_a_sentence(tmp_path, text):
     """Also one of digits without end, of other bytes, or nested without end."""
     file = tmp_path / "tiers.toml"
     file.write_bytes(text)
-    why = refusal(lambda: read_config(dict.fromkeys(NAMES) | {"config": str(file)}))
+    why = refusal(lambda: read_options({"config": str(file)}))
     assert why
     assert is_one_sentence(why)

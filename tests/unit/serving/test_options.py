@@ -7,52 +7,22 @@ import pytest
 
 from sgl_tiered.cache.config import DEMOTE_POLICIES, WRITE_POLICIES
 from sgl_tiered.core.ids import TierId
-from sgl_tiered.engines.sglang import config as config_module
-from sgl_tiered.engines.sglang.config import (
-    CHOICES,
-    FAULT_ENV,
-    parse_size,
-    rank_folder,
-    read_config,
-)
+from sgl_tiered.core.sizes import parse_size
 from sgl_tiered.errors import ConfigError
 from sgl_tiered.policies.eviction.registry import EVICTION_POLICIES
 from sgl_tiered.policies.order.registry import ORDERS
 from sgl_tiered.policies.write_admission.registry import WRITE_ADMISSIONS
+from sgl_tiered.serving import tier_sizes
+from sgl_tiered.serving.option_reader import FAULT_ENV, read_options
+from sgl_tiered.serving.options import OPTIONS, Queue
+from sgl_tiered.serving.tier_sizes import rank_folder
 from sgl_tiered.tiers.cxl_source import CxlSource
 
 HOST = {"host_size": "1MB"}
-NAMES = (
-    "config",
-    "host_size",
-    "cxl",
-    "cxl_size",
-    "disk_path",
-    "disk_size",
-    "disk_threads",
-    "disk_io",
-    "staging_size",
-    "eviction_policy",
-    "write_policy",
-    "offload_threshold",
-    "demote_policy",
-    "disk_admission",
-    "load_policy",
-    "length_predictor",
-    "order",
-    "prefetch",
-    "prefetch_window",
-    "log_interval",
-    "seed",
-    "explain_last",
-    "emulate",
-    "calibration",
-    "fault_corrupt",
-)
 
 
 def read(**values):
-    return read_config({name: values.get(name) for name in NAMES})
+    return read_options(values)
 
 
 @pytest.mark.parametrize(
@@ -89,21 +59,21 @@ def test_what_is_no_size_is_refused(text):
 def test_defaults():
     """Without flags there is a host tier of some size, no disk, and LRU."""
     config = read()
-    assert config.host_bytes > 0
-    assert config.disk_paths == ()
-    assert config.disk_io == "auto"
-    assert config.disk_bytes == 0
-    assert config.eviction_policy == "lru"
-    assert config.write_policy == "auto"
-    assert config.offload_threshold == 0.9
-    assert config.disk_admission == "auto"
-    assert config.load_policy == "auto"
-    assert config.explain_last == 1_000
-    assert config.order == "fcfs"
-    assert config.prefetch == "arrival"
-    assert config.prefetch_window == 16
-    assert config.emulate == ()
-    assert not config.switchable_faults
+    assert config.tiers.host_bytes > 0
+    assert config.tiers.disk_paths == ()
+    assert config.tiers.disk_io == "auto"
+    assert config.tiers.disk_bytes == 0
+    assert config.tiers.eviction_policy == "lru"
+    assert config.writes.write_policy == "auto"
+    assert config.writes.offload_threshold == 0.9
+    assert config.writes.disk_admission == "auto"
+    assert config.loads.load_policy == "auto"
+    assert config.observe.explain_last == 1_000
+    assert config.queue.order == "fcfs"
+    assert config.queue.prefetch == "arrival"
+    assert config.queue.prefetch_window == 16
+    assert config.experiment.emulate == ()
+    assert not config.experiment.switchable_faults
 
 
 def test_file_stands_for_flags_and_flags_win(tmp_path):
@@ -111,14 +81,33 @@ def test_file_stands_for_flags_and_flags_win(tmp_path):
     file = tmp_path / "tiers.toml"
     file.write_text('host-size = "1MB"\nlog_interval = 5\nload-policy = "never"\n')
     config = read(config=str(file), load_policy="always")
-    assert config.host_bytes == 10**6
-    assert config.log_interval_s == 5.0
-    assert config.load_policy == "always"
+    assert config.tiers.host_bytes == 10**6
+    assert config.observe.log_interval_s == 5.0
+    assert config.loads.load_policy == "always"
+
+
+def test_a_table_stands_for_its_keys(tmp_path):
+    """By the group's name; keys outside of tables go on to stand for their flags."""
+    file = tmp_path / "tiers.toml"
+    file.write_text(
+        'host-size = "1MB"\n[queue]\norder = "car"\nprefetch-window = 3\n'
+        '[layerkv]\nlayerkv = "on"\nlayerkv-retain = 2\n'
+    )
+    options = read(config=str(file), order="fcfs")
+    assert options.tiers.host_bytes == 10**6
+    assert options.queue == Queue(
+        order="fcfs", prefetch_window=3, length_predictor="online"
+    )
+    assert options.layerkv.retain == 2
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[disks]\nseed = 1", "unknown key 'disks'"),
+        ("[tiers]\nhost_sise = 1", "unknown key 'host_sise'"),
+        ("seed = 1\n[experiment]\nseed = 2", "the key 'seed' twice"),
+        ("pd-caching = 2", "unknown key 'pd_caching'"),
         ("host_sise = 1", "unknown key 'host_sise'"),
         ("host_size = ", "is not TOML"),
         ('config = "x.toml"', "unknown key 'config'"),
@@ -200,17 +189,17 @@ def test_bad_values_name_their_flag(monkeypatch, values, setting):
 def test_a_cxl_tier_is_read():
     """A place and a size; without the flag there is none."""
     config = read(**HOST, cxl="emulate:memory", cxl_size="3MB")
-    assert config.cxl == CxlSource(emulated=True)
-    assert config.cxl_bytes == 3 * 10**6
-    assert read(**HOST).cxl is None
+    assert config.tiers.cxl == CxlSource(emulated=True)
+    assert config.tiers.cxl_bytes == 3 * 10**6
+    assert read(**HOST).tiers.cxl is None
 
 
 def test_host_and_cxl_share_the_machines_memory(monkeypatch):
     """What the CXL tier takes is not offered to the host tier a second time."""
-    monkeypatch.setattr(config_module, "available_memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(tier_sizes, "available_memory_bytes", lambda: 10**9)
     cxl = {"cxl": "emulate:memory", "cxl_size": "600MB"}
-    assert read(**cxl).host_bytes == 200 * 10**6
-    assert read(**cxl, host_size="400MB").host_bytes == 400 * 10**6
+    assert read(**cxl).tiers.host_bytes == 200 * 10**6
+    assert read(**cxl, host_size="400MB").tiers.host_bytes == 400 * 10**6
     with pytest.raises(ConfigError, match="beside the CXL tier") as caught:
         read(**cxl, host_size="401MB")
     assert caught.value.setting == "--tiered-host-size"
@@ -218,12 +207,12 @@ def test_host_and_cxl_share_the_machines_memory(monkeypatch):
 
 def test_more_than_a_real_source_has_is_refused(monkeypatch):
     """auto takes all of it, and a larger size is refused with what there is."""
-    monkeypatch.setattr(config_module, "largest_bytes", lambda source: 10**6)
+    monkeypatch.setattr(tier_sizes, "largest_bytes", lambda source: 10**6)
     monkeypatch.setattr(
-        config_module, "parse_source", lambda text, size: CxlSource(nodes=(5,))
+        tier_sizes, "parse_source", lambda text, size: CxlSource(nodes=(5,))
     )
-    assert read(**HOST, cxl="node:5").cxl_bytes == 10**6
-    assert read(**HOST, cxl="node:5", cxl_size="auto").cxl_bytes == 10**6
+    assert read(**HOST, cxl="node:5").tiers.cxl_bytes == 10**6
+    assert read(**HOST, cxl="node:5", cxl_size="auto").tiers.cxl_bytes == 10**6
     with pytest.raises(ConfigError, match="CXL is NUMA node 5") as caught:
         read(**HOST, cxl="node:5", cxl_size="2MB")
     assert caught.value.setting == "--tiered-cxl-size"
@@ -235,15 +224,14 @@ FREE = 100 * 10**9
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with ``FREE`` bytes of memory and ten times as much disk."""
-    monkeypatch.setattr(config_module, "available_memory_bytes", lambda: FREE)
+    monkeypatch.setattr(tier_sizes, "available_memory_bytes", lambda: FREE)
     usage = SimpleNamespace(free=10 * FREE)
-    monkeypatch.setattr(config_module.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(tier_sizes.shutil, "disk_usage", lambda folder: usage)
     return usage
 
 
 def on_ranks(num_ranks, *, is_first=True, **values):
-    every = {name: values.get(name) for name in NAMES}
-    return read_config(every, num_ranks=num_ranks, is_first=is_first)
+    return read_options(values, num_ranks=num_ranks, is_first=is_first)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -251,77 +239,77 @@ def test_ranks_share_what_is_free(machine, tmp_path, num_ranks):
     """All ranks together take half of memory and disk, as one rank would."""
     config = on_ranks(num_ranks, disk_path=str(tmp_path))
     at_most = min(FREE // 2, 64 * 2**30 * num_ranks)
-    assert config.host_bytes * num_ranks == pytest.approx(at_most, rel=1e-6)
-    assert config.disk_bytes * num_ranks == pytest.approx(5 * FREE, rel=1e-6)
+    assert config.tiers.host_bytes * num_ranks == pytest.approx(at_most, rel=1e-6)
+    assert config.tiers.disk_bytes * num_ranks == pytest.approx(5 * FREE, rel=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_restart_keeps_what_the_ranks_hold(machine, tmp_path, num_ranks):
     """What lies in the ranks' folders is free for them: the sizes are as before."""
-    before = on_ranks(num_ranks, disk_path=str(tmp_path)).disk_bytes
+    before = on_ranks(num_ranks, disk_path=str(tmp_path)).tiers.disk_bytes
     for rank in range(num_ranks):
         mine = rank_folder(tmp_path, rank, num_ranks)
         mine.mkdir(exist_ok=True)
         with (mine / "tiered-slab-000000.kv").open("wb") as slab:
             slab.truncate(before)
     machine.free -= before * num_ranks
-    again = on_ranks(num_ranks, disk_path=str(tmp_path)).disk_bytes
+    again = on_ranks(num_ranks, disk_path=str(tmp_path)).tiers.disk_bytes
     assert again == pytest.approx(before, rel=1e-6)
     # What other ranks hold, this number of ranks does not give back.
-    other = on_ranks(num_ranks + 1, disk_path=str(tmp_path)).disk_bytes
+    other = on_ranks(num_ranks + 1, disk_path=str(tmp_path)).tiers.disk_bytes
     assert other * (num_ranks + 1) == pytest.approx(machine.free / 2, rel=1e-6)
 
 
 def test_a_size_counts_once_for_each_rank(machine):
     """Two ranks of 60 GB do not fit; a rank beside another one looks at its own."""
-    assert on_ranks(2, host_size="50GB").host_bytes == 50 * 10**9
+    assert on_ranks(2, host_size="50GB").tiers.host_bytes == 50 * 10**9
     with pytest.raises(ConfigError, match="for each of 2 ranks") as caught:
         on_ranks(2, host_size="60GB")
     assert caught.value.setting == "--tiered-host-size"
-    assert on_ranks(2, is_first=False, host_size="60GB").host_bytes == 60 * 10**9
+    assert on_ranks(2, is_first=False, host_size="60GB").tiers.host_bytes == 60 * 10**9
 
 
 def test_ranks_share_a_cxl_source(machine, monkeypatch):
     """auto is a rank's part of it, and all parts are taken off free memory."""
-    monkeypatch.setattr(config_module, "largest_bytes", lambda source: 40 * 10**9)
+    monkeypatch.setattr(tier_sizes, "largest_bytes", lambda source: 40 * 10**9)
     monkeypatch.setattr(
-        config_module, "parse_source", lambda text, size: CxlSource(nodes=(5,))
+        tier_sizes, "parse_source", lambda text, size: CxlSource(nodes=(5,))
     )
-    assert on_ranks(4, cxl="node:5").cxl_bytes == 10**10
+    assert on_ranks(4, cxl="node:5").tiers.cxl_bytes == 10**10
     emulated = CxlSource(emulated=True)
-    monkeypatch.setattr(config_module, "parse_source", lambda text, size: emulated)
+    monkeypatch.setattr(tier_sizes, "parse_source", lambda text, size: emulated)
     config = on_ranks(4, cxl="emulate:memory", cxl_size="10GB")
-    assert config.host_bytes == (FREE - 4 * 10**10) // 8
+    assert config.tiers.host_bytes == (FREE - 4 * 10**10) // 8
 
 
 def test_a_disk_folder_is_made(tmp_path):
     """A folder that is not there yet is made; auto takes half of the free space."""
     folder = tmp_path / "a" / "b"
     config = read(**HOST, disk_path=str(folder))
-    assert config.disk_paths == (folder,)
+    assert config.tiers.disk_paths == (folder,)
     assert folder.is_dir()
-    assert config.disk_bytes > 0
+    assert config.tiers.disk_bytes > 0
     config = read(**HOST, disk_path=str(folder), disk_size="3MB")
-    assert config.disk_bytes == 3 * 10**6
+    assert config.tiers.disk_bytes == 3 * 10**6
 
 
 def test_several_disk_folders(tmp_path):
     """Commas separate folders, and all are made; a file may have a list."""
     names = [str(tmp_path / "a"), str(tmp_path / "b")]
     folders = (tmp_path / "a", tmp_path / "b")
-    assert read(**HOST, disk_path=", ".join(names)).disk_paths == folders
+    assert read(**HOST, disk_path=", ".join(names)).tiers.disk_paths == folders
     assert all(folder.is_dir() for folder in folders)
     file = tmp_path / "tiers.toml"
     file.write_text(f"host-size = '1MB'\ndisk-path = {names}\ndisk-io = 'mmap'\n")
     config = read(config=str(file))
-    assert config.disk_paths == folders
-    assert config.disk_io == "mmap"
+    assert config.tiers.disk_paths == folders
+    assert config.tiers.disk_io == "mmap"
 
 
 def test_folders_of_one_disk_share_what_is_free(tmp_path):
     """Half of the free space is taken once, however many folders lie there."""
-    one = read(**HOST, disk_path=str(tmp_path / "a")).disk_bytes
-    two = read(**HOST, disk_path=f"{tmp_path}/b,{tmp_path}/c").disk_bytes
+    one = read(**HOST, disk_path=str(tmp_path / "a")).tiers.disk_bytes
+    two = read(**HOST, disk_path=f"{tmp_path}/b,{tmp_path}/c").tiers.disk_bytes
     assert two == pytest.approx(one, rel=0.1)
 
 
@@ -352,7 +340,7 @@ def test_emulations_are_understood():
     """The flag's text becomes sections; what it may say is tested with its parser."""
     first, second = read(
         **HOST, emulate="host:bandwidth=2GB; disk:latency=0.25"
-    ).emulate
+    ).experiment.emulate
     assert first.tiers == (TierId.HOST,)
     assert first.bandwidth_bytes_per_s == 2e9
     assert second.tiers == (TierId.DISK,)
@@ -371,8 +359,10 @@ def test_faults_need_the_environment(monkeypatch, flags, kind):
     """Failures and wrong answers are to be had only by who asks for them twice."""
     monkeypatch.setenv(FAULT_ENV, "1")
     config = read(**HOST, **flags)
-    assert [fault.kind for one in config.emulate for fault in one.faults] == [kind]
-    assert config.switchable_faults
+    assert [
+        fault.kind for one in config.experiment.emulate for fault in one.faults
+    ] == [kind]
+    assert config.experiment.switchable_faults
     monkeypatch.setenv(FAULT_ENV, "yes")
     with pytest.raises(ConfigError, match=FAULT_ENV):
         read(**HOST, **flags)
@@ -381,43 +371,56 @@ def test_faults_need_the_environment(monkeypatch, flags, kind):
 def test_paths_are_expanded(tmp_path, monkeypatch):
     """A tilde stands for the user's home, and a relative path becomes absolute."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert read(**HOST, disk_path="~/kv").disk_paths == (tmp_path / "kv",)
+    assert read(**HOST, disk_path="~/kv").tiers.disk_paths == (tmp_path / "kv",)
     monkeypatch.chdir(tmp_path)
-    assert read(**HOST, disk_path="kv").disk_paths == (tmp_path / "kv",)
+    assert read(**HOST, disk_path="kv").tiers.disk_paths == (tmp_path / "kv",)
+
+
+@pytest.mark.parametrize("name", ["calibration", "disk_path", "sparsity_profile"])
+def test_a_home_that_is_not_there_is_refused(name):
+    """In a sentence, as any other path that is none."""
+    given = {"sparsity": "load", name: "~nobody-of-this-name/kv"}
+    with pytest.raises(ConfigError, match="home") as caught:
+        read(**HOST, **given)
+    assert caught.value.setting == OPTIONS[name].flag
 
 
 def test_a_server_of_a_pool_copies_what_others_may_ask_for():
     """All pages, unless another policy is given; auto cannot be."""
     pool = {**HOST, "pool": "local"}
-    assert read_config(pool).write_policy == "write-through"
+    assert read_options(pool).writes.write_policy == "write-through"
     assert (
-        read_config({**pool, "write_policy": "selective"}).write_policy == "selective"
+        read_options({**pool, "write_policy": "selective"}).writes.write_policy
+        == "selective"
     )
     with pytest.raises(ConfigError, match="--tiered-pool") as caught:
-        read_config({**pool, "write_policy": "auto"})
+        read_options({**pool, "write_policy": "auto"})
     assert caught.value.setting == "--tiered-write-policy"
 
 
 def test_choices_are_the_policies_that_there_are():
     """The flags offer what the registries have, and nothing else."""
-    assert CHOICES["disk_admission"] == WRITE_ADMISSIONS
-    assert CHOICES["eviction_policy"] == EVICTION_POLICIES
-    assert CHOICES["write_policy"] == WRITE_POLICIES
-    assert CHOICES["demote_policy"] == DEMOTE_POLICIES
-    assert CHOICES["order"] == ORDERS
+    for name, choices in {
+        "disk_admission": WRITE_ADMISSIONS,
+        "eviction_policy": EVICTION_POLICIES,
+        "write_policy": WRITE_POLICIES,
+        "demote_policy": DEMOTE_POLICIES,
+        "order": ORDERS,
+    }.items():
+        assert OPTIONS[name].kind.choices == choices
 
 
 def test_a_threshold_is_a_share():
     """From 0, always ahead of need, to 1, never."""
-    assert read(**HOST, offload_threshold=1).offload_threshold == 1.0
-    assert read(**HOST, offload_threshold=0.75).offload_threshold == 0.75
+    assert read(**HOST, offload_threshold=1).writes.offload_threshold == 1.0
+    assert read(**HOST, offload_threshold=0.75).writes.offload_threshold == 0.75
 
 
 def test_a_length_predictor_is_checked_when_the_server_starts() -> None:
     """None by default; a known name stays, a wrong one is one sentence on its flag."""
-    assert read(**HOST).length_predictor == "none"
+    assert read(**HOST).queue.length_predictor == "none"
     for name in ("none", "online", "oracle", "llm", "constant:256"):
-        assert read(**HOST, length_predictor=name).length_predictor == name
+        assert read(**HOST, length_predictor=name).queue.length_predictor == name
     for name in ("onlin", "constant", "constant:0"):
         with pytest.raises(ConfigError, match="--tiered-length-predictor"):
             read(**HOST, length_predictor=name)
@@ -425,38 +428,41 @@ def test_a_length_predictor_is_checked_when_the_server_starts() -> None:
 
 def test_targets_are_seconds() -> None:
     """Both, one or none, with an admission; and a predictor comes with it."""
-    config = read_config({**HOST, "admission": "slo", "slo_ttft": 2, "slo_tpot": 0.05})
-    assert (config.admission, config.slo_ttft_s, config.slo_tpot_s) == (
+    config = read_options({**HOST, "admission": "slo", "slo_ttft": 2, "slo_tpot": 0.05})
+    assert (config.slo.admission, config.slo.slo_ttft_s, config.slo.slo_tpot_s) == (
         "slo",
         2.0,
         0.05,
     )
-    assert config.length_predictor == "online"
-    assert read_config({**HOST, "admission": "slo"}).slo_tpot_s == 0.0
-    plain = read_config(HOST)
-    assert (plain.admission, plain.length_predictor) == ("none", "none")
+    assert config.queue.length_predictor == "online"
+    assert read_options({**HOST, "admission": "slo"}).slo.slo_tpot_s == 0.0
+    plain = read_options(HOST)
+    assert (plain.slo.admission, plain.queue.length_predictor) == ("none", "none")
 
 
 def test_the_floor_of_targets_follows_the_servers() -> None:
     """A quarter of the server's own; half a second where it has none."""
     told = {**HOST, "admission": "slo"}
-    assert read_config(told).slo_floor_s == 0.5
-    assert read_config({**told, "slo_ttft": 8}).slo_floor_s == 2.0
-    assert read_config({**told, "slo_ttft": 8, "slo_floor": 3}).slo_floor_s == 3.0
+    assert read_options(told).slo.slo_floor_s == 0.5
+    assert read_options({**told, "slo_ttft": 8}).slo.slo_floor_s == 2.0
+    assert read_options({**told, "slo_ttft": 8, "slo_floor": 3}).slo.slo_floor_s == 3.0
     with pytest.raises(ConfigError, match="--tiered-slo-floor: 9 is more than"):
-        read_config({**told, "slo_ttft": 8, "slo_floor": 9})
+        read_options({**told, "slo_ttft": 8, "slo_floor": 9})
     with pytest.raises(ConfigError, match="--tiered-slo-floor: has no effect"):
-        read_config({**HOST, "slo_floor": 9})
+        read_options({**HOST, "slo_floor": 9})
 
 
 def test_layer_wise_kv_reads_tpot_targets_and_lengths() -> None:
     """Without an admission too; nobody would read a TTFT target."""
     told = {**HOST, "layerkv": "on"}
-    config = read_config({**told, "slo_tpot": 0.05})
-    assert (config.slo_tpot_s, config.length_predictor) == (0.05, "online")
-    assert read_config({**told, "length_predictor": "none"}).length_predictor == "none"
+    config = read_options({**told, "slo_tpot": 0.05})
+    assert (config.slo.slo_tpot_s, config.queue.length_predictor) == (0.05, "online")
+    assert (
+        read_options({**told, "length_predictor": "none"}).queue.length_predictor
+        == "none"
+    )
     with pytest.raises(ConfigError, match="--tiered-slo-ttft: has no effect"):
-        read_config({**told, "slo_ttft": 2.0})
+        read_options({**told, "slo_ttft": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -473,4 +479,4 @@ def test_layer_wise_kv_reads_tpot_targets_and_lengths() -> None:
 def test_a_wrong_admission_is_refused(wrong: dict[str, object], words: str) -> None:
     """In one sentence that says what to do."""
     with pytest.raises(ConfigError, match=words):
-        read_config({**HOST, **wrong})
+        read_options({**HOST, **wrong})
