@@ -123,7 +123,7 @@ def test_what_cannot_be_encoded_is_refused_in_a_sentence():
 def test_an_encoding_is_a_setting():
     """Off by default; with it, who says nothing refuses."""
     plain = read_options({"host_size": "1MB"})
-    assert plain.encoding is Encoding.RAW
+    assert plain.lossy.encoding is Encoding.RAW
     assert not plain.is_lossy
     config = read_options({"host_size": "1MB", "encoding": "int4"})
     assert config.lossy.encoding is Encoding.INT4

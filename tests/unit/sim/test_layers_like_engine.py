@@ -27,7 +27,7 @@ from sgl_tiered.policies.length.base import LengthFacts
 from sgl_tiered.policies.length.book import LengthBook
 from sgl_tiered.policies.length.constant import ConstantLength
 from sgl_tiered.serving.agreement import Agreement
-from sgl_tiered.serving.options import LayerKv
+from sgl_tiered.serving.options import LayerKv, Options, Slo
 from sgl_tiered.sim import layers
 from sgl_tiered.sim.config import LayerSetup, ServerConfig
 from sgl_tiered.sim.events import EventQueue
@@ -68,7 +68,7 @@ def test_the_same_facts_give_the_same_choice(
     reqs: list[Any] = []
     clock = ManualClock(NOW_S)
     reader = LengthReader(LengthBook(ConstantLength(40)))
-    told: Any = SimpleNamespace(slo_ttft_s=0.0, slo_tpot_s=TPOT_S, slo_floor_s=0.0)
+    told = Options(slo=Slo(slo_tpot_s=TPOT_S))
     decoders = Decoders(told, reader, Agreement(clock))
     away = [(LAYERS - held) * pages for held, pages, *_ in RUNNING]
     room = LayerRoom(free=free, spare=0, landing=0, cached=0, total=memory.capacity)
