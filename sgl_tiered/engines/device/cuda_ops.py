@@ -70,15 +70,11 @@ class NumberBlocks:
     To allocate such memory may hold the calling thread until the device is idle. Only
     where all blocks are in use, or the numbers are more than a block takes, one is
     added, and kept. One thread at a time.
-
-    Args:
-        refused: told how many bytes were not pinned.
     """
 
-    def __init__(self, refused: Callable[[int], None] = lambda num_bytes: None) -> None:
-        blocks = pinned_if_possible((_NUM_BLOCKS, _BLOCK_NUMBERS), torch.int64)
-        _check_pinned(blocks, refused)
-        self._free = list(blocks)
+    def __init__(self) -> None:
+        shape = (_NUM_BLOCKS, _BLOCK_NUMBERS)
+        self._free = list(pinned_if_possible(shape, torch.int64))
         self._lent: list[tuple[torch.Tensor, weakref.ref[Int64s], Any]] = []
 
     def take(self, num_numbers: int) -> torch.Tensor:
@@ -129,7 +125,7 @@ class CudaStreams:
         self._forward_stream = forward_stream
         self._engines = engines or CopyEngines(batch_function(), copy_function())
         self._refused = refused
-        self._blocks = NumberBlocks(refused)
+        self._blocks = NumberBlocks()
 
     def new_stream(self, *, urgent: bool) -> Any:
         """Return a stream; an urgent one's kernels go first."""
@@ -504,21 +500,15 @@ def pinned_buffer(
         refused: told how many bytes were not pinned.
     """
     buffer = pinned_if_possible((num_bytes,), torch.uint8)
-    _check_pinned(buffer, refused)
+    if not buffer.is_pinned():
+        logger.warning(
+            "sgl-tiered: CUDA cannot pin a buffer of %d bytes: raise the locked-memory "
+            "limit (ulimit -l). Until then copies through it wait for each other.",
+            num_bytes,
+        )
+        refused(num_bytes)
     numbers: UInt8s = buffer.numpy()
     return numbers
-
-
-def _check_pinned(buffer: torch.Tensor, refused: Callable[[int], None]) -> None:
-    """Log, and tell ``refused``, that a buffer for copies is not pinned."""
-    if buffer.is_pinned():
-        return
-    logger.warning(
-        "sgl-tiered: CUDA cannot pin a buffer of %d bytes: raise the locked-memory "
-        "limit (ulimit -l). Until then copies through it wait for each other.",
-        buffer.nbytes,
-    )
-    refused(buffer.nbytes)
 
 
 def pin_if_possible(

@@ -68,7 +68,7 @@ NOT_MEASURED = {
     "sgl_tiered/pipelines/README.md": {"20 ms", "50 ms"},
     "sgl_tiered/pool/README.md": {"0.1 s", "10 s", "3 s", "60 s"},
     "sgl_tiered/router/README.md": {"120 s", "20 s", "4 s", "75 s"},
-    "sgl_tiered/tiers/EMULATION.md": {"5 s"},
+    "sgl_tiered/testing/EMULATION.md": {"5 s"},
     "sgl_tiered/tiers/README.md": {"5 s"},
 }
 """Settings, targets, data sheets and what papers say, by page."""
