@@ -1,4 +1,4 @@
-"""Reads the settings once: flags and file in, one frozen ``Options`` out.
+"""Reads the settings: flags and file in, one frozen ``Options`` out.
 
 A key of the file stands for the flag of the same name without its prefix (``host-size``
 or ``host_size`` for ``--tiered-host-size``), alone or in the table of its group; a flag

@@ -4,7 +4,7 @@ A field of a part is a row: its flag's name, what it may be, its default, what i
 From the rows are made SGLang's flags, the reader of flags and file (``option_reader``)
 and ``docs/reference/options.md``. What does not go together: ``option_clashes``.
 
-Order matters: of several wrong settings the first row's is refused.
+Of several wrong settings any one is refused.
 """
 
 # ruff: noqa: RUF009 - _row and _part return dataclasses.field, made for each field anew

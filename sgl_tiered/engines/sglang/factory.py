@@ -251,8 +251,7 @@ def _build_runtime(ctx: Any, config: Options) -> TieredRuntime:
     disk = open_disk(config, layout, namespace, calls, agreement)
     if disk is not None:
         disk = emulator.wrap(disk)
-    path = config.loads.calibration
-    calibration = read_fitting("--tiered-calibration", path, model)
+    calibration = read_fitting("--tiered-calibration", config.loads.calibration, model)
     cost, figures = measure_costs(
         model=runner.model,
         layout=layout,
