@@ -230,7 +230,7 @@ bench-micro: install ## every micro benchmark, one after the other; PART=NAME fo
 	  name=$$(basename "$$script" .py); \
 	  $(SAY) bench "$$script"; $(BENCH) "micro-$$name" "$$script" $(ARGS); \
 	done
-	@for num in 10 100 1000; do \
+	@for num in $(if $(filter-out routing,$(PART)),,10 100 1000); do \
 	  $(SAY) bench "routing, $$num instances"; \
 	  $(BENCH) micro-routing benchmarks/micro/routing.py --instances "$$num" --pages 512; \
 	done
