@@ -6,8 +6,8 @@ says what is sent, ``no_reuse/figures.py`` how the figures come of it. First all
 answer the same prompts alone, and answers must be equal bit for bit; a negative control
 shows that the comparison can fail. The windows of the first minutes after a start are
 counted apart: tiers fill, and a write policy that learns has not learned yet. All
-servers are started anew three times: two plain servers of one start differ by up to 6 %
-of their decoding, for as long as they live; ``by_start`` says how far starts are apart.
+servers are started anew three times, since a process may be faster or slower than its
+twin for as long as it lives: ``by_start`` says how far starts are apart.
 
 The last line is one JSON object; the exit code is 1 if ``targets_missed`` names one:
 

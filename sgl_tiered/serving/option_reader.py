@@ -59,6 +59,7 @@ __all__ = [
     "NEEDS",
     "faults_allowed",
     "flag_values",
+    "given_value",
     "read_options",
     "read_server",
 ]
@@ -139,6 +140,21 @@ def flag_values(server_args: Any) -> dict[str, Any]:
     names = (CONFIG.name, *OPTIONS)
     found = {name: getattr(server_args, FIELD_PREFIX + name, None) for name in names}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def given_value(server_args: Any, name: str) -> Any:
+    """Return one setting as flag or file give it, unchecked; None where neither does.
+
+    For what must be known before the settings are read. A file that cannot be read
+    gives nothing here; ``read_options`` says what is wrong with it.
+    """
+    flags = flag_values(server_args)
+    if name in flags or CONFIG.name not in flags:
+        return flags.get(name)
+    try:
+        return _read_file(flags[CONFIG.name]).get(name)
+    except ConfigError:
+        return None
 
 
 def read_server(

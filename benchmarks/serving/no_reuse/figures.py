@@ -108,8 +108,8 @@ def figures(windows: Sequence[Window]) -> dict[str, Any]:
     found |= _named(f"{CONTROL}_cpu", cpu[CONTROL])
     starts = by_start(windows)
     if len(starts) > 1:
-        # Two plain servers of one start differ for as long as they live, so that only
-        # starts say whether the two are measured alike.
+        # Two plain servers of one start may differ for as long as they live, so that
+        # only starts say whether the two are measured alike.
         means = [_ratios(one, _seconds)[CONTROL].mean() for one in starts]
         found |= _named(CONTROL, -np.array(means))
     found["throughput_by_part"] = {

@@ -61,6 +61,9 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
         attention backend (with one that needs a package absent here); the user's
         own choice is therefore read from the record of raw input.
         """
+        # Every process imports this module, and only those with a command line this.
+        from sgl_tiered.serving.option_reader import given_value
+
         given = getattr(server_args, "_raw_input", None) or {}
         if all(given.get(name) is None for name in _ATTENTION_FIELDS):
             server_args.attention_backend = ATTENTION_BACKEND
@@ -69,8 +72,8 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
         if given.get(_RETRACTION) is None:
             # SGLang's own choice for a decode instance is pinned memory.
             setattr(server_args, _RETRACTION, "cpu_tensor")
-        places = (("tiered_layerkv", "on"), ("tiered_sparsity", "load"))
-        if any(getattr(server_args, name, None) == value for name, value in places):
+        places = (("layerkv", "on"), ("sparsity", "load"))
+        if any(given_value(server_args, name) == value for name, value in places):
             # KV is placed between two forwards, on the scheduler's thread.
             server_args.disable_overlap_schedule = True
         self._disable_graphs(server_args)

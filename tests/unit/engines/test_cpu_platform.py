@@ -10,7 +10,7 @@ import pytest
 pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 
 
-def settle(given=None, locked=()):
+def settle(given=None, locked=(), **ours):
     """Apply the defaults to arguments as SGLang hands them over."""
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
@@ -25,6 +25,8 @@ def settle(given=None, locked=()):
         cuda_graph_config=CudaGraphConfig(
             decode=PhaseConfig(backend="full"), prefill=PhaseConfig(backend="full")
         ),
+        disable_overlap_schedule=False,
+        **ours,
     )
     TieredCpuPlatform().apply_server_args_defaults(args)
     return args
@@ -80,3 +82,16 @@ def test_the_backend_is_registered_where_a_model_runs():
 
     TieredCpuPlatform().init_backend()
     assert "tiered_cpu" in ATTENTION_BACKENDS
+
+
+@pytest.mark.parametrize("text", ['layerkv = "on"', '[sparsity]\nsparsity = "load"'])
+def test_a_file_asks_for_no_overlap_as_a_flag_does(tmp_path, text):
+    """Else a server with its settings in a file would be refused for want of a flag."""
+    file = tmp_path / "tiered.toml"
+    file.write_text(text)
+    assert settle(tiered_config=str(file)).disable_overlap_schedule
+    file.write_text('layerkv = "off"')
+    assert not settle(tiered_config=str(file)).disable_overlap_schedule
+    # What is wrong with it is said when the settings are read.
+    file.write_text("]")
+    assert not settle(tiered_config=str(file)).disable_overlap_schedule

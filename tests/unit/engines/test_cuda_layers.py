@@ -177,7 +177,7 @@ def test_the_hooks_answer_as_before_where_nothing_is_planned(monkeypatch):
         ({"decode_attention_backend": "fa3"}, None),
     ],
 )
-def test_flashinfer_is_chosen_where_nobody_has_chosen(given, chosen):
+def test_flashinfer_is_chosen_where_nobody_has_chosen(tmp_path, given, chosen):
     """And only where layers are asked for."""
     asked = []
 
@@ -187,11 +187,14 @@ def test_flashinfer_is_chosen_where_nobody_has_chosen(given, chosen):
     args = {"_raw_input": given, "attention_backend": None}
     on = SimpleNamespace(tiered_layerkv="on", **args)
     off = SimpleNamespace(tiered_layerkv=None, **args)
-    cuda._defaults(original, "platform", on)
-    cuda._defaults(original, "platform", off)
-    assert on.attention_backend == chosen
+    file = tmp_path / "tiered.toml"
+    file.write_text('layerkv = "on"')
+    by_file = SimpleNamespace(tiered_config=str(file), **args)
+    for each in (on, off, by_file):
+        cuda._defaults(original, "platform", each)
+    assert on.attention_backend == by_file.attention_backend == chosen
     assert off.attention_backend is None
-    assert asked == ["platform", "platform"]
+    assert asked == ["platform"] * 3
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ class Envelope:
 
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A tokenizer manager of a server in a pool; SGLang's module is a stand-in."""
+    """A tokenizer manager; SGLang's module is a stand-in."""
 
     def decode(value: Any) -> Envelope:
         if not isinstance(value, Envelope):
@@ -59,7 +59,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.kv_hints", module)
-    return SimpleNamespace(server_args=SimpleNamespace(tiered_pool="local"))
+    return SimpleNamespace()
 
 
 def request(header: str | None) -> SimpleNamespace:
@@ -115,20 +115,18 @@ def test_a_clients_own_hints_stay(manager: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pool", "header", "obj"),
+    ("header", "obj"),
     [
-        (None, GOOD, SimpleNamespace(kv_hints=None)),
-        ("local", None, SimpleNamespace(kv_hints=None)),
-        ("local", "junk", SimpleNamespace(kv_hints=None)),
-        ("local", GOOD, SimpleNamespace()),
+        (None, SimpleNamespace(kv_hints=None)),
+        ("junk", SimpleNamespace(kv_hints=None)),
+        (GOOD, SimpleNamespace()),
     ],
-    ids=["no pool", "no header", "junk", "no field"],
+    ids=["no header", "junk", "no field"],
 )
 def test_nothing_is_added_where_nothing_is_said(
-    manager: SimpleNamespace, pool: str | None, header: str | None, obj: Any
+    manager: SimpleNamespace, header: str | None, obj: Any
 ) -> None:
-    """Servers without a pool, requests without the header or the field."""
-    manager.server_args.tiered_pool = pool
+    """Requests without the header or the field."""
     add_hints(manager, obj, request(header))
     assert not getattr(obj, "kv_hints", None)
 

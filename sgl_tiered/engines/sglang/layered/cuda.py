@@ -38,6 +38,7 @@ from sgl_tiered.pipelines.stream_layers import StreamLayerCopier
 from sgl_tiered.pipelines.stream_pool import StreamPool, scattered
 from sgl_tiered.pipelines.stream_weights import WeightSlots
 from sgl_tiered.serving.option_clashes import CUDA_ATTENTION, names_attention
+from sgl_tiered.serving.option_reader import given_value
 from sgl_tiered.tiers.memory import MemoryRegion
 
 __all__ = [
@@ -261,7 +262,7 @@ def _defaults(original: Any, platform: Any, server_args: Any) -> None:
     """Choose FlashInfer where layers are asked for, and nothing else is."""
     original(platform, server_args)
     given = getattr(server_args, "_raw_input", None) or {}
-    is_on = getattr(server_args, "tiered_layerkv", None) == "on"
+    is_on = given_value(server_args, "layerkv") == "on"
     if is_on and not names_attention(given):
         server_args.attention_backend = CUDA_ATTENTION
 

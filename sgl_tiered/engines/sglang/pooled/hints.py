@@ -37,10 +37,12 @@ def parse_holders(header: str) -> tuple[Hint, ...]:
 
 
 def add_hints(manager: Any, obj: Any, request: Any = None) -> None:
-    """Take the header of a request that SGLang's tokenizer manager begins with."""
-    if request is None or getattr(manager.server_args, "tiered_pool", None) is None:
-        return
-    header = request.headers.get(HEADER)
+    """Take the header of a request that SGLang's tokenizer manager begins with.
+
+    A server without a pool reads them nowhere.
+    """
+    del manager
+    header = None if request is None else request.headers.get(HEADER)
     hints = parse_holders(header) if header else ()
     if not hints or not hasattr(obj, "kv_hints") or isinstance(obj.kv_hints, list):
         return
