@@ -36,6 +36,8 @@ def main() -> None:
         "write_policy": "write-through",
         "load_policy": "always",
         "prefetch": "car",
+        # What is asked for again was written once only; chance would fill the disk.
+        "disk_admission": "all",
         "log_interval": 0.001,
     }
     runtime = _build_runtime(runtime_program.context(), read_options(settings))
