@@ -96,9 +96,7 @@ def test_rebuilt_pages_give_equal_bits_in_equal_batches(
 ):
     """Every bit of the answers is plain's; what was kept as activations is told."""
     server = servers.get(layered(mha, share))
-    result = plain.forced(
-        played(server, episodes[:NUM_FORCED], plain.runs[:NUM_FORCED], forced=True)
-    )
+    result = plain.forced_on(server, episodes[:NUM_FORCED])
     assert result.passed, result.summary()
     layers = stats(server)["layerkv"]
     told = layers["activations"]

@@ -82,6 +82,7 @@ NUM_FORCED, NUM_FREE = 2, 2
 FLOOR = Spread(max_logprob=0.05, mean_logprob=0.005, max_gap=0.05, num_tokens=0)
 LEAST_EXACT = 0.75
 """Of the output tokens: a prompt may be held for a step, where others lack room."""
+TRIES = 4
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +144,20 @@ class Plain:
     runs: list
     spread: Spread
     has_equal_rows: bool
+
+    def forced_on(self, server, episodes):
+        """Judge the first episodes on a server, whose batches are to be these.
+
+        A slow machine holds a prompt for a step that was not held before, and what
+        follows is in other batches. Then they are sent again: an answer that is wrong
+        ends that, whatever its batch.
+        """
+        runs = self.runs[: len(episodes)]
+        for _ in range(TRIES):
+            result = self.forced(played(server, episodes, runs, forced=True))
+            if len(result.differences) != 1 or result.exact_fraction >= LEAST_EXACT:
+                break
+        return result
 
     def forced(self, answers):
         """Judge the first episodes, whose batches were to be these."""
@@ -234,9 +249,7 @@ def test_broken_staging_is_caught_in_full_batches(servers, model, episodes, plai
 def test_streaming_gives_equal_bits_in_equal_batches(servers, model, episodes, plain):
     """Under pressure every step is plain's, and so is every bit of the answers."""
     server = servers.get(layered(model, "waves-stream", *STREAM))
-    result = plain.forced(
-        played(server, episodes[:NUM_FORCED], plain.runs[:NUM_FORCED], forced=True)
-    )
+    result = plain.forced_on(server, episodes[:NUM_FORCED])
     assert result.passed, result.summary()
     moved(server, "bytes_offloaded", "bytes_streamed", "bytes_pulled")
 
