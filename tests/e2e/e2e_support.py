@@ -207,6 +207,15 @@ def pinned(state: dict[str, Any]) -> int:
     return sum(int(tier["pinned"]) for tier in state["occupancy"].values())
 
 
+def hang_the_first_store(server: SglangServer) -> None:
+    """Send a prompt to a server whose first store is to hang; return once it does.
+
+    Nothing else runs, so that no layer that leaves the device hangs in its stead.
+    """
+    server.generate(list(range(5, 105)), 1)
+    wait_until(lambda: pinned(stats(server)) > 0, "the store hangs")
+
+
 def edge(state: dict[str, Any], name: str, field: str = "pages") -> int:
     """Return a counter of an edge such as ``host->device``; 0 if unused."""
     return int(state["edges"].get(name, {}).get(field, 0))

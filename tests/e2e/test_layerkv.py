@@ -21,6 +21,7 @@ from tests.e2e.e2e_support import (
     Case,
     drop,
     edge,
+    hang_the_first_store,
     open_loop,
     pinned,
     record_reference,
@@ -57,7 +58,6 @@ PAUSE = (
     "--tiered-emulate=host:bandwidth=20MB",
 )
 KEPT = ("--tiered-layerkv-retain=4", "--tiered-load-policy=never")
-"""All layers stay until others need the room, so the first store is one to the tier."""
 NUM_MIXED = 16
 ANSWER_TOKENS = 24
 
@@ -201,6 +201,7 @@ def test_a_store_that_does_not_end_holds_nobody_for_ever(servers, model, plain):
     env = {"SGL_TIERED_ALLOW_FAULTS": "1"}
     server = servers.get(layered(model, "layerkv-kept", *KEPT, env=env))
     with faults(server, "host:fault=hang/store/times=1"):
+        hang_the_first_store(server)
         answers = open_loop(server, mixed())
     assert [record.error for record in answers] == [None] * NUM_MIXED
     result = check_equality(

@@ -21,6 +21,7 @@ from tests.e2e.e2e_support import (
     burst_requests,
     drop,
     edge,
+    hang_the_first_store,
     open_loop,
     pinned,
     record_reference,
@@ -194,6 +195,10 @@ def test_layers_placed_singly_equal_plain(servers, model, plain):
 def many_equal_plain(server, alone, spread):
     """Let many come at once to an empty cache; each is answered as when it is alone."""
     server.flush_cache()
+    equal_plain_at_once(server, alone, spread)
+
+
+def equal_plain_at_once(server, alone, spread):
     answers = open_loop(server, mixed())
     assert [record.error for record in answers] == [None] * NUM_MIXED
     result = check_equality(
@@ -241,7 +246,8 @@ def test_a_store_that_does_not_end_is_given_up_on_both_ranks(servers, model, pla
     flags = ("--tiered-layerkv-retain=4", "--tiered-load-policy=never")
     server = servers.get(layered(model, "layerkv-kept", *flags))
     with faults(server, "host:fault=hang/store/times=1"):
-        many_equal_plain(server, alone, plain.spread)
+        hang_the_first_store(server)
+        equal_plain_at_once(server, alone, plain.spread)
     state = settle(server)
     assert state["counters"]["offloads_given_up"] > 0
     assert state["layerkv"]["layerkv_requests_lost"] == 0
