@@ -8,6 +8,7 @@ length, so that exactly that length can be found and the rest is computed.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -177,7 +178,7 @@ class Measure:
                 await send(number, _WARM)
             await self._settle(len(prompts) * length)
             for hit in range(self._sizes.disk_hits + 1):
-                await asyncio.to_thread(empty_above_disk, self._server)
+                await self._empty_above_disk()
                 share = await asyncio.to_thread(make_cold, store)
                 told = await send(hit % len(prompts), ON_DISK if hit else _WARM)
                 told["resident_share"] = share
@@ -299,11 +300,24 @@ class Measure:
     def _answer(self) -> int:
         return self._sizes.gate_answer_tokens
 
+    async def _empty_above_disk(self) -> None:
+        """Empty device and host; a server is idle shortly after its last answer."""
+        give_up_s = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                await asyncio.to_thread(empty_above_disk, self._server)
+            except RuntimeError:
+                if time.monotonic() > give_up_s:
+                    raise
+            else:
+                return
+            await asyncio.sleep(_LOOK_S)
+
     async def _push_below(self, length: int, num_seen: int) -> None:
         """Leave nothing of the gate's prompts on the device, nor above a disk."""
         await self._settle(num_seen * length)
         if self._system.has_disk:
-            await asyncio.to_thread(empty_above_disk, self._server)
+            await self._empty_above_disk()
             return
         count = num_prompts(length, self._pool_tokens)
         others = self._prompts(GATE, length, num_seen + count)[num_seen:]

@@ -78,6 +78,7 @@ class PlayedServer:
         self.device: list[tuple[int, ...]] = []
         self.below: list[tuple[int, ...]] = []
         self.looks = 0
+        self.is_running = False
 
     @property
     def url(self) -> PlayedServer:
@@ -99,12 +100,17 @@ class PlayedServer:
         return [{"edges": {"device->host": {"bytes": 10 * min(self.looks, 4)}}}]
 
     def post(self, path: str, body: object) -> None:
+        if self.is_running:
+            # Its last request ends shortly after the last answer.
+            self.is_running = False
+            raise RuntimeError(f"{path}: HTTP 409: Requests are running")
         if path.endswith("tier=device"):
             self.device.clear()
 
     def answer(self, request, order: int, wishes=None) -> RequestRecord:
         """Answer what depends on the prompt alone, and say where it was found."""
         prompt = request.prompt
+        self.is_running = True
         tier = "device" if prompt in self.device else ""
         if not tier and prompt in self.below:
             tier = "host"
