@@ -5,12 +5,14 @@ short ones, chat, text analysis), open loop at a share of what the fcfs server d
 closed loop. ``fcfs``, ``cost`` and a second ``fcfs`` take turns with the same requests;
 the second one says how far two servers of one kind are apart.
 
-Text analysis: 128 prefixes of 512 tokens, bodies of 128, answers of 32; room for 8, 32
-and 128 prefixes on device, host and disk; the disk throttled so that a reload takes
-half as long as computing the prefix on this machine. A model whose time goes into
+Text analysis: 64 prefixes of 512 tokens (``FULL=1``: 128, and twice the requests),
+bodies of 128, answers of 32; room for a 16th, a quarter and all of the prefixes on
+device, host and disk, as in the Berkeley report; the disk throttled so that a reload
+takes half as long as computing the prefix on this machine. A model whose time goes into
 computing prompts, as it does where such loads are served. Plain SGLang, our server
 with fcfs and no prefetch, with ``cost``, and with ``cost`` and prefetch take turns:
-throughput of a stream (64 clients), and latency of 64 requests sent at once.
+throughput of a stream (a client for every two prefixes), and latency of requests sent
+at once.
 
 Answers of the orders are compared with those of fcfs before any figure counts; those of
 text analysis's streams are not. A table, and one JSON object as the last line.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from layers.equality import FLOOR
 from movement.ending import run_to_end
 from movement.tools import answered, send
 from orders.findings import AGAIN, BASE, LoadFindings, order_summary
@@ -36,11 +40,7 @@ from reuse.parts import rotated, sources
 from sgl_tiered_workloads.arrivals import ClosedLoop
 from sgl_tiered_workloads.client import StreamingClient
 from sgl_tiered_workloads.driver import run_sessions
-from sgl_tiered_workloads.gate import (
-    check_equality,
-    measure_spread,
-    widest_spread,
-)
+from sgl_tiered_workloads.gate import check_equality, measure_spread
 from sgl_tiered_workloads.harness.control import rounding_spread
 from sgl_tiered_workloads.harness.fleet import Fleet
 from sgl_tiered_workloads.model import PRESETS, make_model
@@ -63,10 +63,12 @@ MODEL, TEXT_MODEL = "bench", "wide"
 TOKEN_BYTES = PRESETS[MODEL].kv_bytes_per_token
 PREFIX_BYTES = PREFIX * PRESETS[TEXT_MODEL].kv_bytes_per_token
 POOL_TOKENS, HOST_TOKENS, DISK_TOKENS = 8_192, 32_768, 131_072
-TEXT_SHARE = 0.55
-"""Of the time, for text analysis."""
-ON_DEVICE, ON_HOST, ON_DISK = 8, 32, 132
-"""Prefixes that each place has room for; a disk tier keeps a 64th part free."""
+STREAM_SHARE, TEXT_SHARE = 0.4, 0.6
+"""Of the time, after which no stream, and no repeat of text analysis, begins."""
+DEVICE_PART, HOST_PART, DISK_PART = 1 / 16, 1 / 4, 33 / 32
+"""Of the prefixes, what each place has room for; a disk tier keeps a 64th part free."""
+LEAST_ON_DEVICE = 4
+"""Prefixes: so many requests run at once at least."""
 OWN_TOKENS = 192
 """Of a text analysis: body, answer and what page sizes round up."""
 NEW_ONLY = ("--tiered-write-policy=selective",)
@@ -181,8 +183,9 @@ class Bench:
     ) -> None:
         """Demand equal answers, up to what batches and parts of prompts round to."""
         base = records[BASE]
-        rounding = await rounding_spread(server, base, PAGE)
-        spread = widest_spread([measure_spread(base, records[AGAIN]), rounding])
+        # Both servers of fcfs run the same batches, where another order runs others.
+        beside = (measure_spread(base, records[AGAIN]), FLOOR)
+        spread = await rounding_spread(server, base, PAGE, beside=beside)
         result = check_equality(
             base,
             records[self.arm],
@@ -199,7 +202,9 @@ class Bench:
     async def _text(
         self, model: Path, loads: dict[str, LoadFindings]
     ) -> dict[str, Any]:
-        pool = ON_DEVICE * (PREFIX + OWN_TOKENS)
+        num = self.args.prefixes
+        on_device = max(LEAST_ON_DEVICE, int(num * DEVICE_PART))
+        pool = on_device * (PREFIX + OWN_TOKENS)
         device = Device(model, pool, PAGE, CPU_FLAGS)
         compute_s = await self._prefix_s(device)
         bandwidth = PREFIX_BYTES / (0.5 * compute_s)
@@ -218,9 +223,9 @@ class Bench:
             arm: tiered_spec(
                 device,
                 Tiers(
-                    ON_HOST * PREFIX_BYTES,
+                    int(num * HOST_PART) * PREFIX_BYTES,
                     self._store(f"text-{arm}"),
-                    ON_DISK * PREFIX_BYTES,
+                    int(num * DISK_PART) * PREFIX_BYTES,
                 ),
                 arm,
                 flags=(
@@ -231,12 +236,12 @@ class Bench:
             )
             for arm, extra in flags.items()
         }
-        load = text_analysis(self.rng, self.args.prefixes)
+        load = text_analysis(self.rng, num)
         async with _Running(self, specs) as servers:
-            known = _every_prefix_twice(load, self.rng, self.args.prefixes)
+            known = _every_prefix_twice(load, self.rng, num, on_device)
             for name, server in servers.items():
                 if name != "plain":
-                    await self._closed_loop(server, known, ON_DEVICE)
+                    await self._closed_loop(server, known, on_device)
             self.say("  every prefix is known")
             arms = ("plain", BASE, self.arm, "ahead")
             result = await self._throughput(load, {arm: servers[arm] for arm in arms})
@@ -249,15 +254,19 @@ class Bench:
     ) -> dict[str, Any]:
         """Return streamed throughput and batched latency of every arm."""
         num = -(-self.args.requests // self.args.repeats)
+        clients = self.args.prefixes // 2
         rates: dict[str, list[float]] = {arm: [] for arm in servers}
         latencies: dict[str, list[float]] = {arm: [] for arm in servers}
         records: dict[str, list[RequestRecord]] = {arm: [] for arm in servers}
         for repeat in range(self.args.repeats):
+            if repeat and self.out_of_time(STREAM_SHARE):
+                self.say(f"  no time for more than {repeat} streams")
+                break
             requests = load.draw(self.rng, f"stream{repeat}", num)
-            batch = load.draw(self.rng, f"batch{repeat}", min(num, 64))
+            batch = load.draw(self.rng, f"batch{repeat}", min(num, clients))
             for arm in rotated(list(servers), repeat):
                 began_s = time.monotonic()
-                records[arm] += await self._closed_loop(servers[arm], requests, 64)
+                records[arm] += await self._closed_loop(servers[arm], requests, clients)
                 rates[arm].append(num / (time.monotonic() - began_s))
                 async with StreamingClient(servers[arm].url) as client:
                     sent = await client.run_open_loop(batch)
@@ -332,15 +341,17 @@ class _Running:
 
 
 def _every_prefix_twice(
-    load: Load, rng: np.random.Generator, num_prefixes: int
+    load: Load, rng: np.random.Generator, num_prefixes: int, apart: int
 ) -> list[PlannedRequest]:
-    """Return two short requests for each prefix, as many prefixes apart as the device
-    holds: the second ones cost little, and what was seen twice goes below the device.
+    """Return two short requests for each prefix, ``apart`` prefixes between them.
+
+    Where the device holds as many, the second ones cost little; what was seen twice
+    goes below the device.
     """
     firsts, seconds = (_every_prefix(load, rng, f"w{n}", num_prefixes) for n in (0, 1))
     requests: list[PlannedRequest] = []
-    for begin in range(0, num_prefixes, ON_DEVICE):
-        block = list(firsts)[begin : begin + ON_DEVICE]
+    for begin in range(0, num_prefixes, apart):
+        block = list(firsts)[begin : begin + apart]
         requests += [firsts[prefix] for prefix in block]
         requests += [seconds[prefix] for prefix in block]
     return requests
@@ -384,11 +395,20 @@ def main() -> int:
     parser.add_argument(
         "--candidate", default="cost", help="the order to compare; fcfs for a null run"
     )
-    parser.add_argument("--requests", type=int, default=300, help="per load and arm")
+    scale = 2 if os.environ.get("FULL") == "1" else 1
+    parser.add_argument(
+        "--requests", type=int, default=150 * scale, help="per load and arm"
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warm", type=int, default=60, help="requests before a load")
-    parser.add_argument("--prefixes", type=int, default=128, help="of text analysis")
-    parser.add_argument("--minutes", type=float, default=40.0)
+    parser.add_argument(
+        "--warm", type=int, default=30 * scale, help="requests before a load"
+    )
+    parser.add_argument(
+        "--prefixes", type=int, default=64 * scale, help="of text analysis"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=40.0 * scale**2, help="of repeats"
+    )
     parser.add_argument("--quick", action="store_true", help="a smoke run, no figures")
     parser.add_argument("--first-port", type=int, help="default: any free ports")
     args = parser.parse_args()
