@@ -535,9 +535,7 @@ def results_table() -> str:
     rows = [
         ("Time to the first token, and the answers", demo_line()),
         ("Same answers, with faults and kills", equality_table().split("\n")[0]),
-        ("Long load", soak_line()),
         ("Restart", restart_line()),
-        ("Odd inputs", fuzz_line()),
     ]
     more = {
         "reuse": ("Hits beside HiCache's", reuse_line),
