@@ -229,7 +229,7 @@ def test_a_file_of_prompts(tmp_path):
 
 def test_a_report_of_other_words_is_refused():
     """A server of another version is told so."""
-    with pytest.raises(ConfigError, match="another form"):
+    with pytest.raises(ConfigError, match="other words"):
         read_report({"mass": ["!"]})
 
 
